@@ -1,0 +1,53 @@
+"""Process-wide settings in TileKernels' form. Everything else is a knob (`tile_kernels.knobs`)."""
+
+from __future__ import annotations
+
+import torch
+
+from tile_kernels.core import check
+from tile_kernels.core.device import num_sms_of
+from tile_kernels.core.formats import AMAX_FLOOR, AMAX_FLOOR_E4M3_SF
+from tile_kernels.core.knobs import KNOBS, knobs
+
+_FLOORS = {False: dict(AMAX_FLOOR), True: dict(AMAX_FLOOR_E4M3_SF)}
+
+
+def get_device_num_sms() -> int:
+    """Multiprocessors of the current CUDA device."""
+    return num_sms_of(torch.cuda.current_device())
+
+
+def set_num_sms(num_sms: int) -> None:
+    """Limit the blocks of persistent kernels to `num_sms`."""
+    check.at_least(num_sms, 1, 'num_sms')
+    check.at_most(num_sms, get_device_num_sms(), 'num_sms')
+    knobs.num_sms = num_sms
+
+
+def get_num_sms() -> int:
+    """The limit in force, else the number of multiprocessors of the current device."""
+    return knobs.num_sms or get_device_num_sms()
+
+
+def get_max_smem_per_sm() -> int:
+    """Shared memory of one multiprocessor of the current device, in bytes."""
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_multiprocessor
+
+
+def get_amax_clamp_for_quant(fmt: str, use_e4m3_sf: bool) -> float:
+    """Smallest amax a block of `fmt` is scaled by."""
+    check.one_of(fmt, ('e4m3', 'e2m1'), 'fmt')
+    return AMAX_FLOOR_E4M3_SF[fmt] if use_e4m3_sf else AMAX_FLOOR[fmt]
+
+
+def set_amax_clamp_for_quant(fmt: str, use_e4m3_sf: bool, clamp_min_value: float) -> None:
+    """Change the smallest amax a block of `fmt` is scaled by; takes effect at the next call, nothing is recompiled."""
+    check.one_of(fmt, ('e4m3', 'e2m1'), 'fmt')
+    (AMAX_FLOOR_E4M3_SF if use_e4m3_sf else AMAX_FLOOR)[fmt] = clamp_min_value
+
+
+def reset_runtime_config() -> None:
+    """Restore every default of this module."""
+    knobs.num_sms = KNOBS['num_sms'].default
+    AMAX_FLOOR.update(_FLOORS[False])
+    AMAX_FLOOR_E4M3_SF.update(_FLOORS[True])

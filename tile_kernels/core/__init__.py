@@ -1,0 +1,1 @@
+"""What an op file may import. Knows no op."""

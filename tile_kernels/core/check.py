@@ -1,0 +1,166 @@
+"""The checks of op bodies. Each raises `ArgumentError` in one form: `<op>: <argument> must <rule>, got <fact>`.
+
+They run on every call, so the passing path does nothing but compare; sentences are built only on failure. The name in
+front is the public function the user called, read from the call stack.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Collection
+from types import FrameType
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+from tile_kernels.core.errors import ArgumentError
+
+#: Subpackages whose functions are not what a user called.
+_INTERNAL = ('core', 'testing', 'interpreter', 'cli')
+
+
+def _caller() -> str:
+    """`family.function` of the outermost function of this package on the stack: the one the user called."""
+    name = ''
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        package, _, rest = frame.f_globals.get('__name__', '').partition('.')
+        family, function = rest.partition('.')[0], frame.f_code.co_name
+        inside = package == 'tile_kernels' and family not in _INTERNAL
+        if inside and not function.startswith(('_', '<')):
+            name = f'{family}.{function}'
+        elif not name and package != 'tile_kernels':
+            name = function
+        frame = frame.f_back
+    return name
+
+
+def fail(argument: str, rule: str, fact: str, hint: str | None = None) -> NoReturn:
+    """Raise the one error sentence."""
+    raise ArgumentError(f'{_caller()}: {argument} {rule}, got {fact}' + (f'; {hint}' if hint else ''))
+
+
+def describe(x: object) -> str:
+    """A tensor in words: dtype, shape, device, and strides when they are not contiguous."""
+    if not isinstance(x, Tensor):
+        return f'{type(x).__name__} {x!r}' if isinstance(x, (int, float, str, bool)) else type(x).__name__
+    shape = ', '.join(str(extent) for extent in x.shape)
+    text = f'{str(x.dtype).removeprefix("torch.")}[{shape}] on {x.device}'
+    return text if x.is_contiguous() else f'{text}, strides {tuple(x.stride())}'
+
+
+@functools.cache
+def _names(spec: str) -> tuple[str, ...]:
+    return tuple(spec.split())
+
+
+def _dtype_names(dtypes: torch.dtype | Collection[torch.dtype]) -> str:
+    listed = [dtypes] if isinstance(dtypes, torch.dtype) else list(dtypes)
+    return ' or '.join(str(d).removeprefix('torch.') for d in listed)
+
+
+def tensor(x: object, name: str) -> Tensor:
+    """`x` must be a tensor."""
+    if not isinstance(x, Tensor):
+        fail(name, 'must be a tensor', describe(x))
+    return x
+
+
+def shape(
+    x: Tensor, name: str, spec: str, dtype: torch.dtype | Collection[torch.dtype] | None = None, **known: int
+) -> tuple[int, ...]:
+    """`x` must have the dimensions named in `spec`, those given by keyword with that extent; returns the extents."""
+    if not isinstance(x, Tensor):
+        fail(name, 'must be a tensor', describe(x))
+    names, extents = _names(spec), x.shape
+    if len(extents) != len(names):
+        fail(name, f'must be ({", ".join(names)})', describe(x))
+    for dim, extent in known.items():
+        if extents[names.index(dim)] != extent:
+            fail(name, f'must be ({", ".join(names)}) with {dim} = {extent}', describe(x))
+    if dtype is not None and x.dtype is not dtype and (isinstance(dtype, torch.dtype) or x.dtype not in dtype):
+        fail(name, f'must be {_dtype_names(dtype)}', describe(x))
+    return tuple(extents)
+
+
+def dtype(x: Tensor, name: str, allowed: torch.dtype | Collection[torch.dtype]) -> None:
+    """`x` must have one of these dtypes."""
+    tensor(x, name)
+    if x.dtype is not allowed and (isinstance(allowed, torch.dtype) or x.dtype not in allowed):
+        fail(name, f'must be {_dtype_names(allowed)}', describe(x))
+
+
+def multiple(value: int, factor: int, name: str) -> None:
+    """`value` must be a multiple of `factor`."""
+    if value % factor != 0:
+        fail(name, f'must be a multiple of {factor}', str(value))
+
+
+def equal(value: object, expected: object, name: str) -> None:
+    """`value` must equal `expected`."""
+    if value != expected:
+        fail(name, f'must be {expected}', str(value))
+
+
+def one_of(value: object, allowed: Collection, name: str) -> None:
+    """`value` must be one of `allowed`."""
+    if value not in allowed:
+        fail(name, f'must be one of {", ".join(str(a) for a in allowed)}', repr(value))
+
+
+def at_least(value: float, bound: float, name: str) -> None:
+    """`value` must not be smaller than `bound`."""
+    if value < bound:
+        fail(name, f'must be at least {bound}', str(value))
+
+
+def at_most(value: float, bound: float, name: str) -> None:
+    """`value` must not be larger than `bound`."""
+    if value > bound:
+        fail(name, f'must be at most {bound}', str(value))
+
+
+def same_device(**tensors: Tensor | None) -> None:
+    """All tensors (given by keyword; None is skipped) must live on one device."""
+    first_name, first = None, None
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        if first is None:
+            first_name, first = name, x
+        elif x.device != first.device:
+            fail(name, f'must be on the device of {first_name} ({first.device})', describe(x))
+
+
+def contiguous(x: Tensor, name: str) -> None:
+    """`x` must be contiguous."""
+    if not x.is_contiguous():
+        fail(name, 'must be contiguous', describe(x), hint=f'pass {name}.contiguous()')
+
+
+def unit_stride(x: Tensor, name: str) -> None:
+    """The last dimension of `x` must be dense; the others may be strided."""
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        fail(name, 'must have stride 1 in the last dimension', describe(x), hint=f'pass {name}.contiguous()')
+
+
+def vector_bytes(*tensors: Tensor | None) -> int:
+    """Widest access (16, 8, 4, 2 or 1 bytes) that the base pointers and outer strides of all tensors allow.
+
+    A kernel takes it as a static argument, so a misaligned view runs a narrower variant instead of faulting. Fake
+    tensors have no address and count as aligned.
+    """
+    bits = 16
+    for x in tensors:
+        if x is None or isinstance(x, FakeTensor) or x.is_meta:
+            continue
+        bits |= x.data_ptr()
+        size = x.element_size()
+        for extent, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+            if extent > 1:
+                bits |= stride * size
+    return math.gcd(bits, 16)

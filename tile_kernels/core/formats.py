@@ -1,0 +1,267 @@
+"""Quantised formats: what a data element is, how scale factors are blocked, rounded and laid out.
+
+A format has one name, `<data>_<rows>x<cols>_<sf>[_col]`, and the name is what crosses operator schemas, case ids, cache
+keys and docs:
+
+    e4m3_1x128_f32          fp8 data, one fp32 scale factor per token and 128 channels
+    e4m3_1x128_ue8m0x4_col  power-of-two factors, four exponent bytes per int32, tokens contiguous (TMA-aligned)
+    e2m1_1x16_e4m3          fp4 data with fp8 factors (NVFP4 style)
+    e4m3_1xall_f32          one factor per token
+
+`rows` and `cols` are the extent that shares one factor (`all` = the whole extent, stored as 0). A factor is the
+*de*quantisation multiplier: `x ~= data * sf`. This is the only module that knows bits and scale layouts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tile_kernels.core import check
+from tile_kernels.core.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Element:
+    """One number format: bits per value, the torch dtype that stores it and the largest finite value."""
+
+    name: str
+    bits: int
+    torch: torch.dtype
+    max: float
+
+    def stored(self, count: int) -> int:
+        """Container elements that hold `count` values: e2m1 packs two to a byte, e5m6 eight to twelve bytes."""
+        return count * self.bits // (8 * self.torch.itemsize)
+
+    @property
+    def pack(self) -> int:
+        """Values that fill whole container elements: a row length must be a multiple of it."""
+        return {4: 2, 12: 8}.get(self.bits, 1)
+
+
+ELEMENTS: dict[str, Element] = {
+    e.name: e
+    for e in (
+        Element('e4m3', 8, torch.float8_e4m3fn, 448.0),
+        Element('e5m2', 8, torch.float8_e5m2, 57344.0),
+        Element('e2m1', 4, torch.int8, 6.0),
+        Element('e5m6', 12, torch.uint8, 65024.0),
+    )
+}
+
+#: Smallest amax a block is scaled by, so that a block of zeros has a finite factor.
+AMAX_FLOOR = {'e4m3': 1e-4, 'e5m2': 1e-4, 'e5m6': 1e-4, 'e2m1': 6.0 * 2.0**-126}
+
+#: The same with e4m3 factors: the smallest factor is 2^-9, the least positive e4m3 number.
+AMAX_FLOOR_E4M3_SF = {name: element.max * 2.0**-9 for name, element in ELEMENTS.items()}
+
+#: Storage of scale factors: dtype, factors per stored element, whether factors are powers of two.
+SF_STORAGE = {
+    'f32': (torch.float32, 1, False),
+    'f32p2': (torch.float32, 1, True),
+    'ue8m0x4': (torch.int32, 4, True),
+    'e4m3': (torch.float8_e4m3fn, 1, False),
+}
+
+_NAME = re.compile(r'(?P<data>e\dm\d)_(?P<rows>\d+|all)x(?P<cols>\d+|all)_(?P<sf>[a-z0-9]+)(?P<col>_col)?')
+_formats: dict[str, QuantFormat] = {}
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return (a + b - 1) // b
+
+
+@dataclass(frozen=True, eq=False)
+class QuantFormat:
+    """A quantised format. Instances are interned by name, so `is` and `==` agree and hashing is free."""
+
+    name: str
+    data: Element
+    sf_block: tuple[int, int]
+    sf: str
+    col: bool
+
+    @staticmethod
+    def parse(name: str | QuantFormat) -> QuantFormat:
+        """The format called `name`."""
+        if isinstance(name, QuantFormat):
+            return name
+        known = _formats.get(name)
+        return known if known is not None else _define(name)
+
+    @staticmethod
+    def from_flags(
+        fmt: str,
+        block: tuple[int, int],
+        use_tma_aligned_col_major_sf: bool = False,
+        round_sf: bool = False,
+        use_packed_ue8m0: bool = False,
+        use_e4m3_sf: bool = False,
+    ) -> QuantFormat:
+        """The format that TileKernels' flag arguments describe; combinations without a meaning are errors."""
+        if use_packed_ue8m0 and not round_sf:
+            check.fail(
+                'use_packed_ue8m0',
+                'must come with round_sf=True (an exponent byte holds a power of two)',
+                'round_sf=False',
+            )
+        if use_e4m3_sf and (round_sf or use_packed_ue8m0):
+            check.fail('use_e4m3_sf', 'must not be combined with round_sf or use_packed_ue8m0', 'both')
+        sf = 'ue8m0x4' if use_packed_ue8m0 else 'e4m3' if use_e4m3_sf else 'f32p2' if round_sf else 'f32'
+        rows, cols = (str(extent) if extent else 'all' for extent in block)
+        return QuantFormat.parse(f'{fmt}_{rows}x{cols}_{sf}' + ('_col' if use_tma_aligned_col_major_sf else ''))
+
+    @property
+    def power_of_two(self) -> bool:
+        """Whether factors are rounded up to a power of two (`rceil`)."""
+        return SF_STORAGE[self.sf][2]
+
+    @property
+    def sf_dtype(self) -> torch.dtype:
+        """Dtype of the scale factor tensor."""
+        return SF_STORAGE[self.sf][0]
+
+    @property
+    def sf_pack(self) -> int:
+        """Factors per element of the scale factor tensor."""
+        return SF_STORAGE[self.sf][1]
+
+    @property
+    def column_packed(self) -> bool:
+        """Whether the four bytes of a packed factor come from four row blocks (per-channel formats)."""
+        return self.sf_pack > 1 and self.sf_block[1] == 1
+
+    @property
+    def amax_floor(self) -> float:
+        """Smallest amax a block is scaled by."""
+        return (AMAX_FLOOR_E4M3_SF if self.sf == 'e4m3' else AMAX_FLOOR)[self.data.name]
+
+    def blocks(self, rows: int, cols: int) -> tuple[int, int]:
+        """Scale blocks along each dimension of a (rows, cols) tensor."""
+        block_rows, block_cols = self.sf_block
+        return (
+            _ceil_div(rows, block_rows) if block_rows else min(rows, 1),
+            _ceil_div(cols, block_cols) if block_cols else min(cols, 1),
+        )
+
+    def sf_shape(self, rows: int, cols: int) -> tuple[int, int]:
+        """Shape of the scale factor tensor of a (rows, cols) tensor."""
+        block_rows, block_cols = self.blocks(rows, cols)
+        if self.column_packed:
+            return _ceil_div(block_rows, self.sf_pack), block_cols
+        return block_rows, _ceil_div(block_cols, self.sf_pack)
+
+    def data_shape(self, rows: int, cols: int) -> tuple[int, int]:
+        """Shape of the data tensor of a (rows, cols) tensor."""
+        check.multiple(cols, self.data.pack, 'hidden')
+        return rows, self.data.stored(cols)
+
+    def empty_data(self, rows: int, cols: int, device: torch.device) -> Tensor:
+        """Uninitialised data of a (rows, cols) tensor."""
+        return torch.empty(self.data_shape(rows, cols), dtype=self.data.torch, device=device)
+
+    def empty_sf(self, rows: int, cols: int, device: torch.device) -> Tensor:
+        """Uninitialised factors of a (rows, cols) tensor; column-major ones have their columns 16-byte aligned."""
+        height, width = self.sf_shape(rows, cols)
+        if not self.col:
+            return torch.empty((height, width), dtype=self.sf_dtype, device=device)
+        aligned = 16 // self.sf_dtype.itemsize
+        pitch = _ceil_div(height, aligned) * aligned
+        columns = torch.empty_strided((pitch, width), (1, pitch), dtype=self.sf_dtype, device=device)
+        # a symbolic height is always sliced: comparing it would specialise the graph
+        return columns if isinstance(height, int) and height == pitch else columns[:height]
+
+    def empty(self, rows: int, cols: int, device: torch.device) -> QuantTensor:
+        """An uninitialised quantised (rows, cols) tensor."""
+        return QuantTensor(self.empty_data(rows, cols, device), self.empty_sf(rows, cols, device), self)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        return f"QuantFormat('{self.name}')"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return QuantFormat.parse, (self.name,)
+
+
+def _define(name: str) -> QuantFormat:
+    """Parse, validate and intern a format."""
+    match = _NAME.fullmatch(name) if isinstance(name, str) else None
+    if match is None:
+        raise ArgumentError(
+            f'format: {name!r} is not a format name; write <data>_<rows>x<cols>_<sf>[_col], e.g. e4m3_1x128_f32'
+        )
+    data, sf = match['data'], match['sf']
+    if data not in ELEMENTS:
+        raise ArgumentError(f'{name}: data must be one of {", ".join(ELEMENTS)}, got {data}')
+    if sf not in SF_STORAGE:
+        raise ArgumentError(f'{name}: scale factors must be one of {", ".join(SF_STORAGE)}, got {sf}')
+    rows, cols = (0 if extent == 'all' else int(extent) for extent in (match['rows'], match['cols']))
+    if '0' in (match['rows'], match['cols']):
+        raise ArgumentError(
+            f'{name}: a scale block has at least one row and one column; write all for the whole extent'
+        )
+    fmt = QuantFormat(name, ELEMENTS[data], (rows, cols), sf, match['col'] is not None)
+    return _formats.setdefault(name, fmt)
+
+
+class QuantTensor(tuple):
+    """A quantised tensor: `data`, scale factors `sf` and the format `fmt` that says how to read them.
+
+    It unpacks as `(data, sf)`, so code that expects the plain pair keeps working.
+    """
+
+    fmt: QuantFormat
+
+    def __new__(cls, data: Tensor, sf: Tensor, fmt: QuantFormat | str) -> QuantTensor:
+        """Pair codes with their factors."""
+        pair = super().__new__(cls, (data, sf))
+        pair.fmt = QuantFormat.parse(fmt)
+        return pair
+
+    @property
+    def data(self) -> Tensor:
+        """The codes, in the container dtype of the format."""
+        return self[0]
+
+    @property
+    def sf(self) -> Tensor:
+        """The scale factors (dequantisation multipliers)."""
+        return self[1]
+
+    @property
+    def shape(self) -> torch.Size:
+        """Logical shape: values, not container elements."""
+        *rows, stored = self.data.shape
+        return torch.Size((*rows, stored * 8 * self.data.dtype.itemsize // self.fmt.data.bits))
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the data."""
+        return self.data.device
+
+    def __repr__(self) -> str:
+        return f'QuantTensor({self.fmt}, shape={tuple(self.shape)}, device={self.device})'
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return QuantTensor, (self.data, self.sf, self.fmt)
+
+
+def _rebuild(children: Iterable[Any], name: Any) -> QuantTensor:
+    data, sf = children
+    return QuantTensor(data, sf, name)
+
+
+torch.utils._pytree.register_pytree_node(
+    QuantTensor,
+    lambda q: ([q.data, q.sf], q.fmt.name),
+    _rebuild,
+    serialized_type_name='tile_kernels.QuantTensor',
+)

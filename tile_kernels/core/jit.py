@@ -1,0 +1,234 @@
+"""Kernels: a builder with static arguments and a config, compiled once for each and kept on disk.
+
+    builder(*static, **config) -> PrimFunc -> shared library -> bound host function
+
+A library on disk is found from the sources, static arguments, config and architecture alone, so loading one neither
+traces the kernel nor imports TileLang. Libraries are written to a temporary name and renamed, so processes may share a
+directory; a read-only directory serves what it holds.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tile_kernels.core import compiler
+from tile_kernels.core.device import MIN_ARCH, arch_number
+from tile_kernels.core.errors import ArgumentError, CompileError, TileKernelsError, UnsupportedError
+from tile_kernels.core.knobs import default_cache_dir, knobs
+
+log = logging.getLogger('tile_kernels')
+
+Config = dict[str, Any]
+
+#: Every kernel by name, in definition order.
+kernels: dict[str, Kernel] = {}
+
+_compilations = 0
+_compile_lock = threading.Lock()
+
+
+def compile_count() -> int:
+    """How many kernels this process has compiled (loading one from the cache does not count)."""
+    return _compilations
+
+
+def cache_dir() -> Path:
+    """Directory of compiled kernels in force."""
+    return knobs.cache_dir or default_cache_dir()
+
+
+def kernel(
+    choose: Callable[..., Config] | None = None,
+    space: dict[str, tuple] | None = None,
+    pass_configs: dict[str, Any] | None = None,
+    min_arch: int = MIN_ARCH,
+) -> Callable[[Callable], Kernel]:
+    """Declare a kernel builder.
+
+    Args:
+        choose: pure function `(*static, size) -> config`; what runs unless the caller says otherwise.
+        space: the values each config entry may take; what the tuner walks.
+        pass_configs: names of `PassConfigKey` members on top of the house defaults.
+        min_arch: lowest compute capability (90 for Hopper) the kernel supports.
+    """
+
+    def declare(builder: Callable) -> Kernel:
+        made = Kernel(builder, choose, space or {}, pass_configs or {}, min_arch)
+        kernels[made.name] = made
+        return made
+
+    return declare
+
+
+class Kernel:
+    """A kernel builder and everything that can be made of it without a GPU: IR, CUDA, PTX, resources, libraries."""
+
+    def __init__(
+        self,
+        builder: Callable,
+        choose: Callable[..., Config] | None,
+        space: dict[str, tuple],
+        pass_configs: dict[str, Any],
+        min_arch: int,
+    ) -> None:
+        self.__doc__ = builder.__doc__
+        self.__module__ = builder.__module__
+        self.builder = builder
+        self.choose = choose
+        self.space = space
+        self.pass_configs = pass_configs
+        self.min_arch = min_arch
+        self.name = builder.__name__
+        #: (static, size, device index) -> bound function, the table `launch` looks into.
+        self.bound: dict[tuple, Callable] = {}
+        #: (static, config values, device index) -> bound function that has been launched once.
+        self.loaded: dict[tuple, Callable] = {}
+
+    def config(self, static: tuple, size: int) -> Config:
+        """The config that runs for these static arguments and this problem size."""
+        chosen = self.choose(*static, size) if self.choose else {}
+        for name, value in chosen.items():
+            if value not in self.space.get(name, ()):
+                raise ArgumentError(
+                    f'{self.name}: {name} must be in {self.space.get(name, ())}, got {value} from choose'
+                )
+        return chosen
+
+    def supports(self, arch: str) -> bool:
+        """Whether the kernel claims to run on `arch`."""
+        return arch_number(arch) >= self.min_arch
+
+    def tir(self, *static: Any, **config: Any) -> Any:
+        """The tile-level PrimFunc."""
+        key = (static, tuple(sorted(config.items())))
+        found = self._tir_cache.get(key)
+        if found is None:
+            compiler.require_tilelang()
+            found = self._tir_cache[key] = self._in_words(static, config, lambda: self.builder(*static, **config))
+        return found
+
+    @functools.cached_property
+    def _tir_cache(self) -> dict[tuple, Any]:
+        return {}
+
+    def source(self, static: tuple, size: int = 4096, arch: str = 'sm_90a', **config: Any) -> str:
+        """CUDA source for an architecture."""
+        config = config or self.config(static, size)
+        func = self.tir(*static, **config)
+        return self._in_words(static, config, lambda: compiler.cuda_source(func, self.pass_configs, arch))
+
+    def resources(self, static: tuple, size: int = 4096, arch: str = 'sm_90a', **config: Any) -> dict[str, int]:
+        """Registers, spills, stack and static shared memory as ptxas reports them."""
+        return compiler.resources(self.source(static, size, arch, **config), arch)
+
+    def library(self, static: tuple, config: Config, arch: str) -> Path:
+        """Path of the compiled library, compiling it if it is not there."""
+        path = cache_dir() / arch / f'{self.name}-{self._digest(static, config, arch)}.so'
+        if path.exists():
+            return path
+        if knobs.disable_jit:
+            raise CompileError(
+                f'{self.name}{_words(static, config)} for {arch} is not in {cache_dir()} and TK_DISABLE_JIT is set; '
+                'build it with tile-kernels precompile'
+            )
+        if not self.supports(arch):
+            raise UnsupportedError(f'{self.name} needs sm_{self.min_arch} or newer, the GPU is {arch}')
+        func = self.tir(*static, **config)
+        self._in_words(static, config, lambda: self._compile(func, static, config, arch, path))
+        return path if path.exists() else self._unwritable[path]
+
+    @functools.cached_property
+    def _unwritable(self) -> dict[Path, Path]:
+        """Libraries that could not be stored in the cache directory, kept in a temporary one for this process."""
+        return {}
+
+    def load(self, static: tuple, config: Config, arch: str) -> Callable[..., None]:
+        """The bound host function for an architecture."""
+        return compiler.load_function(self.library(static, config, arch))
+
+    def _compile(self, func: Any, static: tuple, config: Config, arch: str, path: Path) -> None:
+        global _compilations
+        log.info('compiling %s%s for %s', self.name, _words(static, config), arch)
+        if knobs.print_source:
+            log.warning('%s', compiler.cuda_source(func, self.pass_configs, arch))
+        folder = Path(tempfile.mkdtemp(prefix='tile_kernels-'))
+        fresh = folder / path.name
+        compiler.compile_library(func, self.pass_configs, arch, fresh)
+        with _compile_lock:
+            _compilations += 1
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=path.parent, prefix='.', suffix='.tmp', delete=False) as target:
+                target.write(fresh.read_bytes())
+            Path(target.name).chmod(0o755)
+            about = {'kernel': self.name, 'arch': arch, 'static': [str(s) for s in static], 'config': config}
+            path.with_suffix('.json').write_text(json.dumps(about, default=str))
+            os.replace(target.name, path)
+        except OSError as error:
+            log.warning('cannot store kernels in %s (%s); set TK_CACHE_DIR to a writable directory', path.parent, error)
+            self._unwritable[path] = fresh
+            return
+        fresh.unlink()
+        folder.rmdir()
+
+    def _digest(self, static: tuple, config: Config, arch: str) -> str:
+        parts = [
+            _sources(self.builder),
+            compiler.tilelang_version(),
+            self.name,
+            repr([_word(s) for s in static]),
+            repr(sorted(config.items())),
+            repr(sorted(self.pass_configs.items())),
+            arch,
+        ]
+        return hashlib.sha256('\n'.join(parts).encode()).hexdigest()[:24]
+
+    def _in_words(self, static: tuple, config: Config, action: Callable[[], Any]) -> Any:
+        """Run a compiler step; what it raises comes back with the kernel, static arguments and config in front."""
+        try:
+            return action()
+        except TileKernelsError:
+            raise
+        except Exception as error:
+            text = compiler.explain(str(error) or type(error).__name__)
+            raise CompileError(f'{self.name}{_words(static, config)}: {text}') from error
+
+    def __repr__(self) -> str:
+        return f'<kernel {self.name}>'
+
+
+def _word(value: Any) -> str:
+    return str(value).removeprefix('torch.') if isinstance(value, torch.dtype) else str(value)
+
+
+def _words(static: tuple, config: Config) -> str:
+    """`(7168, e4m3_1x128_f32; block_m=4)`."""
+    options = ', '.join(f'{name}={value}' for name, value in config.items())
+    return f'({", ".join(_word(s) for s in static)}' + (f'; {options})' if options else ')')
+
+
+@functools.cache
+def _folder_digest(folder: Path, pattern: str) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob(pattern)):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _sources(builder: Callable) -> str:
+    """Digest of what a kernel is built from: its family's files, or its own file outside this package."""
+    path = Path(inspect.getfile(builder))
+    inside = builder.__module__.startswith('tile_kernels.')
+    return _folder_digest(path.parent, '*.py' if inside else path.name)

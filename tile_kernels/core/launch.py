@@ -1,0 +1,156 @@
+"""`launch`: the one place where an op meets a device.
+
+The same line of an op body runs a compiled kernel on CUDA tensors, the interpreter on CPU tensors, nothing on fake
+tensors, and is only noted down in a dry run.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+from tile_kernels.core.compiler import explain, interpreter_pass_configs
+from tile_kernels.core.cost import Cost, touched_bytes
+from tile_kernels.core.device import arch_of
+from tile_kernels.core.errors import LaunchError, UnsupportedError
+from tile_kernels.core.jit import Config, Kernel
+from tile_kernels.core.knobs import knobs
+
+#: Entries of a kernel's (static, size, device) table before it is emptied: sizes come and go, kernels stay.
+_MAX_BOUND = 4096
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a dry run."""
+
+    kernel: Kernel
+    static: tuple
+    config: Config
+    size: int
+    args: tuple
+
+    @property
+    def cost(self) -> Cost:
+        """Every tensor once."""
+        return Cost(sum(touched_bytes(a) for a in self.args if isinstance(a, Tensor)))
+
+
+class _State(threading.local):
+    """What `launch` does in this thread: `skip` runs only the checks and allocations of a body, `trace` records."""
+
+    skip = False
+    trace: list[Launch] | None = None
+    config: Config | None = None
+
+
+state = _State()
+
+
+@contextmanager
+def tracing() -> Iterator[list[Launch]]:
+    """Collect the launches of the block instead of running them."""
+    before, state.trace = state.trace, []
+    try:
+        yield state.trace
+    finally:
+        state.trace = before
+
+
+@contextmanager
+def forced_config(**config: Any) -> Iterator[None]:
+    """Run every launch of the block with this config instead of the one `choose` gives; for tuning and tests."""
+    before, state.config = state.config, config
+    try:
+        yield
+    finally:
+        state.config = before
+
+
+def launch(kernel: Kernel, static: tuple, first: Tensor, *rest: Tensor | float | None, size: int | None = None) -> None:
+    """Run `kernel`, built for the `static` arguments, on its arguments in parameter order (outputs included).
+
+    Args:
+        kernel: what to run.
+        static: its static arguments.
+        first: the first argument, a tensor.
+        rest: tensors, scalars, and None for a buffer this variant never touches.
+        size: problem size given to `choose`, the first extent of the first tensor unless given; 0 launches nothing.
+    """
+    if state.skip or type(first) is FakeTensor or state.trace is not None:
+        if state.trace is not None:
+            _record(state.trace, kernel, static, (first, *rest), size)
+        return
+    if size is None:
+        size = first.shape[0]
+    if size == 0:
+        return
+    bound = kernel.bound.get((static, size, first.get_device()))
+    if bound is None or state.config is not None:
+        bound = _bind(kernel, static, size, first, rest)
+        if bound is None:
+            return
+    try:
+        if _multiple_devices:
+            with torch.cuda.device(first.get_device()):
+                bound(first, *rest)
+        else:
+            bound(first, *rest)
+    except RuntimeError as error:
+        raise LaunchError(f'{kernel.name}{static}: {explain(str(error))}') from error
+
+
+_multiple_devices = False
+
+
+def _config(kernel: Kernel, static: tuple, size: int) -> Config:
+    return state.config if state.config is not None else kernel.config(static, size)
+
+
+def _record(trace: list[Launch], kernel: Kernel, static: tuple, args: tuple, size: int | None) -> None:
+    size = args[0].shape[0] if size is None else size
+    if size != 0:
+        trace.append(Launch(kernel, static, _config(kernel, static, int(size)), int(size), args))
+
+
+def _bind(kernel: Kernel, static: tuple, size: int, first: Tensor, rest: tuple) -> Callable | None:
+    """The bound function for a problem seen for the first time; on a CPU the kernel is interpreted at once."""
+    global _multiple_devices
+    if first.device.type == 'meta':
+        return None
+    config = _config(kernel, static, size)
+    if first.device.type == 'cpu':
+        _interpret(kernel, static, config, (first, *rest))
+        return None
+    if first.device.type != 'cuda':
+        raise UnsupportedError(f'{kernel.name} runs on CUDA and CPU tensors, got a tensor on {first.device}')
+    index = first.get_device()
+    key = (static, tuple(config.items()), index)
+    bound = kernel.loaded.get(key)
+    if bound is None:
+        if torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                f'{kernel.name}{static} has not run on this device yet and cannot be loaded while a CUDA graph is '
+                f'captured; run the op once before the capture, with a first extent of {size}'
+            )
+        _multiple_devices = torch.cuda.device_count() > 1
+        bound = kernel.loaded[key] = kernel.load(static, config, arch_of(index))
+    if state.config is None:
+        if len(kernel.bound) >= _MAX_BOUND:
+            kernel.bound.clear()
+        kernel.bound[(static, size, index)] = bound
+    return bound
+
+
+def _interpret(kernel: Kernel, static: tuple, config: Config, args: tuple) -> None:
+    from tile_kernels.interpreter import interpret
+
+    prim_func = kernel.tir(*static, **config)
+    interpret(prim_func, *args, checks=knobs.checks, pass_configs=interpreter_pass_configs(kernel.pass_configs))

@@ -1,0 +1,350 @@
+"""`@op`: an op is a plain function whose body reads check -> allocate -> launch; everything else follows from it.
+
+    schema and fake     the annotations, and the body run on fake tensors
+    autograd            `backward=`: an op whose parameters and outputs name what it needs and gives
+    CPU execution       the checks of the body, then the twin in `tile_kernels.torch` (or the interpreter)
+    cost, precompile    the body run dry: the launches it would make
+
+Eager calls run the body directly: the dispatcher costs more than many of these kernels. `torch.compile`, export,
+functorch and dispatch modes take the operator `torch.ops.tile_kernels.<family>_<op>`. Both run the same body.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.nn import Parameter
+
+from tile_kernels.core.cases import Case, Cases
+from tile_kernels.core.cost import Cost
+from tile_kernels.core.errors import ArgumentError
+from tile_kernels.core.formats import QuantFormat, QuantTensor
+from tile_kernels.core.knobs import knobs
+from tile_kernels.core.launch import Launch, state, tracing
+
+#: A tensor argument the op writes in place.
+Mut = Annotated[Tensor, 'mutated']
+
+#: Every op by `family.name`, in definition order.
+ops: dict[str, Op] = {}
+
+_library = torch.library.Library('tile_kernels', 'FRAGMENT')
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch_active = torch._C._are_functorch_transforms_active
+
+_SCHEMA_TYPES = {
+    Tensor: 'Tensor',
+    int: 'SymInt',
+    float: 'float',
+    bool: 'bool',
+    str: 'str',
+    torch.dtype: 'ScalarType',
+    QuantFormat: 'str',
+}
+
+
+@dataclass(frozen=True)
+class Param:
+    """One parameter of an op: its annotation split into type, optional, mutated."""
+
+    name: str
+    type: Any
+    optional: bool
+    mutated: bool
+    default: Any
+
+    @property
+    def schema(self) -> str:
+        """How the parameter reads in the operator schema."""
+        if self.type is QuantTensor:
+            return f'Tensor {self.name}, Tensor {self.name}_sf, str {self.name}_fmt'
+        word = _SCHEMA_TYPES[self.type]
+        if self.mutated:
+            word = f'Tensor({self.name}!)'
+        text = f'{word}{"?" if self.optional else ""} {self.name}'
+        return text if self.default is inspect.Parameter.empty else f'{text}={self._default}'
+
+    @property
+    def _default(self) -> str:
+        if isinstance(self.default, (str, QuantFormat)):
+            return f'"{self.default}"'
+        if isinstance(self.default, torch.dtype):
+            return str(self.default).removeprefix('torch.')
+        return str(self.default)
+
+
+def _param(parameter: inspect.Parameter, annotation: Any) -> Param:
+    optional = mutated = False
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        inner = [a for a in typing.get_args(annotation) if a is not type(None)]
+        if len(inner) == 1:
+            annotation, optional = inner[0], True
+    if typing.get_origin(annotation) is Annotated:
+        annotation, mutated = typing.get_args(annotation)[0], True
+    if annotation not in _SCHEMA_TYPES and annotation is not QuantTensor:
+        raise TypeError(f'op parameter {parameter.name} has the annotation {annotation}, which has no operator type')
+    return Param(parameter.name, annotation, optional, mutated, parameter.default)
+
+
+def op(
+    outputs: str = '', backward: Op | None = None, name: str | None = None, twin: Callable | None = None
+) -> Callable[[Callable], Op]:
+    """Declare an op.
+
+    Args:
+        outputs: names of the returned tensors, in order; empty for an op that only writes its `Mut` arguments.
+        backward: the op that computes gradients. Its parameter `d<output>` is the gradient of that output, its other
+            parameters are inputs, options or outputs of this op by name, its output `d<input>` the gradient of it.
+        name: the op's name when it differs from the function's.
+        twin: reference implementation; by default the function of the same name in `tile_kernels.torch.<family>`.
+    """
+
+    def declare(fn: Callable) -> Op:
+        made = Op(fn, tuple(outputs.split()), backward, name or fn.__name__, twin)
+        ops[made.name] = made
+        return made
+
+    return declare
+
+
+class Op:
+    """A callable op; see the module docstring for what it offers besides being called."""
+
+    def __init__(
+        self, fn: Callable, outputs: tuple[str, ...], backward: Op | None, name: str, twin: Callable | None
+    ) -> None:
+        functools.update_wrapper(self, fn)
+        self.fn = fn
+        self.outputs = outputs
+        self.backward = backward
+        package, _, rest = fn.__module__.partition('.')
+        self.family = rest.partition('.')[0] if package == 'tile_kernels' else package
+        self.name = f'{self.family}.{name}'
+        self.case_set: Cases | None = None
+        self._twin = twin
+        hints = typing.get_type_hints(fn, include_extras=True)
+        signature = inspect.signature(fn)
+        self.params = [_param(p, hints[p.name]) for p in signature.parameters.values()]
+        self._returns_quant = hints.get('return') is QuantTensor
+        self._names = [p.name for p in self.params]
+        self._operator_name = self.name.replace('.', '_')
+        self._define()
+
+    # Calling --------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the op; eager calls take the direct path, everything that traces takes the operator."""
+        if torch.compiler.is_compiling() or _dispatch_modes() or _functorch_active():
+            return self._through_operator(args, kwargs)
+        wants_grad = False
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            kind = type(value)
+            if kind is Tensor or kind is Parameter:
+                wants_grad = wants_grad or value.requires_grad
+            elif isinstance(value, Tensor):  # a subclass knows more than we do: let the dispatcher decide
+                return self._through_operator(args, kwargs)
+        if wants_grad and self.backward is not None and torch.is_grad_enabled():
+            return self._wrap(_Differentiable.apply(self, *self._flatten(args, kwargs)), args, kwargs)
+        return self.execute(*args, **kwargs)
+
+    def execute(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the op without autograd: the body, or on CPU tensors its checks and then the twin."""
+        first = args[0] if args else next(iter(kwargs.values()))
+        if isinstance(first, tuple):
+            first = first[0]
+        if not isinstance(first, Tensor) or first.device.type != 'cpu' or knobs.interpret or state.trace is not None:
+            return self.fn(*args, **kwargs)
+        state.skip = True
+        try:
+            self.fn(*args, **kwargs)
+        finally:
+            state.skip = False
+        with torch.no_grad():
+            return self.twin(*args, **kwargs)
+
+    @functools.cached_property
+    def twin(self) -> Callable:
+        """The reference: same name, same signature, plain PyTorch."""
+        if self._twin is not None:
+            return self._twin
+        module = importlib.import_module(f'tile_kernels.torch.{self.family}')
+        return getattr(module, self.name.partition('.')[2])
+
+    # The operator ---------------------------------------------------------------------------
+
+    @property
+    def schema(self) -> str:
+        """Schema of the operator."""
+        returns = {0: '()', 1: 'Tensor'}.get(len(self.outputs), f'({", ".join("Tensor" for _ in self.outputs)})')
+        return f'{self._operator_name}({", ".join(p.schema for p in self.params)}) -> {returns}'
+
+    @property
+    def operator(self) -> torch._ops.OpOverload:
+        """`torch.ops.tile_kernels.<family>_<op>.default`."""
+        return getattr(torch.ops.tile_kernels, self._operator_name).default
+
+    def _define(self) -> None:
+        name = self._operator_name
+        _library.define(self.schema, tags=(torch.Tag.pt2_compliant_tag,))
+        for key in ('CPU', 'CUDA'):
+            _library.impl(name, self._run_flat, key)
+        torch.library.register_fake(f'tile_kernels::{name}', self._fake_flat, lib=_library)
+        if not any(p.mutated for p in self.params):
+            torch.library.register_autograd(
+                f'tile_kernels::{name}', self._backward, setup_context=self._setup_context, lib=_library
+            )
+
+    def _run_flat(self, *flat: Any) -> Any:
+        return self._plain(self.execute(**self._unflatten(flat)))
+
+    def _fake_flat(self, *flat: Any) -> Any:
+        return self._plain(self.fn(**self._unflatten(flat)))
+
+    @staticmethod
+    def _plain(result: Any) -> Any:
+        return tuple(result) if isinstance(result, QuantTensor) else result
+
+    def _through_operator(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return self._wrap(self.operator(*self._flatten(args, kwargs)), args, kwargs)
+
+    def _bind(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Arguments by name, defaults filled in. (Plain loops: `torch.compile` traces this.)"""
+        if len(args) > len(self.params) or any(name not in self._names for name in kwargs):
+            self.fn(*args, **kwargs)  # raises the TypeError Python words best
+        bound = dict(zip(self._names, args, strict=False))
+        bound.update(kwargs)
+        for param in self.params:
+            if param.name not in bound:
+                if param.default is inspect.Parameter.empty:
+                    raise TypeError(f'{self.name}() missing required argument: {param.name!r}')
+                bound[param.name] = param.default
+        return bound
+
+    def _flatten(self, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
+        """Arguments as the operator takes them: formats by name, a quantised tensor as data, factors, format."""
+        bound = self._bind(args, kwargs)
+        flat: list[Any] = []
+        for param in self.params:
+            value = bound[param.name]
+            if param.type is QuantTensor:
+                flat.extend((value.data, value.sf, value.fmt.name))
+            elif param.type is QuantFormat and value is not None:
+                flat.append(value.name)
+            else:
+                flat.append(value)
+        return flat
+
+    def _unflatten(self, flat: tuple) -> dict[str, Any]:
+        """The inverse of `_flatten`, by parameter name."""
+        values = iter(flat)
+        bound: dict[str, Any] = {}
+        for param in self.params:
+            value = next(values, param.default)
+            if param.type is QuantTensor:
+                value = QuantTensor(value, next(values), next(values))
+            elif param.type is QuantFormat and value is not None:
+                value = QuantFormat.parse(value)
+            bound[param.name] = value
+        return bound
+
+    def _wrap(self, result: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A quantised result gets its format back, which the op was called with."""
+        if not self._returns_quant:
+            return result
+        return QuantTensor(result[0], result[1], self._bind(args, kwargs)['fmt'])
+
+    # Autograd -------------------------------------------------------------------------------
+
+    def _setup_context(self, ctx: Any, inputs: tuple, output: Any) -> None:
+        """Keep what the backward op names; outputs it has no gradient for are not differentiable."""
+        results = output if isinstance(output, (tuple, list)) else (output,)
+        wanted = set(self.backward._names) if self.backward is not None else set()
+        ctx.mark_non_differentiable(
+            *(r for name, r in zip(self.outputs, results, strict=True) if f'd{name}' not in wanted)
+        )
+        known = dict(zip(self._flat_names, inputs, strict=True)) | dict(zip(self.outputs, results, strict=True))
+        saved = {name: known[name] for name in known if name in wanted}
+        ctx.tensor_names = [name for name, value in saved.items() if isinstance(value, Tensor)]
+        ctx.save_for_backward(*(saved[name] for name in ctx.tensor_names))
+        ctx.options = {name: value for name, value in saved.items() if not isinstance(value, Tensor)}
+
+    def _backward(self, ctx: Any, *grads: Tensor | None) -> tuple:
+        """Call the backward op by name and put its results where autograd expects them."""
+        if self.backward is None:
+            return (None,) * len(self._flat_names)
+        known = dict(zip(ctx.tensor_names, ctx.saved_tensors, strict=True)) | ctx.options
+        for name, grad in zip(self.outputs, grads, strict=True):
+            if grad is not None:
+                known[f'd{name}'] = grad.contiguous()  # `sum().backward()` hands over a broadcast
+        result = self.backward(**{name: known[name] for name in self.backward._names if name in known})
+        results = result if isinstance(result, tuple) else (result,)
+        gradients = dict(zip(self.backward.outputs, results, strict=True))
+        return tuple(gradients.get(f'd{name}') for name in self._flat_names)
+
+    @functools.cached_property
+    def _flat_names(self) -> list[str]:
+        names: list[str] = []
+        for param in self.params:
+            names.append(param.name)
+            if param.type is QuantTensor:
+                names.extend((f'{param.name}_sf', f'{param.name}_fmt'))
+        return names
+
+    # Declared once --------------------------------------------------------------------------
+
+    def cases(
+        self,
+        make: Callable[..., dict[str, Any]],
+        match: str | dict[str, float] = 'bitwise',
+        smoke: list[Case] | None = None,
+        full: list[Case] | None = None,
+        bench: list[Case] | None = None,
+    ) -> None:
+        """Declare what the op is tested, measured and precompiled with."""
+        self.case_set = Cases(make, match, smoke or [], full or [], bench or [])
+
+    def trace(self, *args: Any, **kwargs: Any) -> list[Launch]:
+        """The launches this call would make; nothing runs."""
+        with tracing() as launches:
+            self.fn(*args, **kwargs)
+        return launches
+
+    def trace_case(self, case: Case) -> list[Launch]:
+        """The launches a case would make on a GPU, found without one."""
+        if self.case_set is None:
+            raise ArgumentError(f'{self.name}: has no cases')
+        with FakeTensorMode():
+            return self.trace(**self.case_set.arguments(self.name, case, 'cuda'))
+
+    def cost(self, *args: Any, **kwargs: Any) -> Cost:
+        """Bytes this call must move: every tensor of every launch once."""
+        return Cost(sum(launch.cost.bytes for launch in self.trace(*args, **kwargs)))
+
+    def __repr__(self) -> str:
+        return f'<op {self.name}>'
+
+
+class _Differentiable(torch.autograd.Function):
+    """Eager autograd around any op: forward and backward are those of the operator, without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Op, *flat: Any) -> Any:
+        result = op._plain(op.execute(**op._unflatten(flat)))
+        ctx.op = op
+        op._setup_context(ctx, flat, result)
+        return result
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+        return (None, *ctx.op._backward(ctx, *grads))
