@@ -5,8 +5,8 @@
     CPU execution       the checks of the body, then the twin in `tile_kernels.torch` (or the interpreter)
     cost, precompile    the body run dry: the launches it would make
 
-Eager calls run the body directly: the dispatcher costs more than many of these kernels. `torch.compile`, export,
-functorch and dispatch modes take the operator `torch.ops.tile_kernels.<family>_<op>`. Both run the same body.
+Eager calls run the body directly: the dispatcher costs more than many of these kernels. `torch.compile`, export and
+dispatch modes take the operator `torch.ops.tile_kernels.<family>_<op>`. Both run the same body.
 """
 
 from __future__ import annotations
@@ -144,8 +144,10 @@ class Op:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the op; eager calls take the direct path, everything that traces takes the operator."""
-        if torch.compiler.is_compiling() or _dispatch_modes() or _functorch_active():
+        if torch.compiler.is_compiling() or _dispatch_modes():
             return self._through_operator(args, kwargs)
+        if _functorch_active():
+            return self._wrap(_Transformable.apply(self, *self._flatten(args, kwargs)), args, kwargs)
         wants_grad = False
         for value in (*args, *kwargs.values()) if kwargs else args:
             kind = type(value)
@@ -346,5 +348,22 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+        return (None, *ctx.op._backward(ctx, *grads))
+
+
+class _Transformable(torch.autograd.Function):
+    """The same in the form that functorch transforms need; it costs more per call."""
+
+    @staticmethod
+    def forward(op: Op, *flat: Any) -> Any:
+        return op._plain(op(**op._unflatten(flat)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.op = inputs[0]
+        ctx.op._setup_context(ctx, inputs[1:], output)
+
+    @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         return (None, *ctx.op._backward(ctx, *grads))

@@ -1,0 +1,89 @@
+"""Three small ops that exercise every feature of `@op`: a differentiable one, a quantising one, an in-place one."""
+
+import torch
+from torch import Tensor
+
+from tile_kernels.core import check
+from tile_kernels.core.cases import grid
+from tile_kernels.core.formats import QuantFormat, QuantTensor
+from tile_kernels.core.jit import kernel
+from tile_kernels.core.lang import T
+from tile_kernels.core.launch import launch
+from tile_kernels.core.op import Mut, op
+
+
+def choose(hidden: int, mult: int, size: int) -> dict:
+    return {'num_threads': 128 if size > 1 else 64}
+
+
+@kernel(choose=choose, space={'num_threads': (64, 128)})
+def spread_kernel(hidden: int, mult: int, *, num_threads: int):
+    num_tokens, stride = T.dynamic('num_tokens'), T.dynamic('stride')
+
+    @T.prim_func
+    def spread(
+        x: T.StridedTensor[(num_tokens, hidden), (stride, 1), T.float32],
+        y: T.Tensor[(num_tokens, mult, hidden), T.float32],
+        factor: T.float32,
+    ):
+        with T.Kernel(num_tokens, threads=num_threads) as row:
+            for c, j in T.Parallel(mult, hidden):
+                y[row, c, j] = x[row, j] * factor
+
+    return spread
+
+
+def gather_twin(dy: Tensor, mult: int = 4, factor: float = 1.0) -> Tensor:
+    return dy.sum(1) * factor
+
+
+def spread_twin(x: Tensor, mult: int = 4, factor: float = 1.0) -> Tensor:
+    return (x * factor).unsqueeze(1).repeat(1, mult, 1)
+
+
+def unit_cast_twin(x: Tensor, fmt: QuantFormat) -> QuantTensor:
+    y = fmt.empty(*x.shape, x.device)
+    y.data.copy_(x.to(fmt.data.torch))
+    y.sf.fill_(1)
+    return y
+
+
+def negate_twin(x: Tensor, mask: Tensor | None = None) -> None:
+    x.copy_(torch.where(mask, -x, x) if mask is not None else -x)
+
+
+@op(outputs='dx', twin=gather_twin)
+def gather(dy: Tensor, mult: int = 4, factor: float = 1.0) -> Tensor:
+    """Sum the copies."""
+    num_tokens, _, hidden = check.shape(dy, 'dy', 'num_tokens mult hidden', dtype=torch.float32, mult=mult)
+    return dy.new_empty(num_tokens, hidden)
+
+
+@op(outputs='y', backward=gather, twin=spread_twin)
+def spread(x: Tensor, mult: int = 4, factor: float = 1.0) -> Tensor:
+    """Copy each row `mult` times."""
+    num_tokens, hidden = check.shape(x, 'x', 'num_tokens hidden', dtype=torch.float32)
+    check.unit_stride(x, 'x')
+    y = x.new_empty(num_tokens, mult, hidden)
+    launch(spread_kernel, (hidden, mult), x, y, factor)
+    return y
+
+
+@op(outputs='y y_sf', twin=unit_cast_twin)
+def unit_cast(x: Tensor, fmt: QuantFormat) -> QuantTensor:
+    """Cast without scaling."""
+    num_tokens, hidden = check.shape(x, 'x', 'num_tokens hidden', dtype=(torch.float32, torch.bfloat16))
+    return fmt.empty(num_tokens, hidden, x.device)
+
+
+@op(twin=negate_twin)
+def negate_(x: Mut, mask: Tensor | None = None) -> None:
+    """Flip signs in place."""
+    check.contiguous(x, 'x')
+
+
+spread.cases(
+    make=lambda num_tokens, mult: {'x': torch.randn(num_tokens, 32), 'mult': mult},
+    smoke=grid(num_tokens=[0, 1, 5], mult=[2]),
+    bench=grid(num_tokens=[4096], mult=[4]),
+)

@@ -1,0 +1,99 @@
+import copy
+import pickle
+
+import pytest
+import torch
+
+from tile_kernels import ArgumentError, QuantFormat, QuantTensor
+
+NAMES = ['e4m3_1x128_f32', 'e5m2_1x64_f32p2', 'e2m1_1x16_e4m3', 'e4m3_128x1_ue8m0x4', 'e5m6_1xall_f32', 'e4m3_1x32_ue8m0x4_col']
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_name_round_trip(name):
+    fmt = QuantFormat.parse(name)
+    assert str(fmt) == name and QuantFormat.parse(name) is fmt and QuantFormat.parse(fmt) is fmt
+    assert pickle.loads(pickle.dumps(fmt)) is fmt and copy.deepcopy(fmt) is fmt
+
+
+@pytest.mark.parametrize(
+    ('name', 'rows', 'cols', 'shape', 'stride', 'dtype'),
+    [
+        ('e4m3_1x128_f32', 5, 300, (5, 3), (3, 1), torch.float32),
+        ('e4m3_1x128_f32_col', 5, 300, (5, 3), (1, 8), torch.float32),
+        ('e4m3_1x128_ue8m0x4', 5, 1300, (5, 3), (3, 1), torch.int32),
+        ('e4m3_1x128_ue8m0x4_col', 5, 1300, (5, 3), (1, 8), torch.int32),
+        ('e4m3_1x128_ue8m0x4_col', 8, 128, (8, 1), (1, 8), torch.int32),
+        ('e2m1_1x16_e4m3_col', 5, 64, (5, 4), (1, 16), torch.float8_e4m3fn),
+        ('e4m3_128x128_f32', 300, 300, (3, 3), (3, 1), torch.float32),
+        ('e4m3_128x1_ue8m0x4', 700, 64, (2, 64), (64, 1), torch.int32),
+        ('e4m3_1xall_f32', 5, 300, (5, 1), (1, 1), torch.float32),
+        ('e4m3_allx1_f32', 5, 300, (1, 300), (300, 1), torch.float32),
+    ],
+)
+def test_scale_factor_layouts(name, rows, cols, shape, stride, dtype):
+    sf = QuantFormat.parse(name).empty_sf(rows, cols, torch.device('cpu'))
+    assert (tuple(sf.shape), sf.stride(), sf.dtype) == (shape, stride, dtype)
+
+
+def test_columns_of_column_major_factors_lie_inside_the_storage():
+    sf = QuantFormat.parse('e4m3_1x128_f32_col').empty_sf(5, 300, torch.device('cpu'))
+    assert sf.untyped_storage().nbytes() >= 8 * 3 * 4
+
+
+@pytest.mark.parametrize(
+    ('flags', 'name'),
+    [
+        ({}, 'e4m3_1x128_f32'),
+        ({'round_sf': True}, 'e4m3_1x128_f32p2'),
+        ({'round_sf': True, 'use_tma_aligned_col_major_sf': True}, 'e4m3_1x128_f32p2_col'),
+        ({'round_sf': True, 'use_packed_ue8m0': True}, 'e4m3_1x128_ue8m0x4'),
+        ({'use_e4m3_sf': True}, 'e4m3_1x128_e4m3'),
+    ],
+)
+def test_flags_name_one_format(flags, name):
+    assert QuantFormat.from_flags('e4m3', (1, 128), **flags) is QuantFormat.parse(name)
+
+
+@pytest.mark.parametrize(
+    ('flags', 'sentence'),
+    [
+        ({'use_packed_ue8m0': True}, 'use_packed_ue8m0 must come with round_sf=True'),
+        ({'use_e4m3_sf': True, 'round_sf': True}, 'use_e4m3_sf must not be combined'),
+    ],
+)
+def test_flags_without_a_meaning_are_errors(flags, sentence):
+    with pytest.raises(ArgumentError, match=sentence):
+        QuantFormat.from_flags('e4m3', (1, 128), **flags)
+
+
+@pytest.mark.parametrize(
+    ('name', 'sentence'),
+    [
+        ('fp8', 'is not a format name'),
+        ('e4m3_1x128', 'is not a format name'),
+        ('e3m3_1x128_f32', 'data must be one of e4m3, e5m2, e2m1, e5m6, got e3m3'),
+        ('e4m3_1x128_f64', 'scale factors must be one of f32, f32p2, ue8m0x4, e4m3, got f64'),
+        ('e4m3_1x0_f32', 'write all for the whole extent'),
+    ],
+)
+def test_bad_names_are_sentences(name, sentence):
+    with pytest.raises(ArgumentError, match=sentence):
+        QuantFormat.parse(name)
+
+
+def test_a_quantised_tensor_is_a_pair():
+    q = QuantFormat.parse('e2m1_1x32_f32').empty(4, 64, torch.device('cpu'))
+    data, sf = q
+    assert data is q.data and sf is q.sf and len(q) == 2
+    assert q.shape == (4, 64) and data.shape == (4, 32)
+    again = pickle.loads(pickle.dumps(q))
+    assert isinstance(again, QuantTensor) and again.fmt is q.fmt
+    leaves, spec = torch.utils._pytree.tree_flatten(q)
+    assert len(leaves) == 2 and torch.utils._pytree.tree_unflatten(leaves, spec).fmt is q.fmt
+
+
+@pytest.mark.parametrize(('name', 'cols'), [('e2m1_1x32_f32', 63), ('e5m6_1xall_f32', 12)])
+def test_rows_that_do_not_fill_bytes_are_refused(name, cols):
+    with pytest.raises(ArgumentError, match='hidden must be a multiple of'):
+        QuantFormat.parse(name).empty(2, cols, torch.device('cpu'))

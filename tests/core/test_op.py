@@ -1,0 +1,133 @@
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from tile_kernels import ArgumentError, QuantFormat, QuantTensor, knobs
+
+FMT = QuantFormat.parse('e4m3_1x32_f32')
+
+
+def test_schemas_follow_from_annotations(sample):
+    assert sample.spread.schema == 'tests_spread(Tensor x, SymInt mult=4, float factor=1.0) -> Tensor'
+    assert sample.unit_cast.schema == 'tests_unit_cast(Tensor x, str fmt) -> (Tensor, Tensor)'
+    assert sample.negate_.schema == 'tests_negate_(Tensor(x!) x, Tensor? mask=None) -> ()'
+
+
+def test_direct_path_equals_operator_path(sample):
+    x = torch.randn(5, 32)
+    assert torch.equal(sample.spread(x, 3, factor=2.0), sample.spread.operator(x, 3, 2.0))
+    direct, operator = sample.unit_cast(x, FMT), sample.unit_cast.operator(x, FMT.name)
+    assert torch.equal(direct.data.view(torch.uint8), operator[0].view(torch.uint8))
+    assert direct.fmt is FMT and isinstance(direct, QuantTensor)
+
+
+@pytest.mark.parametrize('grad', [False, True])
+def test_opcheck_passes(sample, grad):
+    x = torch.randn(5, 32, requires_grad=grad)
+    torch.library.opcheck(sample.spread.operator, (x, 3, 2.0))
+    torch.library.opcheck(sample.unit_cast.operator, (x, FMT.name))
+    torch.library.opcheck(sample.negate_.operator, (torch.randn(5, 32),))
+
+
+def test_gradients_are_wired_by_name(sample):
+    x = torch.randn(5, 32, requires_grad=True)
+    sample.spread(x, mult=3, factor=2.0).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 6.0))
+    y = torch.randn(5, 32, requires_grad=True)
+    sample.spread.operator(y, 3, 2.0).sum().backward()
+    assert torch.equal(x.grad, y.grad)
+
+
+def test_outputs_without_gradient_are_not_differentiable(sample):
+    q = sample.unit_cast(torch.randn(5, 32, requires_grad=True), FMT)
+    assert not q.data.requires_grad
+    assert not sample.unit_cast.operator(torch.randn(5, 32, requires_grad=True), FMT.name)[0].requires_grad
+
+
+def test_no_grad_and_autocast_leave_the_result_alone(sample):
+    x = torch.randn(5, 32, requires_grad=True)
+    with torch.no_grad():
+        assert not sample.spread(x).requires_grad
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        assert sample.spread(x).dtype == torch.float32
+
+
+def test_one_graph_for_several_token_counts(sample):
+    counter = CompileCounter()
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=counter)
+    def step(x):
+        q = sample.unit_cast(x, FMT)
+        return sample.spread(x, mult=3), q.data, q.sf
+
+    for num_tokens in (7, 16, 33):
+        step(torch.randn(num_tokens, 32))
+    assert counter.frame_count == 1
+
+
+def test_compiled_gradients_equal_eager_ones(sample):
+    x = torch.randn(5, 32, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    (sample.spread(x, 3) ** 2).sum().backward()
+    torch.compile(lambda t: (sample.spread(t, 3) ** 2).sum(), fullgraph=True, dynamic=True)(y).backward()
+    torch.testing.assert_close(x.grad, y.grad)
+
+
+def test_export_keeps_one_node(sample):
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return sample.spread(x, 2)
+
+    program = torch.export.export(Model(), (torch.randn(4, 32),))
+    calls = [n for n in program.graph.nodes if n.op == 'call_function']
+    assert [n.target for n in calls] == [sample.spread.operator]
+
+
+def test_functorch_gradients(sample):
+    x = torch.randn(4, 32)
+    grad = torch.func.grad(lambda t: sample.spread(t, 2).sum())(x)
+    assert torch.equal(grad, torch.full_like(x, 2.0))
+
+
+def test_fake_tensors_run_the_body_without_launching(sample):
+    with torch._subclasses.FakeTensorMode():
+        assert sample.spread(torch.empty(4, 32), 2).shape == (4, 2, 32)
+
+
+def test_in_place_op_writes_its_argument(sample):
+    x = torch.ones(3, 2)
+    assert sample.negate_(x) is None
+    assert torch.equal(x, -torch.ones(3, 2))
+
+
+def test_cpu_tensors_run_the_checks_then_the_twin(sample):
+    with pytest.raises(ArgumentError, match=r'x must be \(num_tokens, hidden\), got float32\[8\] on cpu'):
+        sample.spread(torch.randn(8))
+    assert torch.equal(sample.spread(torch.ones(2, 8), 2), torch.ones(2, 2, 8))
+
+
+def test_interpreter_runs_the_kernel(sample):
+    x = torch.randn(5, 64)[:, :32]  # strided rows
+    with knobs(interpret=True):
+        assert torch.equal(sample.spread(x, 3, factor=2.0), sample.spread_twin(x, 3, 2.0))
+        assert sample.spread(torch.randn(0, 32), 3).shape == (0, 3, 32)
+
+
+def test_missing_argument_is_a_type_error(sample):
+    with pytest.raises(TypeError, match='fmt'):
+        sample.unit_cast(torch.randn(2, 32))
+    with pytest.raises(TypeError, match='colour'):
+        sample.spread(torch.randn(2, 32), colour=3)
+
+
+def test_dry_run_gives_launches_and_cost_without_a_gpu(sample):
+    (launch,) = sample.spread.trace_case({'num_tokens': 4096, 'mult': 4})
+    assert launch.kernel is sample.spread_kernel and launch.config == {'num_threads': 128}
+    assert launch.cost.bytes == 4096 * 32 * 4 * 5
+    assert launch.cost.floor_us() < launch.cost.copy_us()
+    assert sample.spread.cost(torch.randn(2, 32), 4).bytes == 2 * 32 * 4 * 5
+
+
+def test_format_survives_compile(sample):
+    out = torch.compile(lambda x: sample.unit_cast(x, FMT), fullgraph=True)(torch.randn(4, 32))
+    assert out.fmt is FMT

@@ -1,0 +1,65 @@
+"""What importing costs, what it must not touch, and which way imports point."""
+
+import ast
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / 'tile_kernels'
+
+#: What each part may import of this package; `*` marks everything.
+ALLOWED = {
+    'core': {'core', 'interpreter'},  # launch reaches the interpreter when it runs a kernel on a CPU
+    'torch': {'core', 'torch', 'moe'},
+    'interpreter': {'interpreter', 'core'},
+    'moe': {'core', 'moe'},
+    'quant': {'core', 'quant'},
+    'transpose': {'core', 'transpose'},
+}
+
+
+def run(code: str) -> str:
+    return subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True, timeout=120).stdout
+
+
+def test_importing_loads_no_tilelang_and_no_cuda():
+    out = run(
+        'import sys, torch, tile_kernels; import tile_kernels.moe, tile_kernels.quant, tile_kernels.transpose;'
+        "print('tilelang' in sys.modules, 'tvm_ffi' in sys.modules, torch.cuda.is_initialized())"
+    )
+    assert out.split() == ['False', 'False', 'False']
+
+
+def test_importing_registers_every_operator():
+    out = run("import torch, tile_kernels; print(hasattr(torch.ops.tile_kernels, 'quant_per_token_cast'))")
+    assert out.strip() == 'True'
+
+
+def test_importing_costs_little_more_than_torch():
+    code = 'import time, torch; t = time.perf_counter(); import tile_kernels; print(time.perf_counter() - t)'
+    run(code)  # writes bytecode
+    assert statistics.median(float(run(code)) for _ in range(3)) < 0.3
+
+
+def imported_parts(path: Path) -> set[str]:
+    parts = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module] if node.module != 'tile_kernels' else [f'tile_kernels.{a.name}' for a in node.names]
+        parts |= {name.split('.')[1] for name in names if name.startswith('tile_kernels.')}
+    return parts
+
+
+def test_imports_point_one_way():
+    wrong = []
+    for part, allowed in ALLOWED.items():
+        for path in (PACKAGE / part).rglob('*.py'):
+            extra = imported_parts(path) - allowed
+            wrong += [f'{path.relative_to(PACKAGE)} imports {name}' for name in sorted(extra)]
+    assert not wrong
+
+
+def test_nothing_imports_the_tests():
+    assert not [p for p in PACKAGE.rglob('*.py') if 'import tests' in p.read_text() or 'from tests' in p.read_text()]
