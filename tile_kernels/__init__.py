@@ -15,7 +15,10 @@ from tile_kernels.core.knobs import knobs
 
 __version__ = '0.1.0'
 
-_MODULES = ('config', 'utils', 'moe', 'quant', 'transpose', 'torch', 'testing', 'interpreter')
+#: Subpackages that hold ops.
+FAMILIES = ('moe', 'quant', 'transpose')
+
+_MODULES = (*FAMILIES, 'config', 'utils', 'torch', 'testing', 'interpreter')
 
 
 def __getattr__(name: str) -> ModuleType:

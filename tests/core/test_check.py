@@ -37,7 +37,9 @@ def test_passing_checks_return_the_extents():
     assert check.shape(X, 'x', 'a b', dtype=(torch.bfloat16, torch.float32), a=4) == (4, 6)
 
 
-@pytest.mark.parametrize(('offset', 'stride', 'expected'), [(0, 16, 16), (8, 16, 16), (4, 16, 8), (1, 16, 2), (0, 9, 2), (0, 12, 8)])
+@pytest.mark.parametrize(
+    ('offset', 'stride', 'expected'), [(0, 16, 16), (8, 16, 16), (4, 16, 8), (1, 16, 2), (0, 9, 2), (0, 12, 8)]
+)
 def test_vector_bytes_follow_pointer_and_stride(offset, stride, expected):
     base = torch.zeros(256, dtype=torch.bfloat16)
     assert base.data_ptr() % 16 == 0

@@ -6,7 +6,14 @@ import torch
 
 from tile_kernels import ArgumentError, QuantFormat, QuantTensor
 
-NAMES = ['e4m3_1x128_f32', 'e5m2_1x64_f32p2', 'e2m1_1x16_e4m3', 'e4m3_128x1_ue8m0x4', 'e5m6_1xall_f32', 'e4m3_1x32_ue8m0x4_col']
+NAMES = [
+    'e4m3_1x128_f32',
+    'e5m2_1x64_f32p2',
+    'e2m1_1x16_e4m3',
+    'e4m3_128x1_ue8m0x4',
+    'e5m6_1xall_f32',
+    'e4m3_1x32_ue8m0x4_col',
+]
 
 
 @pytest.mark.parametrize('name', NAMES)

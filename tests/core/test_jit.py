@@ -47,7 +47,9 @@ def test_a_cached_kernel_loads_without_tilelang(warm_cache):
 def test_disable_jit_names_the_missing_kernel(sample, warm_cache):
     with knobs(cache_dir=warm_cache, disable_jit=True):
         sample.spread_kernel.library(STATIC, {'num_threads': 128}, 'sm_90a')
-        with pytest.raises(CompileError, match=r'spread_kernel\(64, 4; num_threads=128\) for sm_90a is not in .*precompile'):
+        with pytest.raises(
+            CompileError, match=r'spread_kernel\(64, 4; num_threads=128\) for sm_90a is not in .*precompile'
+        ):
             sample.spread_kernel.library((64, 4), {'num_threads': 128}, 'sm_90a')
 
 
