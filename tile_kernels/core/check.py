@@ -7,7 +7,6 @@ front is the public function the user called, read from the call stack.
 from __future__ import annotations
 
 import functools
-import math
 import sys
 from collections.abc import Collection
 from types import FrameType
@@ -151,16 +150,19 @@ def unit_stride(x: Tensor, name: str) -> None:
 def vector_bytes(*tensors: Tensor | None) -> int:
     """Widest access (16, 8, 4, 2 or 1 bytes) that the base pointers and outer strides of all tensors allow.
 
-    A kernel takes it as a static argument, so a misaligned view runs a narrower variant instead of faulting. Fake
-    tensors have no address and count as aligned.
+    A kernel takes it as a static argument, so a misaligned view runs a narrower variant instead of faulting. A fake
+    tensor has no address: its storage counts as aligned, and of its offset and strides what is a plain number counts.
     """
     bits = 16
     for x in tensors:
-        if x is None or isinstance(x, FakeTensor) or x.is_meta:
+        if x is None:
+            continue
+        size = x.element_size()
+        if type(x) is FakeTensor:
+            for extent in (x.storage_offset(), *x.stride()[:-1]):
+                bits |= extent * size if isinstance(extent, int) else 0
             continue
         bits |= x.data_ptr()
-        size = x.element_size()
-        for extent, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
-            if extent > 1:
-                bits |= stride * size
-    return math.gcd(bits, 16)
+        for stride in x.stride()[:-1]:
+            bits |= stride * size
+    return bits & -bits  # the lowest set bit

@@ -85,8 +85,7 @@ def interpreter_pass_configs(extra: dict[str, Any]) -> dict[str, Any]:
     return {key.value: value for key, value in _pass_configs(extra).items()}
 
 
-def cuda_source(prim_func: Any, pass_configs: dict[str, Any], arch: str) -> str:
-    """CUDA source of a PrimFunc for an architecture; needs no GPU and no nvcc."""
+def _lower(prim_func: Any, pass_configs: dict[str, Any], arch: str) -> Any:
     require_tilelang()
     import tilelang
     from tilelang import tvm
@@ -94,7 +93,18 @@ def cuda_source(prim_func: Any, pass_configs: dict[str, Any], arch: str) -> str:
     target = tvm.target.Target({'kind': 'cuda', 'arch': arch})
     config = {key.value: value for key, value in _pass_configs(pass_configs).items()}
     with target, tvm.transform.PassContext(opt_level=3, config=config):
-        return tilelang.lower(prim_func, target=target, enable_device_compile=False).kernel_source
+        return tilelang.lower(prim_func, target=target, enable_device_compile=False)
+
+
+def cuda_source(prim_func: Any, pass_configs: dict[str, Any], arch: str) -> str:
+    """CUDA source of a PrimFunc for an architecture; needs no GPU and no nvcc."""
+    return _lower(prim_func, pass_configs, arch).kernel_source
+
+
+def dynamic_shared(prim_func: Any, pass_configs: dict[str, Any], arch: str) -> int:
+    """Bytes of dynamic shared memory the launch asks for, the most of any kernel in the PrimFunc."""
+    functions = _lower(prim_func, pass_configs, arch).device_mod.functions.values()
+    return max(int(f.attrs.get('dyn_shared_memory_buf', 0)) for f in functions)
 
 
 def compile_library(prim_func: Any, pass_configs: dict[str, Any], arch: str, path: Path) -> None:
@@ -147,14 +157,15 @@ def load_function(path: Path) -> Callable[..., None]:
 def resources(source: str, arch: str) -> dict[str, int]:
     """Registers, spilled bytes, stack and static shared memory that ptxas reports for a CUDA source."""
     _, report = _nvcc(source, arch, '-cubin', 'cubin')
-    numbers = {
-        'registers': re.search(r'Used (\d+) registers', report),
-        'spill_stores': re.search(r'(\d+) bytes spill stores', report),
-        'spill_loads': re.search(r'(\d+) bytes spill loads', report),
-        'stack': re.search(r'(\d+) bytes stack frame', report),
-        'static_shared': re.search(r'(\d+) bytes smem', report),
+    patterns = {
+        'registers': r'Used (\d+) registers',
+        'spill_stores': r'(\d+) bytes spill stores',
+        'spill_loads': r'(\d+) bytes spill loads',
+        'stack': r'(\d+) bytes stack frame',
+        'static_shared': r'(\d+) bytes smem',
     }
-    return {name: int(match[1]) if match else 0 for name, match in numbers.items()}
+    # one PrimFunc may hold several kernels: the hungriest counts
+    return {name: max(map(int, re.findall(pattern, report)), default=0) for name, pattern in patterns.items()}
 
 
 def ptx(source: str, arch: str) -> str:

@@ -175,7 +175,7 @@ class QuantFormat:
         pitch = _ceil_div(height, aligned) * aligned
         columns = torch.empty_strided((pitch, width), (1, pitch), dtype=self.sf_dtype, device=device)
         # a symbolic height is always sliced: comparing it would specialise the graph
-        return columns if isinstance(height, int) and height == pitch else columns[:height]
+        return columns if isinstance(height, int) and height == pitch else columns.narrow(0, 0, height)
 
     def empty(self, rows: int, cols: int, device: torch.device) -> QuantTensor:
         """An uninitialised quantised (rows, cols) tensor."""

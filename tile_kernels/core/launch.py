@@ -44,11 +44,15 @@ class Launch:
 
 
 class _State(threading.local):
-    """What `launch` does in this thread: `skip` runs only the checks and allocations of a body, `trace` records."""
+    """What `launch` does in this thread besides launching.
+
+    `skip` runs only the checks and allocations of a body, `trace` records, `config` replaces what `choose` gives.
+    """
 
     skip = False
     trace: list[Launch] | None = None
     config: Config | None = None
+    forced: Kernel | None = None
 
 
 state = _State()
@@ -65,13 +69,14 @@ def tracing() -> Iterator[list[Launch]]:
 
 
 @contextmanager
-def forced_config(**config: Any) -> Iterator[None]:
-    """Run every launch of the block with this config instead of the one `choose` gives; for tuning and tests."""
-    before, state.config = state.config, config
+def forced_config(kernel: Kernel | None = None, /, **config: Any) -> Iterator[None]:
+    """Run the launches of the block (of one kernel, if given) with this config instead of the one `choose` gives."""
+    before = state.config, state.forced
+    state.config, state.forced = config, kernel
     try:
         yield
     finally:
-        state.config = before
+        state.config, state.forced = before
 
 
 def launch(kernel: Kernel, static: tuple, first: Tensor, *rest: Tensor | float | None, size: int | None = None) -> None:
@@ -111,7 +116,9 @@ _multiple_devices = False
 
 
 def _config(kernel: Kernel, static: tuple, size: int) -> Config:
-    return state.config if state.config is not None else kernel.config(static, size)
+    if state.config is not None and state.forced in (None, kernel):
+        return state.config
+    return kernel.config(static, size)
 
 
 def _record(trace: list[Launch], kernel: Kernel, static: tuple, args: tuple, size: int | None) -> None:

@@ -42,6 +42,9 @@ _library = torch.library.Library('tile_kernels', 'FRAGMENT')
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_active = torch._C._are_functorch_transforms_active
 
+#: Types of arguments that are no tensors.
+_PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, QuantFormat, QuantTensor))
+
 _SCHEMA_TYPES = {
     Tensor: 'Tensor',
     int: 'SymInt',
@@ -152,19 +155,22 @@ class Op:
         for value in (*args, *kwargs.values()) if kwargs else args:
             kind = type(value)
             if kind is Tensor or kind is Parameter:
-                wants_grad = wants_grad or value.requires_grad
-            elif isinstance(value, Tensor):  # a subclass knows more than we do: let the dispatcher decide
+                if value.requires_grad:
+                    wants_grad = True
+            elif kind not in _PLAIN and isinstance(value, Tensor):  # a subclass knows more: the dispatcher decides
                 return self._through_operator(args, kwargs)
         if wants_grad and self.backward is not None and torch.is_grad_enabled():
             return self._wrap(_Differentiable.apply(self, *self._flatten(args, kwargs)), args, kwargs)
+        if args and type(args[0]) is Tensor and args[0].is_cuda:
+            return self.fn(*args, **kwargs)
         return self.execute(*args, **kwargs)
 
     def execute(self, *args: Any, **kwargs: Any) -> Any:
         """Run the op without autograd: the body, or on CPU tensors its checks and then the twin."""
         first = args[0] if args else next(iter(kwargs.values()))
-        if isinstance(first, tuple):
+        if type(first) is QuantTensor:
             first = first[0]
-        if not isinstance(first, Tensor) or first.device.type != 'cpu' or knobs.interpret or state.trace is not None:
+        if not isinstance(first, Tensor) or not first.is_cpu or knobs.interpret or state.trace is not None:
             return self.fn(*args, **kwargs)
         state.skip = True
         try:
@@ -325,8 +331,8 @@ class Op:
         """The launches a case would make on a GPU, found without one."""
         if self.case_set is None:
             raise ArgumentError(f'{self.name}: has no cases')
-        with FakeTensorMode():
-            return self.trace(**self.case_set.arguments(self.name, case, 'cuda'))
+        with FakeTensorMode():  # on the CPU: a torch without CUDA refuses to index a fake CUDA tensor
+            return self.trace(**self.case_set.arguments(self.name, case, 'cpu'))
 
     def cost(self, *args: Any, **kwargs: Any) -> Cost:
         """Bytes this call must move: every tensor of every launch once."""

@@ -1,0 +1,196 @@
+"""The contract every op keeps, checked from its declaration alone: cases, twin, schema, backward.
+
+kernel     its results equal those of the twin (bit for bit, or within the bounds the op states), starting from
+           poisoned memory; on a CPU the kernel runs in the interpreter
+operator   `torch.ops.tile_kernels.*` and the direct call give the same
+fake       fake tensors get the shapes, dtypes, strides and device of real ones
+opcheck    `torch.library.opcheck` passes
+gradient   the backward op agrees with autograd through the twin
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from tile_kernels.core.cases import Case, Cases, case_id
+from tile_kernels.core.errors import ArgumentError
+from tile_kernels.core.knobs import knobs
+from tile_kernels.core.op import Op, ops
+from tile_kernels.testing.numeric import assert_equal
+from tile_kernels.testing.poison import poisoned
+
+Outcome = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class ContractCase:
+    """One op on one of its cases; reads as `quant.per_token_cast[num_tokens=37-hidden=256]`."""
+
+    op: Op
+    case: Case
+
+    def __str__(self) -> str:
+        return f'{self.op.name}[{case_id(self.case)}]'
+
+
+def contract_cases(level: str | None = None) -> list[ContractCase]:
+    """Every registered op with every case of a level: 'smoke', or 'full' which includes smoke (`TK_FULL_TEST=1`)."""
+    if level is None:
+        level = 'full' if knobs.full_test else 'smoke'
+    found = []
+    for op in ops.values():
+        if op.case_set is not None:
+            cases = op.case_set.smoke + (op.case_set.full if level == 'full' else [])
+            found += [ContractCase(op, case) for case in cases]
+    return found
+
+
+def check_contract(op: Op, case: Case, device: str | torch.device = 'cpu') -> None:
+    """Assert every clause of the contract for one case on one device."""
+    check_kernel(op, case, device)
+    check_operator(op, case, device)
+    check_fake(op, case, device)
+    check_opcheck(op, case, device)
+    check_gradient(op, case, device)
+
+
+def check_kernel(op: Op, case: Case, device: str | torch.device = 'cpu') -> tuple[Outcome, Outcome]:
+    """Assert that the kernel and the twin agree, each starting from poisoned memory; returns what both produced."""
+    with poisoned():
+        expected = _outcome(op, op.twin, _arguments(op, case, device))
+        with _running_kernels(device):
+            actual = _outcome(op, op, _arguments(op, case, device))
+    _compare('kernel and twin', actual, expected, _match(op))
+    return actual, expected
+
+
+def check_operator(op: Op, case: Case, device: str | torch.device = 'cpu') -> None:
+    """Assert that the operator gives what the direct call gives."""
+    direct = _outcome(op, op, _arguments(op, case, device))
+    operator = _outcome(op, lambda **kwargs: op.operator(*op._flatten((), kwargs)), _arguments(op, case, device))
+    _compare('direct call and operator', direct, operator, _match(op))
+
+
+def check_fake(op: Op, case: Case, device: str | torch.device = 'cpu') -> None:
+    """Assert that fake tensors tell the truth about the result."""
+    real = _outcome(op, op, _arguments(op, case, device))
+    mode = FakeTensorMode()
+    arguments = tree_map_only(Tensor, mode.from_tensor, _arguments(op, case, device))
+    with mode:
+        fake = _outcome(op, op, arguments)
+    for name, tensor in real.items():
+        if _meta(fake[name]) != _meta(tensor):
+            raise AssertionError(f'fake and real: {name}: {_meta(fake[name])} != {_meta(tensor)}')
+
+
+def check_opcheck(op: Op, case: Case, device: str | torch.device = 'cpu') -> None:
+    """Assert what PyTorch itself demands of an operator: schema, fake, autograd, tracing with dynamic shapes."""
+    arguments = _arguments(op, case, device)
+    _require_gradients(op, arguments)
+    torch.library.opcheck(op.operator, tuple(op._flatten((), arguments)))
+
+
+def check_gradient(op: Op, case: Case, device: str | torch.device = 'cpu') -> None:
+    """Assert that the backward op, if there is one, agrees with autograd through the twin."""
+    if op.backward is None:
+        return
+    taken = {param.name for param in op.backward.params}
+    outputs = [name for name in op.outputs if f'd{name}' in taken]
+    with poisoned():
+        expected = _gradients(op, op.twin, outputs, _arguments(op, case, device))
+        with _running_kernels(device):
+            actual = _gradients(op, op, outputs, _arguments(op, case, device))
+    match = _match(op.backward)
+    _compare('gradient and autograd of the twin', actual, expected, match if isinstance(match, dict) else {})
+
+
+# Running -------------------------------------------------------------------------------------
+
+
+def cases_of(op: Op) -> Cases:
+    """The cases an op declares."""
+    if op.case_set is None:
+        raise ArgumentError(f'{op.name} declares no cases')
+    return op.case_set
+
+
+def _arguments(op: Op, case: Case, device: str | torch.device) -> dict[str, Any]:
+    return cases_of(op).arguments(op.name, case, device)
+
+
+def _running_kernels(device: str | torch.device) -> AbstractContextManager:
+    """Where the kernel itself runs: always on a GPU, in the interpreter on a CPU."""
+    return knobs(interpret=True) if torch.device(device).type == 'cpu' else nullcontext()
+
+
+def _outcome(op: Op, call: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
+    """Everything a call produced, by name: its results and the arguments it wrote in place."""
+    result = call(**arguments)
+    results = () if result is None else result if isinstance(result, tuple) else (result,)
+    mutated = {p.name: arguments[p.name] for p in op.params if p.mutated and arguments.get(p.name) is not None}
+    return dict(zip(op.outputs, results, strict=True)) | mutated
+
+
+def _require_gradients(op: Op, arguments: dict[str, Any]) -> list[str]:
+    """Make leaves of the arguments the backward op has gradients for, where their dtype allows; returns their names."""
+    outputs = op.backward.outputs if op.backward is not None else ()
+    given = {name: arguments.get(name) for name in (output.removeprefix('d') for output in outputs)}
+    leaves = [name for name, value in given.items() if isinstance(value, Tensor) and value.is_floating_point()]
+    for name in leaves:
+        arguments[name].requires_grad_()
+    return leaves
+
+
+def _gradients(op: Op, call: Callable[..., Any], outputs: list[str], arguments: dict[str, Any]) -> Outcome:
+    """Gradients of the inputs for one random gradient of the outputs; an input that has no influence has gradient 0."""
+    leaves = _require_gradients(op, arguments)
+    if not leaves:
+        return {}
+    produced = _outcome(op, call, arguments)
+    torch.manual_seed(0)
+    upstream = [torch.randn(produced[name].shape, device=produced[name].device) for name in outputs]
+    upstream = [dy.to(produced[name].dtype) for name, dy in zip(outputs, upstream, strict=True)]
+    torch.autograd.backward([produced[name] for name in outputs], upstream)
+    gradients = {name: arguments[name].grad for name in leaves}
+    return {f'd{name}': torch.zeros_like(arguments[name]) if dx is None else dx for name, dx in gradients.items()}
+
+
+# Comparing -----------------------------------------------------------------------------------
+
+
+def _match(op: Op) -> str | dict[str, float]:
+    return 'bitwise' if op.case_set is None else op.case_set.match
+
+
+def _compare(what: str, actual: Outcome, expected: Outcome, match: str | dict[str, float]) -> None:
+    """Assert that two outcomes agree bit for bit, or within bounds (`rtol`, `atol`; none means those of the dtype)."""
+    __tracebackhide__ = True
+    for name, tensor in expected.items():
+        try:
+            if isinstance(match, dict) and tensor.is_floating_point():
+                _assert_close(actual[name], tensor, match)
+            else:
+                assert_equal(actual[name], tensor)
+        except AssertionError as error:
+            raise AssertionError(f'{what}: {name}: {error}') from error
+
+
+def _assert_close(actual: Tensor, expected: Tensor, bounds: dict[str, Any]) -> None:
+    if _meta(actual) != _meta(expected):
+        raise AssertionError(f'{_meta(actual)} != {_meta(expected)}')
+    if expected.element_size() == 1:  # torch compares eight-bit floats bit for bit only
+        actual, expected = actual.float(), expected.float()
+    torch.testing.assert_close(actual, expected, equal_nan=True, **bounds)
+
+
+def _meta(x: Tensor) -> tuple:
+    """What a fake tensor must get right; the strides of an empty one mean nothing."""
+    return tuple(x.shape), x.dtype, x.stride() if x.numel() else None, x.device
