@@ -130,7 +130,7 @@ class Kernel:
         return self._in_words(static, config, lambda: compiler.cuda_source(func, self.pass_configs, arch))
 
     def resources(self, static: tuple, size: int = 4096, arch: str = 'sm_90a', **config: Any) -> dict[str, int]:
-        """Registers, spills, stack and static shared memory as ptxas reports them; dynamic shared memory of the launch."""
+        """Registers, spills, stack and shared memory: what ptxas reports and what the launch asks for."""
         config = config or self.config(static, size)
         used = compiler.resources(self.source(static, size, arch, **config), arch)
         return used | {'dynamic_shared': compiler.dynamic_shared(self.tir(*static, **config), self.pass_configs, arch)}

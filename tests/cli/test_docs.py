@@ -1,0 +1,118 @@
+import json
+
+import pytest
+import torch
+
+from tile_kernels import docs
+from tile_kernels.cli.bench import GPU_TIMER
+from tile_kernels.core.errors import ArgumentError
+from tile_kernels.core.knobs import KNOBS
+
+RECORD = {
+    'op': 'tests.double',
+    'case': 'num_tokens=64-hidden=128-bfloat16',
+    'device': 'NVIDIA H200',
+    'us': 2.5,
+    'graph_us': 1.5,
+    'gbps': 300.0,
+    'pct_of_copy': 95.0,
+    'host_us': 8.0,
+    'timer': GPU_TIMER,
+    'commit': 'abc1234',
+    'date': '2026-01-02T03:04:05Z',
+}
+
+
+@pytest.fixture
+def root(toy, tmp_path):
+    """A project with a README and results."""
+    (tmp_path / 'README.md').write_text(f'before\n{docs.BEGIN}\nold\n{docs.END}\nafter\n')
+    results = tmp_path / 'benchmarks' / 'results'
+    results.mkdir(parents=True)
+    newer = RECORD | {'us': 2.0, 'pct_of_copy': 97.6, 'date': '2026-02-02T00:00:00Z', 'commit': 'def5678'}
+    lines = [
+        newer,
+        RECORD,
+        RECORD | {'timer': 'wall clock', 'pct_of_copy': 500},
+        RECORD | {'sweep': 'k', 'date': '2027'},
+    ]
+    (results / 'h200.jsonl').write_text('\n'.join(map(json.dumps, lines)))
+    return tmp_path
+
+
+def test_written_pages_are_up_to_date(root):
+    assert len(docs.stale(root)) == 3
+    docs.write(root)
+    assert docs.stale(root) == []
+
+
+def test_a_changed_page_and_one_without_an_op_are_stale(root):
+    docs.write(root)
+    settings, orphan = root / 'docs' / 'settings.md', root / 'docs' / 'ops' / 'gone.op.md'
+    settings.write_text('edited')
+    orphan.touch()
+    assert docs.stale(root) == [settings, orphan]
+    docs.write(root)
+    assert not orphan.exists() and docs.stale(root) == []
+
+
+def test_readme_states_the_best_measured_share_and_keeps_the_rest(root):
+    docs.write(root)
+    text = (root / 'README.md').read_text()
+    assert text.startswith('before\n') and text.endswith('after\n') and 'old' not in text
+    assert '| [tests.double](docs/ops/tests.double.md) | Twice the input. |  | 98 (2026-02-02, def5678) |' in text
+
+
+def test_readme_needs_its_marks(root):
+    (root / 'README.md').write_text('nothing')
+    with pytest.raises(ArgumentError, match='must hold one'):
+        docs.write(root)
+
+
+def test_the_page_of_an_op_says_all_there_is(root):
+    docs.write(root)
+    text = (root / 'docs' / 'ops' / 'tests.double.md').read_text()
+    for part in (
+        'double(x: Tensor) -> Tensor',
+        '- `x`: (num_tokens, hidden) float32 or bfloat16, contiguous.',
+        'torch.ops.tile_kernels.tests_double(Tensor x) -> Tensor',
+        '| smoke | 2 | num_tokens: 0, 5; hidden: 64; dtype: float32 |',
+        '| num_tokens=4096-hidden=128-bfloat16 | double_kernel block_m=4 num_threads=64 | 2.1 MB | 0.4 | 0.5 |',
+        '| NVIDIA H200 | num_tokens=64-hidden=128-bfloat16 | 2.00 | 1.50 | 300 | 97.6 | 8.00 | 2026-02-02 | def5678 |',
+    ):
+        assert part in text
+
+
+def test_a_long_signature_takes_a_line_per_parameter(toy, monkeypatch):
+    def gate(
+        x: torch.Tensor,
+        top_k: int = 8,
+        *,
+        scoring: str = 'softmax',
+        bias: torch.Tensor | None = None,
+        scale: float = 1.0,
+    ):
+        pass
+
+    monkeypatch.setattr(toy, 'fn', gate)
+    assert docs.signature(toy).splitlines()[:5] == [
+        'gate(',
+        '    x: Tensor,',
+        '    top_k: int = 8,',
+        '    *,',
+        "    scoring: str = 'softmax',",
+    ]
+
+
+def test_long_lists_of_values_are_cut_with_their_count():
+    assert docs.axes([{'n': n} for n in range(3)]) == 'n: 0, 1, 2'
+    assert docs.axes([{'n': n} for n in range(50)]).endswith(', 10, 11, … (50 in all)')
+
+
+def test_every_setting_is_on_the_settings_page():
+    page = docs.settings_page()
+    assert all(f'`{knob.env}`' in page and knob.doc in page for knob in KNOBS.values())
+
+
+def test_generated_pages_of_the_project_are_up_to_date():
+    assert [str(path.relative_to(docs.ROOT)) for path in docs.stale()] == []

@@ -1,0 +1,55 @@
+import pytest
+import torch
+
+from tile_kernels.cli import selection
+from tile_kernels.core.errors import ArgumentError
+from tile_kernels.core.formats import QuantFormat
+
+
+def test_a_family_stands_for_all_of_its_ops(toy):
+    assert selection.find_ops(['tests']) == [toy]
+    assert selection.find_ops([]) == [toy]
+
+
+def test_an_unknown_op_gets_a_suggestion(toy):
+    with pytest.raises(ArgumentError, match=r"got 'tests.duoble'; did you mean tests.double\?"):
+        selection.find_op('tests.duoble')
+
+
+def test_a_case_is_the_first_benchmark_with_changes(toy):
+    case = selection.typical_case(toy, {'num_tokens': '7', 'dtype': 'f32'})
+    assert case == {'num_tokens': 7, 'hidden': 128, 'dtype': torch.float32}
+
+
+def test_a_case_by_id(toy):
+    assert selection.case_by_id(toy, 'num_tokens=5-hidden=64-float32')['num_tokens'] == 5
+    with pytest.raises(ArgumentError, match='near it are num_tokens=5-hidden=64-float32'):
+        selection.case_by_id(toy, 'num_tokens=5-hidden=64-float23')
+
+
+@pytest.mark.parametrize(
+    ('text', 'like', 'value'),
+    [
+        ('64', 1, 64),
+        ('0.5', 1.0, 0.5),
+        ('None', 3, None),
+        ('true', False, True),
+        ('softmax', 'sigmoid', 'softmax'),
+        ('bf16', torch.float32, torch.bfloat16),
+        ('128x64', (1, 1), (128, 64)),
+        ('e4m3_1x32_f32', QuantFormat.parse('e4m3_1x128_f32'), QuantFormat.parse('e4m3_1x32_f32')),
+    ],
+)
+def test_spelled_values_become_what_the_case_holds(text, like, value):
+    assert selection._value('name', text, like) == value
+
+
+@pytest.mark.parametrize(('text', 'like'), [('many', 1), ('maybe', True), ('float31', torch.float32), ('3x', (1, 1))])
+def test_a_misspelled_value_is_named(text, like):
+    with pytest.raises(ArgumentError, match=f"name must be like .*, got '{text}'"):
+        selection._value('name', text, like)
+
+
+def test_words_need_an_equals_sign():
+    with pytest.raises(ArgumentError, match="key=value, got 'num_tokens'"):
+        selection.words_to_case(['num_tokens'])

@@ -1,0 +1,1 @@
+"""The command `tile-kernels`: one module per subcommand, each with `add_arguments(parser)` and `run(args) -> int`."""

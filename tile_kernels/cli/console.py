@@ -1,0 +1,74 @@
+"""What the commands write: tables and progress, coloured on a terminal and plain text elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.status import Status
+from rich.table import Table
+from rich.text import Text
+
+#: Columns of plain text: wide enough that no table wraps in a log file.
+PLAIN_WIDTH = 200
+
+
+def output() -> Console:
+    """The console of stdout."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+
+
+def progress() -> Progress:
+    """A progress line on stderr that leaves nothing behind; silent when stderr is not a terminal."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn('{task.description}', markup=False),
+        BarColumn(bar_width=28),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+
+
+def waiting(text: str) -> Status:
+    """A spinner on stderr for work whose length nobody knows; silent when stderr is not a terminal."""
+    return Console(stderr=True).status(text)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], header: bool = True) -> Table:
+    """A table; a column whose heading starts with '>' is aligned right, one that starts with '~' may wrap."""
+    pretty = sys.stdout.isatty()
+    made = Table(box=box.SIMPLE_HEAD if pretty else None, pad_edge=False, show_edge=False, show_header=header)
+    for column in columns:
+        made.add_column(
+            column.lstrip('>~') if pretty else column.lstrip('>~').replace('\n', ' '),
+            justify='right' if column.startswith('>') else 'left',
+            no_wrap=not column.startswith('~'),
+            overflow='fold',
+        )
+    for row in rows:
+        made.add_row(*(cell if isinstance(cell, Text) else Text('–' if cell is None else str(cell)) for cell in row))
+    return made
+
+
+def number(value: float | None) -> str | None:
+    """A number with three significant digits, without an exponent for what a table usually holds."""
+    if value is None:
+        return None
+    magnitude = abs(value)
+    if magnitude != 0 and not 1e-3 <= magnitude < 1e6:
+        return f'{value:.2e}'
+    return f'{value:.{0 if magnitude >= 100 else 1 if magnitude >= 10 else 2 if magnitude >= 1 else 3}f}'
+
+
+def size(count: float) -> str:
+    """A number of bytes in the unit that suits it: `89.0 MB`."""
+    for unit in ('B', 'kB', 'MB', 'GB'):
+        if count < 1000 or unit == 'GB':
+            break
+        count /= 1000
+    return f'{count:.0f} {unit}' if unit == 'B' else f'{count:.1f} {unit}'

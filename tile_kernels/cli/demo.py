@@ -1,0 +1,142 @@
+"""Run one op of every family, checked against its twin: timed on a GPU, in the interpreter without one."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import time
+from typing import Any
+
+import torch
+from rich.text import Text
+
+from tile_kernels.cli import console
+from tile_kernels.cli.explain import explain_case
+from tile_kernels.cli.selection import load_ops
+from tile_kernels.core.cases import Case, case_id
+from tile_kernels.core.op import Op
+from tile_kernels.testing.contract import check_kernel
+from tile_kernels.testing.numeric import max_error
+from tile_kernels.testing.records import measure
+
+#: Bytes a case may move: what every GPU of a data centre has room for, and what a CPU interprets in a second or two.
+MODEL_LIMIT, SMALL_LIMIT = 5 * 10**9, 64 * 10**3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`demo` takes no arguments."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run, check and print; 1 if an op disagreed with its twin."""
+    on_gpu = torch.cuda.is_available()
+    shown = representatives()
+    rows: list[list[Any]] = []
+    problems: list[str] = []
+    start = time.perf_counter()
+    with console.progress() as bar:
+        task = bar.add_task('', total=len(shown))
+        for op in shown:
+            bar.update(task, description=op.name)
+            row, problem = (gpu_row if on_gpu else cpu_row)(op)
+            rows.append(row)
+            problems += [problem] if problem else []
+            bar.advance(task)
+    out = console.output()
+    out.print(console.table(GPU_COLUMNS if on_gpu else CPU_COLUMNS, rows))
+    out.print()
+    for problem in problems:
+        out.print(problem, style='red', markup=False, soft_wrap=True)
+    sentence = closing(len(rows), len(problems), on_gpu, time.perf_counter() - start)
+    out.print(sentence, style='red' if problems else 'green', markup=False, soft_wrap=True)
+    return 1 if problems else 0
+
+
+def representatives() -> list[Op]:
+    """The first op of every family that is no other's backward."""
+    ops = list(load_ops().values())
+    gradients = [op.backward for op in ops]
+    first: dict[str, Op] = {}
+    for op in ops:
+        if op not in gradients and op.case_set is not None and op.case_set.smoke and op.case_set.bench:
+            first.setdefault(op.family, op)
+    return list(first.values())
+
+
+def largest_case(op: Op, cases: list[Case], limit: int) -> Case:
+    """The case that moves most bytes within the limit; the smallest if none stays within it."""
+    sizes = [sum(launch.cost.bytes for launch in op.trace_case(case)) for case in cases]
+    within = [size for size in sizes if size <= limit]
+    return cases[sizes.index(max(within) if within else min(sizes))]
+
+
+# Rows ---------------------------------------------------------------------------------------
+
+GPU_COLUMNS = ('op', '~shape', '>us', '>GB/s', '>% of\ncopy', '>max\nerror')
+CPU_COLUMNS = ('op', '~interpreted here', '>max\nerror', '~model-sized', '>floor on\nH200, us')
+
+
+def gpu_row(op: Op) -> tuple[list[Any], str | None]:
+    """Time a model-sized case and compare it with the twin."""
+    case = largest_case(op, op.case_set.bench, MODEL_LIMIT)
+    error, problem = comparison(op, case, 'cuda')
+    record = measure(op, case, 'cuda') if problem is None else {}
+    cells = [console.number(record.get(key)) for key in ('us', 'gbps', 'pct_of_copy')]
+    return [op.name, shape_words(case), *cells, error], problem
+
+
+def cpu_row(op: Op) -> tuple[list[Any], str | None]:
+    """Interpret a small case, compare it with the twin, and predict a model-sized one."""
+    small = largest_case(op, op.case_set.smoke, SMALL_LIMIT)
+    error, problem = comparison(op, small, 'cpu')
+    predicted = explain_case(op, largest_case(op, op.case_set.bench, MODEL_LIMIT))
+    return [op.name, shape_words(small), error, shape_words(predicted.case), f'{predicted.floor_us:.1f}'], problem
+
+
+def shape_words(case: Case) -> str:
+    """A case for the eye: `16384×7168 bf16 e4m3_1x128_f32`."""
+    extents: list[str] = []
+    words: list[str] = []
+    for name, value in case.items():
+        if isinstance(value, bool):
+            words += [name] if value else []
+        elif isinstance(value, torch.dtype):
+            words.append(_DTYPE_WORDS.get(value, str(value).removeprefix('torch.')))
+        elif isinstance(value, (int, tuple, list)):
+            extents += map(str, [value] if isinstance(value, int) else value)
+        elif value is not None:
+            words.append(str(value))
+    return ' '.join(['×'.join(extents), *words])
+
+
+_DTYPE_WORDS = {torch.bfloat16: 'bf16', torch.float16: 'f16', torch.float32: 'f32', torch.float8_e4m3fn: 'e4m3'}
+
+
+def comparison(op: Op, case: Case, device: str) -> tuple[Text | None, str | None]:
+    """Largest error against the twin, and what is wrong by the op's own rule: nothing, as a rule."""
+    if not kernels_run(device):
+        op(**op.case_set.arguments(op.name, case, device))
+        return None, None
+    try:
+        actual, expected = check_kernel(op, case, device)
+    except (AssertionError, RuntimeError) as disagreement:
+        return Text('wrong', style='red'), f'{op.name}[{case_id(case)}]: {disagreement}'.partition('\n')[0]
+    error = max((max_error(actual[name], expected[name]) for name in expected), default=0.0)
+    return Text('0' if error == 0 else f'{error:.0e}', style='green'), None
+
+
+def kernels_run(device: str) -> bool:
+    """Whether the kernels themselves can run: on a GPU always, on a CPU where TileLang is there to be interpreted."""
+    return device == 'cuda' or importlib.util.find_spec('tilelang') is not None
+
+
+def closing(count: int, wrong: int, on_gpu: bool, seconds: float) -> str:
+    """The last sentence."""
+    ops = '1 op' if count == 1 else f'{count} ops'
+    if wrong:
+        return f'{wrong} of {ops} did not agree with plain PyTorch.'
+    if on_gpu:
+        return f'{ops} ran on {torch.cuda.get_device_name()} and agree with plain PyTorch ({seconds:.1f} s).'
+    if not kernels_run('cpu'):
+        return f'No GPU and no TileLang: {ops} were computed by their plain PyTorch twins ({seconds:.1f} s).'
+    return f'No GPU: the kernels of {ops} ran in the interpreter and agree with plain PyTorch ({seconds:.1f} s).'

@@ -1,0 +1,142 @@
+"""Explain a call: the kernels it launches, their config and who chose it, the bytes it moves and the time they cost."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tile_kernels.cli import console
+from tile_kernels.cli.selection import case_by_id, find_op, typical_case, words_to_case
+from tile_kernels.core.cases import Case, case_id
+from tile_kernels.core.device import DEVICES, DeviceSpec
+from tile_kernels.core.errors import ArgumentError
+from tile_kernels.core.launch import Launch
+from tile_kernels.core.op import Op
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What one call does on a device, found without it; prints as one line per launch."""
+
+    op: Op
+    case: Case
+    launches: tuple[Launch, ...]
+    device: DeviceSpec
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all launches."""
+        return sum(launch.cost.bytes for launch in self.launches)
+
+    @property
+    def floor_us(self) -> float:
+        """Microseconds the bytes take at the datasheet bandwidth."""
+        return sum(launch.cost.floor_us(self.device) for launch in self.launches)
+
+    @property
+    def copy_us(self) -> float:
+        """Microseconds a copy of the same bytes takes."""
+        return sum(launch.cost.copy_us(self.device) for launch in self.launches)
+
+    def __str__(self) -> str:
+        lines = [f'{self.op.name}[{case_id(self.case)}]']
+        for launch in self.launches:
+            cost, device = launch.cost, self.device
+            lines.append(
+                f'  {launch.kernel.name} {config_words(launch.config)} (by {decided_by(launch)})'
+                f' | {console.size(cost.bytes)}'
+                f' | floor {cost.floor_us(device):.1f} us on {device.name} ({device.bandwidth / 1e12:.3g} TB/s)'
+                f', a copy takes {cost.copy_us(device):.1f} us'
+            )
+        return '\n'.join(lines if self.launches else [*lines, '  launches nothing: the problem is empty'])
+
+    __repr__ = __str__
+
+
+def explain(op: str | Op, /, *, device: str = 'h200', **case: Any) -> Explanation:
+    """What a call of an op launches and what it costs, found without a GPU.
+
+    Args:
+        op: the op or its name, e.g. `quant.per_token_cast`.
+        device: the GPU whose floor is stated: one of `h200`, `h100`, `b200`.
+        case: entries of the case, as values or spelled (`fmt='e4m3_1x128_f32'`); the rest is that of the op's first
+            benchmark case.
+
+    Returns:
+        The launches with their config, bytes and floor; it prints as text.
+    """
+    found = find_op(op) if isinstance(op, str) else op
+    return explain_case(found, typical_case(found, case), device)
+
+
+def explain_case(op: Op, case: Case, device: str = 'h200') -> Explanation:
+    """`explain` for a complete case."""
+    if device not in DEVICES:
+        raise ArgumentError(f'explain: device must be one of {", ".join(DEVICES)}, got {device!r}')
+    return Explanation(op, case, tuple(op.trace_case(case)), DEVICES[device])
+
+
+def config_words(config: Mapping[str, Any]) -> str:
+    """`block_m=16 num_threads=128`."""
+    return ' '.join(f'{name}={value}' for name, value in config.items()) or 'no config'
+
+
+def decided_by(launch: Launch) -> str:
+    """Who decided the config of a launch."""
+    return 'the kernel' if launch.kernel.choose is None else 'choose'
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `explain`."""
+    add_case_arguments(parser)
+    parser.add_argument('--device', default='h200', choices=DEVICES, help='GPU whose floor is stated (default h200)')
+
+
+def add_case_arguments(parser: argparse.ArgumentParser) -> None:
+    """An op and one of its cases, shared with `show`."""
+    parser.add_argument('op', metavar='OP', help='name of an op, as tile-kernels list prints it')
+    parser.add_argument('values', nargs='*', metavar='KEY=VALUE', help="changes to the op's first benchmark case")
+    parser.add_argument('--case', metavar='ID', help='one of the cases of the op, by its id')
+
+
+def selected_case(args: argparse.Namespace) -> tuple[Op, Case]:
+    """The op and case that `add_case_arguments` describe."""
+    op, given = find_op(args.op), words_to_case(args.values)
+    if args.case and given:
+        raise ArgumentError('give either --case or key=value, got both')
+    return op, case_by_id(op, args.case) if args.case else typical_case(op, given)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print one row per launch."""
+    op, case = selected_case(args)
+    found = explain_case(op, case, args.device)
+    rows = [
+        (
+            launch.kernel.name,
+            config_words(launch.config),
+            decided_by(launch),
+            console.size(launch.cost.bytes),
+            console.number(launch.cost.floor_us(found.device)),
+            console.number(launch.cost.copy_us(found.device)),
+        )
+        for launch in found.launches
+    ]
+    if len(rows) > 1:
+        total = console.size(found.bytes), console.number(found.floor_us), console.number(found.copy_us)
+        rows.append(('all launches', '', '', *total))
+    device = found.device
+    out = console.output()
+    out.print(f'[bold]{op.name}[/bold]  {case_id(case)}', markup=True)
+    if rows:
+        columns = ('kernel', '~config', 'decided by', '>moves', '>floor us', '>copy us')
+        out.print(console.table(columns, rows))
+        out.print(
+            f'{device.name}: floor at the datasheet bandwidth of {device.bandwidth / 1e12:.2f} TB/s, '
+            f'copy at the {device.copy_bandwidth / 1e12:.2f} TB/s a large copy reaches.'
+        )
+    else:
+        out.print('launches nothing: the problem is empty')
+    return 0

@@ -1,0 +1,29 @@
+"""Compile the kernels of ops ahead of time, for any architecture, without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+
+from tile_kernels.cli import console
+from tile_kernels.precompile import precompile
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `precompile`."""
+    parser.add_argument('ops', nargs='*', metavar='OP', help='ops or families (default: all)')
+    parser.add_argument('--arch', nargs='+', default=['sm_90a'], metavar='ARCH', help='architectures (default sm_90a)')
+    parser.add_argument('--out', metavar='DIR', help='directory to fill (default: the cache directory)')
+    parser.add_argument('--jobs', type=int, metavar='N', help='compilations at a time (default: one per CPU core)')
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compile, then one line per failure and one for the whole."""
+    done = precompile(args.ops or None, archs=args.arch, out=args.out, jobs=args.jobs)
+    out = console.output()
+    for variant, reason in done.failures.items():
+        out.print(f'failed: {variant}: {reason}', markup=False, soft_wrap=True)
+    out.print(str(done), markup=False, soft_wrap=True)
+    out.print(
+        f'Use them with TK_CACHE_DIR={done.folder}; the directory may be read-only.', markup=False, soft_wrap=True
+    )
+    return 1 if done.failures else 0

@@ -1,0 +1,120 @@
+"""Ops and cases by the words a user types: `quant.per_token_cast`, `quant`, `num_tokens=64`, `dtype=bfloat16`."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+import tile_kernels
+from tile_kernels.core.cases import Case, case_id
+from tile_kernels.core.errors import ArgumentError
+from tile_kernels.core.formats import QuantFormat
+from tile_kernels.core.op import Op, ops
+
+_DTYPES = {'bf16': 'bfloat16', 'fp16': 'float16', 'f16': 'float16', 'fp32': 'float32', 'f32': 'float32'}
+_FLAGS = {'1': True, 'true': True, 'yes': True, '0': False, 'false': False, 'no': False}
+
+
+def load_ops() -> dict[str, Op]:
+    """Import every family; all ops by name."""
+    for family in tile_kernels.FAMILIES:
+        importlib.import_module(f'tile_kernels.{family}')
+    return ops
+
+
+def find_op(name: str) -> Op:
+    """The op with this name."""
+    known = load_ops()
+    if name not in known:
+        raise _no_such(name, known)
+    return known[name]
+
+
+def find_ops(names: Iterable[str]) -> list[Op]:
+    """The ops named, a family standing for all of its ops; all ops for no name."""
+    known = load_ops()
+    found: dict[str, Op] = {}
+    for name in names:
+        chosen = {op.name: op for op in known.values() if name in (op.name, op.family)}
+        if not chosen:
+            raise _no_such(name, known)
+        found |= chosen
+    return list((found or known).values())
+
+
+def _no_such(name: str, known: Mapping[str, Op]) -> ArgumentError:
+    words = [*known, *{op.family for op in known.values()}]
+    close = difflib.get_close_matches(name, words, n=1, cutoff=0.5)
+    hint = f'did you mean {close[0]}?' if close else 'tile-kernels list names them'
+    return ArgumentError(f'op must be the name of an op or a family, got {name!r}; {hint}')
+
+
+def all_cases(op: Op) -> list[Case]:
+    """Every case of an op, those of models first."""
+    cases = op.case_set
+    return [] if cases is None else cases.bench + cases.smoke + cases.full
+
+
+def typical_case(op: Op, given: Mapping[str, Any] | None = None) -> Case:
+    """The first case of an op (a model's, where it has one), changed by what is given: values or their spelling."""
+    given = given or {}
+    cases = all_cases(op)
+    if not cases:
+        raise ArgumentError(f'{op.name}: has no cases')
+    template = next((case for case in cases if given.keys() <= case.keys()), None)
+    if template is None:
+        names = list(dict.fromkeys(name for case in cases for name in case))
+        unknown = next((name for name in given if name not in names), next(iter(given)))
+        raise ArgumentError(f'{op.name}: a case is given by {", ".join(names)}, got {unknown}')
+    return template | {name: _value(name, value, template[name]) for name, value in given.items()}
+
+
+def case_by_id(op: Op, wanted: str) -> Case:
+    """The case of an op with this id."""
+    for case in all_cases(op):
+        if case_id(case) == wanted:
+            return case
+    known = [case_id(case) for case in all_cases(op)]
+    close = difflib.get_close_matches(wanted, known, n=3, cutoff=0)
+    raise ArgumentError(f'{op.name}: case must be the id of a case, got {wanted!r}; near it are {", ".join(close)}')
+
+
+def words_to_case(words: Iterable[str]) -> dict[str, str]:
+    """`['num_tokens=64']` -> `{'num_tokens': '64'}`."""
+    given = {}
+    for word in words:
+        name, equals, value = word.partition('=')
+        if not (name and equals and value):
+            raise ArgumentError(f'a case is given as key=value, got {word!r}')
+        given[name] = value
+    return given
+
+
+def _value(name: str, value: Any, like: Any) -> Any:
+    """`value` as the case has it: a string is read as the kind of thing `like` is."""
+    if not isinstance(value, str) or isinstance(like, str):
+        return value
+    try:
+        if isinstance(like, torch.dtype):
+            return _dtype(value)
+        if isinstance(like, QuantFormat):
+            return QuantFormat.parse(value)
+        if isinstance(like, bool):
+            return _FLAGS[value.lower()]
+        if isinstance(like, (tuple, list)):
+            return type(like)(int(extent) for extent in value.split('x'))
+        return ast.literal_eval(value)
+    except (KeyError, ValueError, SyntaxError) as error:
+        raise ArgumentError(f'{name} must be like {like}, got {value!r}') from error
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, _DTYPES.get(name, name), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(name)
+    return found

@@ -1,0 +1,68 @@
+"""Show the kernels of an op: TileLang, CUDA, PTX, and registers, spills and shared memory; no GPU needed."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from rich.syntax import Syntax
+
+from tile_kernels.cli import console
+from tile_kernels.cli.explain import add_case_arguments, config_words, selected_case
+from tile_kernels.core import compiler
+from tile_kernels.core.launch import Launch
+
+PARTS = ('tilelang', 'cuda', 'ptx', 'resources')
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `show`."""
+    add_case_arguments(parser)
+    parser.add_argument('--arch', default='sm_90a', help='architecture to compile for (default sm_90a)')
+    parser.add_argument('--what', choices=PARTS, action='append', help='only this part; may be repeated')
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the parts asked for, of every kernel the case launches."""
+    op, case = selected_case(args)
+    out = console.output()
+    for launch in op.trace_case(case):
+        static = ', '.join(str(s).removeprefix('torch.') for s in launch.static)
+        heading = f'{launch.kernel.name}({static})  {config_words(launch.config)}  {args.arch}'
+        for part in args.what or PARTS:
+            if out.is_terminal:
+                out.rule(f'{part}: {heading}')
+            else:
+                out.out(f'=== {part}: {heading}')
+            text = RENDER[part](launch, args.arch)
+            if out.is_terminal and part != 'resources':
+                out.print(Syntax(text, {'tilelang': 'python', 'cuda': 'cuda', 'ptx': 'gas'}[part], theme='ansi_dark'))
+            else:
+                out.out(text)
+    return 0
+
+
+def _tilelang(launch: Launch, arch: str) -> str:
+    return launch.kernel.tir(*launch.static, **launch.config).script()
+
+
+def _cuda(launch: Launch, arch: str) -> str:
+    return launch.kernel.source(launch.static, launch.size, arch, **launch.config)
+
+
+def _ptx(launch: Launch, arch: str) -> str:
+    return compiler.ptx(_cuda(launch, arch), arch)
+
+
+def _resources(launch: Launch, arch: str) -> str:
+    """One line per number."""
+    numbers = launch.kernel.resources(launch.static, launch.size, arch, **launch.config)
+    return '\n'.join(f'{name.replace("_", " "):<15}{value:>8}' for name, value in numbers.items())
+
+
+RENDER: dict[str, Callable[[Launch, str], str]] = {
+    'tilelang': _tilelang,
+    'cuda': _cuda,
+    'ptx': _ptx,
+    'resources': _resources,
+}
