@@ -1,0 +1,21 @@
+"""Transposes of matrices, every dtype and every size."""
+
+from torch import Tensor
+
+from tile_kernels.core import check
+from tile_kernels.transpose.batched_transpose import batched_transpose, batched_transpose_bwd
+
+__all__ = ['batched_transpose', 'batched_transpose_bwd', 'transpose']
+
+
+def transpose(x: Tensor) -> Tensor:
+    """Transpose a matrix: `batched_transpose` for a batch of one.
+
+    Args:
+        x: (num_rows, num_cols), with the dtypes, sizes and strides of `batched_transpose`.
+
+    Returns:
+        (num_cols, num_rows), contiguous, never sharing memory with `x`.
+    """
+    check.shape(x, 'x', 'num_rows num_cols')
+    return batched_transpose(x.unsqueeze(0)).squeeze(0)
