@@ -6,7 +6,6 @@ front is the public function the user called, read from the call stack.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Collection
 from types import FrameType
@@ -52,9 +51,15 @@ def describe(x: object) -> str:
     return text if x.is_contiguous() else f'{text}, strides {tuple(x.stride())}'
 
 
-@functools.cache
+_split: dict[str, tuple[str, ...]] = {}
+
+
 def _names(spec: str) -> tuple[str, ...]:
-    return tuple(spec.split())
+    """The words of a shape, split once; a plain dict, because `torch.compile` traces fronts that check."""
+    names = _split.get(spec)
+    if names is None:
+        names = _split[spec] = tuple(spec.split())
+    return names
 
 
 def _dtype_names(dtypes: torch.dtype | Collection[torch.dtype]) -> str:

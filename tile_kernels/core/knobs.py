@@ -80,8 +80,15 @@ class Knobs:
     print_source: bool
     full_test: bool
 
+    #: Changes with every setting; what was decided under other settings is void.
+    epoch: int = 0
+
     def __init__(self) -> None:
         self.reset()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        object.__setattr__(self, 'epoch', self.epoch + 1)
 
     def reset(self) -> None:
         """Read every setting from the environment again."""

@@ -46,13 +46,27 @@ class Launch:
 class _State(threading.local):
     """What `launch` does in this thread besides launching.
 
-    `skip` runs only the checks and allocations of a body, `trace` records, `config` replaces what `choose` gives.
+    `skip` runs only the checks and allocations of a body, `trace` collects launches instead of making them, `config`
+    replaces what `choose` gives (for the kernel `forced`, or for all), `made` notes what was launched.
     """
 
     skip = False
     trace: list[Launch] | None = None
     config: Config | None = None
     forced: Kernel | None = None
+    made: list[tuple[Callable, tuple]] | None = None
+    #: Blocks in force that want to see every launch, so that no call may be replayed.
+    watchers = 0
+
+    @contextmanager
+    def set(self, **values: Any) -> Iterator[None]:
+        """Change what `launch` does inside a block."""
+        before = {name: getattr(self, name) for name in values}
+        self.__dict__.update(values, watchers=self.watchers + 1)
+        try:
+            yield
+        finally:
+            self.__dict__.update(before, watchers=self.watchers - 1)
 
 
 state = _State()
@@ -61,22 +75,24 @@ state = _State()
 @contextmanager
 def tracing() -> Iterator[list[Launch]]:
     """Collect the launches of the block instead of running them."""
-    before, state.trace = state.trace, []
-    try:
-        yield state.trace
-    finally:
-        state.trace = before
+    launches: list[Launch] = []
+    with state.set(trace=launches):
+        yield launches
 
 
 @contextmanager
 def forced_config(kernel: Kernel | None = None, /, **config: Any) -> Iterator[None]:
     """Run the launches of the block (of one kernel, if given) with this config instead of the one `choose` gives."""
-    before = state.config, state.forced
-    state.config, state.forced = config, kernel
-    try:
+    with state.set(config=config, forced=kernel):
         yield
-    finally:
-        state.config, state.forced = before
+
+
+@contextmanager
+def recording() -> Iterator[list[tuple[Callable, tuple]]]:
+    """Note the bound functions the block calls, with their arguments."""
+    made: list[tuple[Callable, tuple]] = []
+    with state.set(made=made):
+        yield made
 
 
 def launch(kernel: Kernel, static: tuple, first: Tensor, *rest: Tensor | float | None, size: int | None = None) -> None:
@@ -103,16 +119,23 @@ def launch(kernel: Kernel, static: tuple, first: Tensor, *rest: Tensor | float |
         if bound is None:
             return
     try:
-        if _multiple_devices:
+        if on_current_device(first.get_device()):
+            bound(first, *rest)
+        else:
             with torch.cuda.device(first.get_device()):
                 bound(first, *rest)
-        else:
-            bound(first, *rest)
     except RuntimeError as error:
         raise LaunchError(f'{kernel.name}{static}: {explain(str(error))}') from error
+    if state.made is not None:
+        state.made.append((bound, (first, *rest)))
 
 
 _multiple_devices = False
+
+
+def on_current_device(index: int) -> bool:
+    """Whether a kernel on device `index` may be launched as things are."""
+    return not _multiple_devices or torch._C._cuda_getDevice() == index
 
 
 def _config(kernel: Kernel, static: tuple, size: int) -> Config:

@@ -1,0 +1,93 @@
+import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tile_kernels import QuantFormat, knobs
+from tile_kernels.core.formats import QuantTensor
+from tile_kernels.core.launch import launch
+from tile_kernels.core.replay import record
+
+
+@pytest.fixture
+def stub(sample):
+    """A bound function for the sample kernel on CPU tensors that says what it was called with."""
+    calls = []
+
+    def bound(x, y, factor):
+        calls.append((x, y, factor))
+        with _disable_current_modes():  # a kernel writes memory without asking PyTorch
+            y.copy_(sample.spread_twin(x, y.shape[1], factor) if y.dim() == 3 else torch.full_like(y, factor))
+
+    kernel = sample.spread_kernel
+    for size in (3, 5):
+        kernel.bound[((32, 2), size, -1)] = bound
+    yield calls
+    kernel.bound.clear()
+
+
+def test_a_replayed_call_allocates_and_launches_the_same(sample, stub):
+    x = torch.randn(5, 32)
+    with knobs(interpret=True):
+        first, replay = record(sample.spread.fn, (x, 2, 3.0), {}, [x])
+    again, once_more = replay(x), replay(x)
+    assert torch.equal(first, again) and again.stride() == first.stride()
+    assert again.data_ptr() not in (first.data_ptr(), once_more.data_ptr())
+    assert len(stub) == 3 and stub[-1][2] == 3.0
+    other = torch.randn(5, 32)
+    assert torch.equal(replay(other), sample.spread_twin(other, 2, 3.0))
+
+
+def test_a_body_that_computes_is_not_replayed(sample, stub):
+    def body(x):
+        y = sample.spread.fn(x, 2)
+        return y.mul_(2)
+
+    x = torch.randn(5, 32)
+    result, replay = record(body, (x,), {}, [x])
+    assert replay is None and torch.equal(result, sample.spread_twin(x, 2) * 2)
+
+
+@pytest.mark.parametrize('prepare', [lambda x: x.clone(), lambda x: x.to(torch.float64).float(), lambda x: x + 0])
+def test_a_body_that_prepares_its_input_is_not_replayed(sample, stub, prepare):
+    x = torch.randn(5, 32)
+    assert record(lambda t: sample.spread.fn(prepare(t), 2), (x,), {}, [x])[1] is None
+
+
+def test_an_output_that_aliases_an_input_is_not_replayed():
+    x = torch.randn(5, 32)
+    assert record(lambda t: t.view(-1), (x,), {}, [x])[1] is None
+
+
+def test_views_of_arguments_are_repeated(sample, stub):
+    def body(x):
+        y = x.new_empty(3, 2, 32)
+        launch(sample.spread_kernel, (32, 2), x.unsqueeze(0).select(0, 0), y, 1.0)
+        return y
+
+    x = torch.randn(3, 32)
+    _, replay = record(body, (x,), {}, [x])
+    other = torch.randn(3, 32)
+    assert torch.equal(replay(other), sample.spread_twin(other, 2))
+
+
+def test_padding_and_formats_of_quantised_results_are_kept(sample, stub):
+    fmt = QuantFormat.parse('e4m3_1x32_f32_col')
+
+    def body(x):
+        q = fmt.empty(5, 32, x.device)
+        launch(sample.spread_kernel, (32, 2), x, q.sf, 0.5)
+        return q
+
+    x = torch.randn(5, 32)
+    result, replay = record(body, (x,), {}, [x])
+    again = replay(x)
+    assert type(again) is QuantTensor and again.fmt is fmt and bool((again.sf == 0.5).all())
+    assert again.sf.stride() == result.sf.stride() == (1, 8)
+    assert again.sf.untyped_storage().nbytes() >= result.sf.untyped_storage().nbytes()
+
+
+def test_settings_void_what_was_recorded():
+    before = knobs.epoch
+    with knobs(num_sms=3):
+        inside = knobs.epoch
+    assert before < inside < knobs.epoch

@@ -1,0 +1,141 @@
+"""Replay: a call that looks like an earlier one repeats its allocations and launches, and nothing else.
+
+The body of an op is a function of shapes, strides, dtypes, alignments and options, never of values. So its second run
+with the same ones is recorded, and from then on a generated function of a few lines stands in for it:
+
+    def replay(t0):
+        o0 = empty_strided((4096, 7168), (7168, 1), dtype=float8_e4m3fn, device=cuda0)
+        o1 = empty_strided((4096, 56), (56, 1), dtype=float32, device=cuda0)
+        f0(t0, o0, o1, 0.0001)
+        return QuantTensor(o0, o1, fmt)
+
+This keeps host time at that of the allocations and the launch, however much a body checks. A body that does anything
+with tensors besides allocating, viewing and launching is not replayed: a dispatch mode watches while it is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tile_kernels.core.formats import QuantTensor
+from tile_kernels.core.launch import recording
+
+aten = torch.ops.aten
+
+#: What a replayed body may ask PyTorch for: memory, and other views of it.
+_HARMLESS = {
+    aten.empty.memory_format,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.empty_like.default,
+    aten.as_strided.default,
+    aten.detach.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.squeeze.dim,
+    aten.t.default,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+    aten.view.default,
+    aten.view.dtype,
+    aten._unsafe_view.default,
+}
+
+
+class _Watch(TorchDispatchMode):
+    """Notes whether anything but allocations and views was asked for."""
+
+    harmless = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.harmless = self.harmless and func in _HARMLESS
+        return func(*args, **(kwargs or {}))
+
+
+def record(body: Callable, args: tuple, kwargs: dict[str, Any], inputs: list[Tensor]) -> tuple[Any, Callable | None]:
+    """Run `body` once; its result, and a function of `inputs` that repeats the call (None if none can)."""
+    with recording() as launches, _Watch() as watch:
+        result = body(*args, **kwargs)
+    results = () if result is None else result if isinstance(result, tuple) else (result,)
+    if not watch.harmless or len(inputs) == 0 or any(not isinstance(r, Tensor) for r in results):
+        return result, None
+    return result, _Writer(inputs, results).function(launches, result)
+
+
+class _Writer:
+    """Writes the replaying function: names for tensors, lines for what happened to them."""
+
+    def __init__(self, inputs: list[Tensor], outputs: tuple[Tensor, ...]) -> None:
+        self.known = {f't{i}': t for i, t in enumerate(inputs)} | {f'o{i}': t for i, t in enumerate(outputs)}
+        self.num_inputs = len(inputs)
+        self.outputs = outputs
+        self.constants: dict[str, Any] = {'empty_strided': torch.empty_strided, 'empty': torch.empty}
+
+    def function(self, launches: list[tuple[Callable, tuple]], result: Any) -> Callable | None:
+        """The function, or None if a tensor of the call cannot be named."""
+        storages = [t.untyped_storage().data_ptr() for t in self.known.values() if t.numel()]
+        if len(set(storages[self.num_inputs :])) < len(storages[self.num_inputs :]) or any(
+            o.untyped_storage().data_ptr() in storages[: self.num_inputs] for o in self.outputs if o.numel()
+        ):
+            return None  # an output that shares memory is no fresh allocation
+        lines = [f'def replay({", ".join(f"t{i}" for i in range(self.num_inputs))}):']
+        lines += [self._allocation(f'o{i}', output) for i, output in enumerate(self.outputs)]
+        for i, (bound, args) in enumerate(launches):
+            words = [word for value in args if (word := self._argument(value)) is not None]
+            if len(words) < len(args):
+                return None
+            lines.append(f'    {self._constant(bound, f"f{i}")}({", ".join(words)})')
+        lines.append(f'    return {self._result(result)}')
+        exec('\n'.join(lines), self.constants)
+        return self.constants['replay']
+
+    def _constant(self, value: Any, name: str | None = None) -> str:
+        name = name or f'c{len(self.constants)}'
+        self.constants[name] = value
+        return name
+
+    def _allocation(self, name: str, output: Tensor) -> str:
+        """Memory of the same extent, so that padding behind strided outputs is there as well."""
+        options = f'dtype={self._constant(output.dtype)}, device={self._constant(output.device)}'
+        layout = f'{tuple(output.shape)}, {output.stride()}'
+        held, needed = output.untyped_storage().nbytes() // output.element_size(), _extent(output)
+        if held <= needed and output.storage_offset() == 0:
+            return f'    {name} = empty_strided({layout}, {options})'
+        return f'    {name} = empty({held}, {options}).as_strided({layout}, {output.storage_offset()})'
+
+    def _argument(self, value: Any) -> str | None:
+        """An argument of a launch as an expression of the names."""
+        if not isinstance(value, Tensor):
+            return self._constant(value)
+        for name, tensor in self.known.items():
+            if value is tensor:
+                return name
+        for name, tensor in self.known.items():
+            if value.data_ptr() != tensor.data_ptr() or tensor.numel() == 0:
+                continue
+            if value.dtype == tensor.dtype:
+                return f'{name}.as_strided({tuple(value.shape)}, {value.stride()})'
+            if value.shape == tensor.shape and value.stride() == tensor.stride():
+                return f'{name}.view({self._constant(value.dtype)})'
+        return None
+
+    def _result(self, result: Any) -> str:
+        names = [f'o{i}' for i in range(len(self.outputs))]
+        if type(result) is QuantTensor:
+            return f'{self._constant(QuantTensor)}({names[0]}, {names[1]}, {self._constant(result.fmt)})'
+        if isinstance(result, tuple):
+            return f'({", ".join(names)},)'
+        return names[0] if names else 'None'
+
+
+def _extent(x: Tensor) -> int:
+    """Elements from the first to the last of `x` in memory."""
+    if x.numel() == 0:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
