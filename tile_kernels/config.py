@@ -44,6 +44,7 @@ def set_amax_clamp_for_quant(fmt: str, use_e4m3_sf: bool, clamp_min_value: float
     """Change the smallest amax a block of `fmt` is scaled by; takes effect at the next call, nothing is recompiled."""
     check.one_of(fmt, ('e4m3', 'e2m1'), 'fmt')
     (AMAX_FLOOR_E4M3_SF if use_e4m3_sf else AMAX_FLOOR)[fmt] = clamp_min_value
+    knobs.touch()
 
 
 def reset_runtime_config() -> None:

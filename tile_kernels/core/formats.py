@@ -71,6 +71,7 @@ SF_STORAGE = {
 
 _NAME = re.compile(r'(?P<data>e\dm\d)_(?P<rows>\d+|all)x(?P<cols>\d+|all)_(?P<sf>[a-z0-9]+)(?P<col>_col)?')
 _formats: dict[str, QuantFormat] = {}
+_flagged: dict[tuple, QuantFormat] = {}
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -105,6 +106,10 @@ class QuantFormat:
         use_e4m3_sf: bool = False,
     ) -> QuantFormat:
         """The format that TileKernels' flag arguments describe; combinations without a meaning are errors."""
+        flags = fmt, block, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_e4m3_sf
+        known = _flagged.get(flags)
+        if known is not None:
+            return known
         if use_packed_ue8m0 and not round_sf:
             check.fail(
                 'use_packed_ue8m0',
@@ -115,7 +120,10 @@ class QuantFormat:
             check.fail('use_e4m3_sf', 'must not be combined with round_sf or use_packed_ue8m0', 'both')
         sf = 'ue8m0x4' if use_packed_ue8m0 else 'e4m3' if use_e4m3_sf else 'f32p2' if round_sf else 'f32'
         rows, cols = (str(extent) if extent else 'all' for extent in block)
-        return QuantFormat.parse(f'{fmt}_{rows}x{cols}_{sf}' + ('_col' if use_tma_aligned_col_major_sf else ''))
+        named = QuantFormat.parse(f'{fmt}_{rows}x{cols}_{sf}' + ('_col' if use_tma_aligned_col_major_sf else ''))
+        if not torch.compiler.is_compiling():  # a traced function had better leave global state alone
+            _flagged[flags] = named
+        return named
 
     @property
     def power_of_two(self) -> bool:

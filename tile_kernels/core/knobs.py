@@ -88,6 +88,10 @@ class Knobs:
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
+        self.touch()
+
+    def touch(self) -> None:
+        """Void what was decided under the settings so far."""
         object.__setattr__(self, 'epoch', self.epoch + 1)
 
     def reset(self) -> None:
