@@ -15,7 +15,7 @@ keys and docs:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,10 +91,7 @@ class QuantFormat:
     @staticmethod
     def parse(name: str | QuantFormat) -> QuantFormat:
         """The format called `name`."""
-        if isinstance(name, QuantFormat):
-            return name
-        known = _formats.get(name)
-        return known if known is not None else _define(name)
+        return name if isinstance(name, QuantFormat) else _parse(name)
 
     @staticmethod
     def from_flags(
@@ -106,24 +103,7 @@ class QuantFormat:
         use_e4m3_sf: bool = False,
     ) -> QuantFormat:
         """The format that TileKernels' flag arguments describe; combinations without a meaning are errors."""
-        flags = fmt, block, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_e4m3_sf
-        known = _flagged.get(flags)
-        if known is not None:
-            return known
-        if use_packed_ue8m0 and not round_sf:
-            check.fail(
-                'use_packed_ue8m0',
-                'must come with round_sf=True (an exponent byte holds a power of two)',
-                'round_sf=False',
-            )
-        if use_e4m3_sf and (round_sf or use_packed_ue8m0):
-            check.fail('use_e4m3_sf', 'must not be combined with round_sf or use_packed_ue8m0', 'both')
-        sf = 'ue8m0x4' if use_packed_ue8m0 else 'e4m3' if use_e4m3_sf else 'f32p2' if round_sf else 'f32'
-        rows, cols = (str(extent) if extent else 'all' for extent in block)
-        named = QuantFormat.parse(f'{fmt}_{rows}x{cols}_{sf}' + ('_col' if use_tma_aligned_col_major_sf else ''))
-        if not torch.compiler.is_compiling():  # a traced function had better leave global state alone
-            _flagged[flags] = named
-        return named
+        return _from_flags(fmt, block, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_e4m3_sf)
 
     @property
     def power_of_two(self) -> bool:
@@ -197,6 +177,41 @@ class QuantFormat:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return QuantFormat.parse, (self.name,)
+
+
+def _constant(fn: Callable) -> Callable:
+    """Let `torch.compile` call `fn` while tracing and keep the result, instead of tracing through it.
+
+    This is `torch.compiler.assume_constant_result` without its import of the whole compiler.
+    """
+    fn._dynamo_marked_constant = True
+    return fn
+
+
+@_constant
+def _parse(name: str) -> QuantFormat:
+    known = _formats.get(name)
+    return known if known is not None else _define(name)
+
+
+@_constant
+def _from_flags(
+    fmt: str, block: tuple[int, int], col: bool, round_sf: bool, packed: bool, e4m3_sf: bool
+) -> QuantFormat:
+    flags = fmt, block, col, round_sf, packed, e4m3_sf
+    known = _flagged.get(flags)
+    if known is not None:
+        return known
+    if packed and not round_sf:
+        check.fail(
+            'use_packed_ue8m0', 'must come with round_sf=True (an exponent byte holds a power of two)', 'round_sf=False'
+        )
+    if e4m3_sf and (round_sf or packed):
+        check.fail('use_e4m3_sf', 'must not be combined with round_sf or use_packed_ue8m0', 'both')
+    sf = 'ue8m0x4' if packed else 'e4m3' if e4m3_sf else 'f32p2' if round_sf else 'f32'
+    rows, cols = (str(extent) if extent else 'all' for extent in block)
+    _flagged[flags] = _parse(f'{fmt}_{rows}x{cols}_{sf}' + ('_col' if col else ''))
+    return _flagged[flags]
 
 
 def _define(name: str) -> QuantFormat:
