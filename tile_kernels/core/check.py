@@ -51,17 +51,6 @@ def describe(x: object) -> str:
     return text if x.is_contiguous() else f'{text}, strides {tuple(x.stride())}'
 
 
-_split: dict[str, tuple[str, ...]] = {}
-
-
-def _names(spec: str) -> tuple[str, ...]:
-    """The words of a shape, split once; a plain dict, because `torch.compile` traces fronts that check."""
-    names = _split.get(spec)
-    if names is None:
-        names = _split[spec] = tuple(spec.split())
-    return names
-
-
 def _dtype_names(dtypes: torch.dtype | Collection[torch.dtype]) -> str:
     listed = [dtypes] if isinstance(dtypes, torch.dtype) else list(dtypes)
     return ' or '.join(str(d).removeprefix('torch.') for d in listed)
@@ -80,7 +69,7 @@ def shape(
     """`x` must have the dimensions named in `spec`, those given by keyword with that extent; returns the extents."""
     if not isinstance(x, Tensor):
         fail(name, 'must be a tensor', describe(x))
-    names, extents = _names(spec), x.shape
+    names, extents = spec.split(), x.shape
     if len(extents) != len(names):
         fail(name, f'must be ({", ".join(names)})', describe(x))
     for dim, extent in known.items():

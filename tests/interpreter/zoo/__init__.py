@@ -1,0 +1,28 @@
+"""A zoo of wrong kernels and their right look-alikes, one file per finding."""
+
+from . import (
+    assertion_failed,
+    async_read_before_wait,
+    barrier_divergence,
+    data_race,
+    deadlock,
+    innocent,
+    out_of_bounds,
+    uninitialized_read,
+    unwritten_output,
+)
+from .specimen import INNOCENTS, SPECIMENS
+
+__all__ = [
+    'INNOCENTS',
+    'SPECIMENS',
+    'assertion_failed',
+    'async_read_before_wait',
+    'barrier_divergence',
+    'data_race',
+    'deadlock',
+    'innocent',
+    'out_of_bounds',
+    'uninitialized_read',
+    'unwritten_output',
+]
