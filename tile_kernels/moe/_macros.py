@@ -1,0 +1,224 @@
+"""Rows of experts in a warp: how a gate loads, scores, sums and stores the logits of one token.
+
+A warp holds the logits of one or two tokens in registers, `num_slots` of each per lane. What it chooses is spread over
+lanes, too: all of them for one token, one half each for two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tile_kernels.core.lang import T, macro
+from tile_kernels.moe.scoring import ScoringFunc
+
+WARP = 32
+#: Keeps a row of zero scores from dividing by zero.
+EPSILON = 1e-20
+
+#: Warps of a block share nothing, so barriers of the whole block and guards of row ends are left to the code.
+WARP_PASS_CONFIGS = {
+    'TL_DISABLE_SAFE_MEMORY_ACCESS': True,
+    'TL_DISABLE_THREAD_STORAGE_SYNC': True,
+    'TL_DISABLE_SHARED_MEMORY_REUSE': True,
+}
+
+
+# Layout -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """How the scores of a row lie in a warp: `vec` neighbours per access, a lane's slots in ascending order."""
+
+    num_experts: int
+    vec: int
+
+    @classmethod
+    def of(cls, num_experts: int, elem_size: int, vector_bytes: int) -> RowLayout:
+        """The widest access that divides a row and leaves no lane without work."""
+        vec = max(vector_bytes // elem_size, 1)
+        while vec > 1 and (num_experts % vec or num_experts < WARP * vec):
+            vec //= 2
+        return cls(num_experts, vec)
+
+    @property
+    def num_slots(self) -> int:
+        """Scores per lane, those beyond the end of the row included."""
+        return -(-self.num_experts // (WARP * self.vec)) * self.vec
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every slot holds an expert."""
+        return self.num_slots * WARP == self.num_experts
+
+    def expert(self, slot: Any, lane: Any) -> Any:
+        """The expert in a slot of a lane."""
+        return slot // self.vec * (WARP * self.vec) + lane * self.vec + slot % self.vec
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a thread stands: its warp and lane, and the part of the warp that works for one of its `rows` tokens."""
+
+    num_warps: int
+    rows: int
+    thread: Any
+    tokens: Any  # of the rows
+    token: Any  # of the part
+
+    @property
+    def warp(self) -> Any:
+        """Warp of the block."""
+        return self.thread // WARP
+
+    @property
+    def lane(self) -> Any:
+        """Lane of the warp."""
+        return self.thread % WARP
+
+    @property
+    def width(self) -> int:
+        """Lanes of a part."""
+        return WARP // self.rows
+
+    @property
+    def part(self) -> Any:
+        """Part of the warp."""
+        return self.lane // self.width
+
+    @property
+    def sublane(self) -> Any:
+        """Lane of the part."""
+        return self.lane % self.width
+
+
+# Scores -------------------------------------------------------------------------------------
+
+
+def score(x: Any, scoring: ScoringFunc) -> Any:
+    """The score of a logit; softmax and identity rank by the logit itself."""
+    if scoring == ScoringFunc.SIGMOID:
+        return T.float32(1) / (T.float32(1) + T.exp(-x))
+    if scoring == ScoringFunc.SQRTSOFTPLUS:
+        return T.sqrt(T.Select(x > T.float32(20), x, T.log1p(T.exp(x))))
+    return x
+
+
+def slope(x, value, scoring: ScoringFunc):
+    """Derivative of the score `value` of the logit `x`."""
+    if scoring == ScoringFunc.SIGMOID:
+        return value * (T.float32(1) - value)
+    if scoring == ScoringFunc.SQRTSOFTPLUS:
+        rise = T.Select(x > T.float32(20), T.float32(1), T.exp(x) / (T.float32(1) + T.exp(x)))
+        return T.Select(value > T.float32(0), T.float32(0.5) * rise / value, T.float32(0))
+    return T.float32(1)
+
+
+# Rows ---------------------------------------------------------------------------------------
+
+
+@macro
+def load_rows(logits, at: Place, layout: RowLayout, x):
+    """The rows of a warp in registers as float32, -inf beyond their ends."""
+    raw = T.alloc_local((at.rows, layout.num_slots), logits.dtype)
+    for r in T.unroll(at.rows):
+        for i in T.unroll(layout.num_slots // layout.vec):
+            first = layout.expert(i * layout.vec, at.lane)
+            if first < layout.num_experts:
+                for j in T.vectorized(layout.vec):
+                    raw[r, i * layout.vec + j] = logits[at.tokens[r], first + j]
+            else:
+                for j in T.vectorized(layout.vec):
+                    raw[r, i * layout.vec + j] = -T.infinity(logits.dtype)
+    for r in T.unroll(at.rows):
+        for s in T.unroll(layout.num_slots):
+            x[r, s] = T.cast(raw[r, s], 'float32')
+
+
+@macro
+def store_rows(x, out, at: Place, layout: RowLayout):
+    """The inverse of `load_rows`."""
+    cast = T.alloc_local((at.rows, layout.num_slots), out.dtype)
+    for r in T.unroll(at.rows):
+        for s in T.unroll(layout.num_slots):
+            cast[r, s] = T.cast(x[r, s], out.dtype)
+    for r in T.unroll(at.rows):
+        for i in T.unroll(layout.num_slots // layout.vec):
+            first = layout.expert(i * layout.vec, at.lane)
+            if first < layout.num_experts:
+                for j in T.vectorized(layout.vec):
+                    out[at.tokens[r], first + j] = cast[r, i * layout.vec + j]
+
+
+# Sums over the warp ---------------------------------------------------------------------------
+
+
+def width_of(num_topk: int) -> int:
+    """How many lanes hold a choice, rounded up to a power of two."""
+    return min(1 << (num_topk - 1).bit_length(), WARP)
+
+
+@macro
+def sum_over(part, width: int):
+    """Sum over groups of `width` neighbouring lanes."""
+    total = T.alloc_var('float32')
+    total = part
+    for i in T.unroll(width.bit_length() - 1):
+        total = total + T.shfl_xor(total, (width // 2) >> i)
+    return total
+
+
+@macro
+def max_over(part, width: int):
+    """Maximum over groups of `width` neighbouring lanes; NaN does not take part."""
+    peak = T.alloc_var('float32')
+    peak = part
+    for i in T.unroll(width.bit_length() - 1):
+        peak = T.max(peak, T.shfl_xor(peak, (width // 2) >> i))
+    return peak
+
+
+@macro
+def sum_of_chosen(value, at: Place, num_topk: int, width: int):
+    """Sum of the values of all choices, for the first `width` lanes of a part, which must hold all first picks."""
+    total = T.alloc_var('float32')
+    total = 0.0
+    for p in T.unroll(-(-num_topk // WARP)):
+        if p * WARP + at.sublane < num_topk:
+            total = total + value[p]
+    return sum_over(total, width)
+
+
+@macro
+def peak_of_chosen(value, at: Place, num_topk: int):
+    """Largest value of all choices, for the lanes that hold a choice."""
+    peak = T.alloc_var('float32')
+    peak = -T.infinity('float32')
+    for p in T.unroll(-(-num_topk // WARP)):
+        if p * WARP + at.sublane < num_topk:
+            peak = T.max(peak, value[p])
+    return max_over(peak, width_of(num_topk))
+
+
+@macro
+def exp_of_chosen(value, peak, at: Place, num_topk: int):
+    """Replace the values of all choices by exp(value - peak)."""
+    for p in T.unroll(-(-num_topk // WARP)):
+        if p * WARP + at.sublane < num_topk:
+            value[p] = T.exp(value[p] - peak)
+
+
+@macro
+def softmax_of_row(x, row: int, num_slots: int):
+    """Largest logit of a row and the sum of exp(logit - largest)."""
+    peak = T.alloc_var('float32')
+    total = T.alloc_var('float32')
+    peak = -T.infinity('float32')
+    for s in T.unroll(num_slots):
+        peak = T.max(peak, x[row, s])
+    peak = max_over(peak, WARP)
+    total = 0.0
+    for s in T.unroll(num_slots):
+        total = total + T.exp(x[row, s] - peak)
+    return peak, sum_over(total, WARP)

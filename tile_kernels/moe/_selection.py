@@ -1,0 +1,319 @@
+"""Top-k of a row, or of two, by one warp: the part that all gates share.
+
+Two ways lead to the k best scores of a row:
+
+    by cut      The k-th largest lane maximum is a cut that at least k scores reach, and few more do. Those few are
+                gathered, one per lane, and each counts how many of the others come before it: that is its rank. So few
+                lanes are busy with it that one half of a warp ranks one row while the other half ranks another.
+    by rounds   k times the warp finds the best score that is left. Slower, and right for every row: it takes over where
+                a cut does not separate (ties, too few finite scores), for large k and for groups.
+
+Scores are compared as int32 keys in the order of the floats, with -0 = +0 and NaN below -inf.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tile_kernels.core.lang import T, macro
+from tile_kernels.moe._macros import WARP, Place, RowLayout, score
+from tile_kernels.moe.scoring import ScoringFunc
+
+#: Below every key: a slot without an expert, or one that may not be chosen (any more).
+LOWEST = -(1 << 31)
+NAN_KEY = LOWEST + 1
+MINUS_INF_KEY = -0x7F800001
+#: Logits per lane up to which two rows fit into the registers of a warp.
+MAX_SLOTS_OF_TWO = 32
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Which experts of a row are chosen: the `num_topk` of largest score (+ bias), in the best groups only."""
+
+    layout: RowLayout
+    num_topk: int
+    scoring: ScoringFunc = ScoringFunc.IDENTITY
+    biased: bool = False
+    num_groups: int = 1
+    num_topk_groups: int = 1
+
+    @property
+    def num_picks(self) -> int:
+        """Choices per lane."""
+        return -(-self.num_topk // WARP)
+
+    @property
+    def grouped(self) -> bool:
+        """Whether some groups are left out."""
+        return self.num_topk_groups < self.num_groups
+
+    @property
+    def by_logit(self) -> bool:
+        """Whether the logit itself is what ranks."""
+        return self.scoring in (ScoringFunc.SOFTMAX, ScoringFunc.IDENTITY) and not self.biased
+
+    @property
+    def deferred(self) -> bool:
+        """Whether only candidates are scored: scores rise with logits, so the logits can be cut instead."""
+        return not (self.by_logit or self.biased or self.grouped)
+
+    def rows_by_cut(self, rows: int) -> int:
+        """How many of `rows` rows a warp takes at once; 0 where a cut would mostly leave too many candidates."""
+        if self.grouped or self.num_topk > WARP // 2:
+            return 0
+        fits = self.num_topk + 4 <= WARP // rows and self.layout.num_slots <= MAX_SLOTS_OF_TWO
+        return rows if fits else 1
+
+
+# Keys ---------------------------------------------------------------------------------------
+
+
+def order_key(x: Any) -> Any:
+    """An int32 in the order of the float `x`, NaN aside; the mapping is its own inverse on the bits."""
+    bits = T.reinterpret(x, 'int32')
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def from_order_key(key: Any) -> Any:
+    """The float of an `order_key`."""
+    return T.reinterpret(key ^ ((key >> 31) & 0x7FFFFFFF), 'float32')
+
+
+def rank_key(x: Any) -> Any:
+    """`order_key` with NaN last and both zeros equal."""
+    return T.Select(T.isnan(x), NAN_KEY, T.Select(x == T.float32(0), 0, order_key(x)))
+
+
+# By cut -------------------------------------------------------------------------------------
+
+
+@macro
+def find_cuts(x, at: Place, num_slots: int, rounds: int, cut):
+    """For every row the key of the `rounds`-th largest lane maximum, equal ones counted once; NaN never is one."""
+    top = T.alloc_local((at.rows,), 'float32')
+    key = T.alloc_local((at.rows,), 'int32')
+    for r in T.unroll(at.rows):
+        top[r] = -T.infinity('float32')
+        for s in T.unroll(num_slots):
+            top[r] = T.max(top[r], x[r, s])
+        key[r] = order_key(top[r])
+    for _ in T.unroll(rounds):
+        for r in T.unroll(at.rows):
+            cut[r] = T.warp_reduce_max(key[r])
+            if key[r] == cut[r]:
+                key[r] = LOWEST
+
+
+@macro
+def gather(x, cut, at: Place, layout: RowLayout, found, count):
+    """List the experts of every row that reach its cut in `found`, in any order; `count` them, or stop after 32."""
+    left = T.alloc_local((at.rows,), 'uint32')
+    votes = T.alloc_local((at.rows,), 'uint32')
+    waiting = T.alloc_var('uint32')
+    lanes_below = (T.uint32(1) << T.cast(at.lane, 'uint32')) - T.uint32(1)
+    for r in T.unroll(at.rows):
+        count[r] = 0
+    for word in T.unroll(-(-layout.num_slots // 32)):
+        waiting = T.uint32(0)
+        for r in T.unroll(at.rows):
+            left[r] = T.uint32(0)
+            for s in T.unroll(min(layout.num_slots, 32)):
+                if word * 32 + s < layout.num_slots and x[r, word * 32 + s] >= from_order_key(cut[r]):
+                    left[r] = left[r] | (T.uint32(1) << T.cast(s, 'uint32'))
+            votes[r] = T.cast(T.ballot(left[r] != T.uint32(0)), 'uint32')
+            waiting = waiting | votes[r]
+        while waiting != T.uint32(0):
+            waiting = T.uint32(0)
+            for r in T.unroll(at.rows):
+                slot = 31 - T.cast(T.clz(left[r]), 'int32')
+                place = count[r] + T.cast(T.popcount(votes[r] & lanes_below), 'int32')
+                place_or_dump = T.Select(left[r] != T.uint32(0), place, 2 * WARP + at.lane)
+                found[at.warp, r, place_or_dump] = layout.expert(word * 32 + slot, at.lane)
+                left[r] = left[r] & ~(T.uint32(1) << T.cast(slot, 'uint32'))
+                count[r] = count[r] + T.cast(T.popcount(votes[r]), 'int32')
+                if count[r] > WARP:
+                    left[r] = T.uint32(0)
+                votes[r] = T.cast(T.ballot(left[r] != T.uint32(0)), 'uint32')
+                waiting = waiting | votes[r]
+
+
+@macro
+def count_better(key, expert, count, likely: int, at: Place, tickets):
+    """How many lanes of a part hold a larger key, or an equal one of a smaller expert; from `count` on none does."""
+    rank = T.alloc_var('int32')
+    mine = T.alloc_var('int64')
+    mine = (T.cast(key, 'int64') << T.int64(32)) | T.cast(0x7FFFFFFF - expert, 'int64')
+    tickets[at.warp, at.lane] = mine
+    T.sync_warp()
+    rank = 0
+    for c in T.unroll(likely):
+        rank = rank + T.Select(tickets[at.warp, at.part * at.width + c] > mine, 1, 0)
+    for c in T.serial(likely, count):
+        rank = rank + T.Select(tickets[at.warp, at.part * at.width + c] > mine, 1, 0)
+    return rank
+
+
+@macro
+def select_by_cut(ranking: Ranking, logits, bias, at: Place, x, expert, value):
+    """Choose by cuts through the rows of `x`; returns a mask of the lanes whose row no cut could separate."""
+    num_topk, first = ranking.num_topk, at.part * at.width
+    found = T.alloc_shared((at.num_warps, at.rows, 3 * WARP), 'int32')  # the last 32 are a dump
+    values = T.alloc_shared((at.num_warps, WARP), 'float32')
+    tickets = T.alloc_shared((at.num_warps, WARP), 'int64')
+    cuts = T.alloc_local((at.rows,), 'int32')
+    counts = T.alloc_local((at.rows,), 'int32')
+    count = T.alloc_var('int32')
+    source = T.alloc_var('int32')
+    ranked = T.alloc_var('float32')
+    key = T.alloc_var('int32')
+    settled = T.alloc_var('bool')
+    find_cuts(x, at, ranking.layout.num_slots, num_topk + int(ranking.deferred), cuts)
+    gather(x, cuts, at, ranking.layout, found, counts)
+    T.sync_warp()
+    count = 0  # of all rows, a byte each: picked by a shift, since indexed by the part they would leave the registers
+    for r in T.unroll(at.rows):
+        count = count | (T.Select(cuts[r] > MINUS_INF_KEY and counts[r] <= at.width, counts[r], 0) << (8 * r))
+    count = (count >> (8 * at.part)) & 0xFF
+
+    expert[0] = 0
+    if count > 0:
+        source = T.min(at.sublane, count - 1)
+        expert[0] = found[at.warp, at.part, source]
+    value[0] = score(T.cast(logits[at.token, expert[0]], 'float32'), ranking.scoring)
+    ranked = value[0]
+    if ranking.biased:
+        ranked = ranked + bias[expert[0]]
+    key = rank_key(ranked)
+    if at.sublane >= count:
+        key = LOWEST
+    rank = count_better(key, expert[0], count, min(num_topk + 2, at.width), at, tickets)
+
+    if at.sublane < count:
+        found[at.warp, at.part, rank] = expert[0]
+        values[at.warp, first + rank] = value[0]
+    T.sync_warp()
+    settled = count > 0
+    if settled:
+        source = T.min(at.sublane, num_topk - 1)
+        expert[0] = found[at.warp, at.part, source]
+        value[0] = values[at.warp, first + source]
+        if ranking.deferred:
+            # The last score chosen must lie above that of the cut: below it others may round to the same.
+            settled = values[at.warp, first + num_topk - 1] > values[at.warp, first + count - 1]
+    return T.cast(T.ballot(not settled), 'uint32')
+
+
+# By rounds ----------------------------------------------------------------------------------
+
+
+@macro
+def keep_best_groups(ranking: Ranking, at: Place, keys):
+    """Drop experts outside the `num_topk_groups` groups whose two best scores have the largest sum."""
+    layout, num_groups, warp, lane = ranking.layout, ranking.num_groups, at.warp, at.lane
+    group_size = layout.num_experts // num_groups
+    row = T.alloc_shared((at.num_warps, layout.num_experts), 'int32')
+    totals = T.alloc_shared((at.num_warps, num_groups), 'int32')
+    kept = T.alloc_shared((at.num_warps, num_groups), 'int32')
+    first = T.alloc_var('int32')
+    second = T.alloc_var('int32')
+    total = T.alloc_var('float32')
+    rank = T.alloc_var('int32')
+    for s in T.unroll(layout.num_slots):
+        if layout.expert(s, lane) < layout.num_experts:
+            row[warp, layout.expert(s, lane)] = keys[s]
+    T.sync_warp()
+    for i in T.serial(-(-num_groups // WARP)):
+        if i * WARP + lane < num_groups:
+            first = LOWEST
+            second = LOWEST
+            for j in T.serial(group_size):
+                second = T.max(second, T.min(first, row[warp, (i * WARP + lane) * group_size + j]))
+                first = T.max(first, row[warp, (i * WARP + lane) * group_size + j])
+            total = from_order_key(first)
+            if group_size > 1:
+                total = total + from_order_key(second)
+            totals[warp, i * WARP + lane] = rank_key(total)
+    T.sync_warp()
+    for i in T.serial(-(-num_groups // WARP)):
+        if i * WARP + lane < num_groups:
+            rank = 0
+            for g in T.serial(num_groups):
+                if totals[warp, g] > totals[warp, i * WARP + lane] or (
+                    totals[warp, g] == totals[warp, i * WARP + lane] and g < i * WARP + lane
+                ):
+                    rank = rank + 1
+            kept[warp, i * WARP + lane] = T.Select(rank < ranking.num_topk_groups, 1, 0)
+    T.sync_warp()
+    for s in T.unroll(layout.num_slots):
+        if layout.expert(s, lane) < layout.num_experts and kept[warp, layout.expert(s, lane) // group_size] == 0:
+            keys[s] = LOWEST
+
+
+@macro
+def select_by_rounds(ranking: Ranking, logits, at: Place, row: int, x, expert, value):
+    """Take the best score that is left, of the smallest expert among equals, `num_topk` times; any row."""
+    layout, lane = ranking.layout, at.lane
+    keys = T.alloc_local((layout.num_slots,), 'int32')
+    ranked = T.alloc_var('float32')
+    best = T.alloc_var('int32')
+    where = T.alloc_var('int32')
+    for s in T.unroll(layout.num_slots):
+        keys[s] = LOWEST
+        if layout.expert(s, lane) < layout.num_experts:
+            ranked = x[row, s]
+            if ranking.deferred:
+                ranked = score(x[row, s], ranking.scoring)
+            keys[s] = rank_key(ranked)
+    if ranking.grouped:
+        keep_best_groups(ranking, at, keys)
+    for pick in T.unroll(ranking.num_picks):
+        for k in T.serial(T.min(ranking.num_topk - pick * WARP, WARP)):
+            best = LOWEST
+            where = layout.num_experts
+            for s in T.unroll(layout.num_slots):
+                if keys[s] > best:
+                    best = keys[s]
+                    where = layout.expert(s, lane)
+            top = T.warp_reduce_max(best)
+            won = T.warp_reduce_min(T.Select(best == top, where, layout.num_experts))
+            for s in T.unroll(layout.num_slots):
+                if layout.expert(s, lane) == won:
+                    keys[s] = LOWEST
+            if lane == row * at.width + k:
+                expert[pick] = won
+                value[pick] = score(T.cast(logits[at.token, won], 'float32'), ranking.scoring)
+
+
+# Both ---------------------------------------------------------------------------------------
+
+
+@macro
+def score_rows(ranking: Ranking, bias, at: Place, x):
+    """Turn the logits of all rows into what ranks them."""
+    layout = ranking.layout
+    for s in T.unroll(layout.num_slots):
+        if layout.expert(s, at.lane) < layout.num_experts:
+            for r in T.unroll(at.rows):
+                x[r, s] = score(x[r, s], ranking.scoring)
+                if ranking.biased:
+                    x[r, s] = x[r, s] + bias[layout.expert(s, at.lane)]
+
+
+@macro
+def select_topk(ranking: Ranking, logits, bias, at: Place, x, expert, value):
+    """Choose the experts of the tokens of a warp, whose logits are in `x`: choice k is pick k // 32 of sublane k % 32.
+
+    `expert` gets the choices and `value` their scores without bias (for softmax their logits); where k is `num_topk` or
+    more they mean nothing. `x` is overwritten.
+    """
+    unsettled = T.alloc_var('uint32')
+    unsettled = T.uint32(0xFFFFFFFF)
+    if not (ranking.by_logit or ranking.deferred):
+        score_rows(ranking, bias, at, x)
+    if ranking.rows_by_cut(at.rows) > 0:
+        unsettled = select_by_cut(ranking, logits, bias, at, x, expert, value)
+    for r in range(at.rows):
+        if (unsettled >> T.uint32(r * at.width)) & T.uint32(1) != T.uint32(0):
+            select_by_rounds(ranking, logits, at, r, x, expert, value)
