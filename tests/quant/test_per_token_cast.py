@@ -1,0 +1,332 @@
+"""What is special about the per-token casts: layouts, tails, strides, numbers that are not finite, flags, errors."""
+
+import pytest
+import torch
+
+from tile_kernels import ArgumentError, QuantFormat, QuantTensor, UnsupportedError, knobs, quant
+from tile_kernels.core.launch import forced_config
+from tile_kernels.quant import per_token_cast as front
+from tile_kernels.quant.per_token_cast import (
+    per_token_cast,
+    per_token_cast_row_kernel,
+    per_token_cast_with_precomputed_sf,
+    per_token_cast_with_sf_only,
+)
+from tile_kernels.testing.numeric import assert_equal
+from tile_kernels.torch import quant as twin
+
+NAN, INF = float('nan'), float('inf')
+
+
+def parse(name: str) -> QuantFormat:
+    return QuantFormat.parse(name)
+
+
+def assert_same(y: QuantTensor, expected: QuantTensor) -> None:
+    assert_equal(y.data, expected.data)
+    assert_equal(y.sf, expected.sf)
+
+
+def assert_kernel_is_twin(x: torch.Tensor, name: str, amax_floor: float | None = None) -> QuantTensor:
+    fmt = parse(name)
+    expected = twin.per_token_cast(x, fmt, amax_floor)
+    with knobs(interpret=True):
+        assert_same(per_token_cast(x, fmt, amax_floor), expected)
+        assert_equal(per_token_cast_with_sf_only(x, fmt, amax_floor), expected.sf)
+        assert_equal(
+            per_token_cast_with_precomputed_sf(x, expected.sf, fmt),
+            twin.per_token_cast_with_precomputed_sf(x, expected.sf, fmt),
+        )
+    return expected
+
+
+# Layouts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ('name', 'shape', 'stride', 'dtype'),
+    [
+        ('e4m3_1x128_f32', (5, 3), (3, 1), torch.float32),
+        ('e4m3_1x128_f32_col', (5, 3), (1, 8), torch.float32),
+        ('e4m3_1x128_ue8m0x4', (5, 1), (1, 1), torch.int32),
+        ('e4m3_1x32_ue8m0x4_col', (5, 3), (1, 8), torch.int32),
+        ('e2m1_1x16_e4m3_col', (5, 19), (1, 16), torch.float8_e4m3fn),
+        ('e4m3_1xall_f32', (5, 1), (1, 1), torch.float32),
+    ],
+)
+def test_scale_factors_have_the_layout_of_the_format(name, shape, stride, dtype):
+    sf = per_token_cast(torch.randn(5, 300), parse(name)).sf
+    assert (sf.shape, sf.stride(), sf.dtype) == (shape, stride, dtype)
+
+
+def test_packed_bytes_are_in_channel_order_and_missing_groups_are_zero():
+    x = torch.full((2, 5 * 32), 448.0)
+    x[:, 32:64] = 2 * 448.0
+    for name in ('e4m3_1x32_ue8m0x4', 'e4m3_1x32_ue8m0x4_col'):
+        sf = assert_kernel_is_twin(x, name).sf
+        assert [hex(word) for word in sf[1].tolist()] == ['0x7f7f807f', '0x7f']
+
+
+def test_the_even_channel_is_in_the_lower_nibble():
+    x = torch.tensor([[0.5, 6.0] + [0.0] * 14])
+    assert assert_kernel_is_twin(x, 'e2m1_1x16_f32').data[0, 0].item() == 0x71
+
+
+@pytest.mark.parametrize('name', ['e4m3_1x64_f32', 'e2m1_1x32_f32', 'e4m3_1xall_f32', 'e5m2_1x128_f32p2'])
+def test_what_comes_back_is_near_what_went_in(name):
+    x, fmt = torch.randn(64, 320), parse(name)
+    back = twin.cast_back(per_token_cast(x, fmt), 'fp32', (1, fmt.sf_block[1]))
+    step = {'e4m3': 2**-4, 'e5m2': 2**-3, 'e2m1': 2**-2}[fmt.data.name]
+    amax = x.abs().amax(1, keepdim=True)
+    assert bool(((back - x).abs() <= step * x.abs() + 0.1 * amax * (fmt.data.name == 'e2m1') + 1e-4 * amax).all())
+
+
+# Shapes and strides -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('name', ['e4m3_1x128_f32', 'e2m1_1x32_ue8m0x4_col', 'e2m1_1xall_f32'])
+def test_a_tail_group_uses_only_its_own_channels(name):
+    x = torch.randn(3, 200)
+    expected = assert_kernel_is_twin(x, name)
+    if 'all' not in name:
+        group = parse(name).sf_block[1]
+        first = 200 // group * group
+        alone = twin.per_token_cast(x[:, first:], parse(name))
+        assert torch.equal(expected.data[:, -alone.data.shape[1] :].view(torch.uint8), alone.data.view(torch.uint8))
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(('pitch', 'offset'), [(256, 0), (131, 0), (130, 1), (136, 4)])
+def test_rows_may_be_strided_and_start_anywhere(dtype, pitch, offset):
+    memory = torch.randn(4 * pitch + offset).to(dtype)
+    x = memory[offset:].as_strided((4, 128), (pitch, 1))
+    expected = assert_kernel_is_twin(x, 'e4m3_1x64_f32')
+    assert_same(expected, twin.per_token_cast(x.clone(), parse('e4m3_1x64_f32')))
+
+
+@pytest.mark.parametrize('name', ['e4m3_1x128_f32', 'e4m3_1x32_ue8m0x4_col', 'e2m1_1xall_f32'])
+def test_no_rows_give_empty_results(name):
+    with knobs(interpret=True):
+        y = per_token_cast(torch.empty(0, 256, dtype=torch.bfloat16), parse(name))
+    assert y.shape == (0, 256)
+    assert y.sf.shape == parse(name).sf_shape(0, 256)
+
+
+@pytest.mark.parametrize('rows', [1, 2, 4, 8])
+def test_every_number_of_rows_per_lane_gives_the_same(rows):
+    x = torch.randn(11, 144).bfloat16()
+    with forced_config(rows=rows, num_threads=128):
+        assert_kernel_is_twin(x, 'e2m1_1x32_f32')
+
+
+@pytest.mark.parametrize('vectors', [1, 2, 4, 8])
+def test_every_number_of_vectors_per_thread_gives_the_same(vectors):
+    with forced_config(vectors=vectors):
+        assert_kernel_is_twin(torch.randn(3, 1032).bfloat16(), 'e4m3_1xall_f32')
+
+
+def test_a_row_too_long_for_registers_is_read_twice():
+    with forced_config(vectors=1):
+        x = torch.randn(2, 1024 * 8 + 24)
+        assert per_token_cast_row_kernel.tir(x.shape[1], parse('e4m3_1xall_f32'), x.dtype, 16, 'cast', vectors=1)
+        assert_kernel_is_twin(x, 'e4m3_1xall_f32')
+
+
+# Numbers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    'name', ['e4m3_1x16_f32', 'e5m2_1x16_f32p2', 'e2m1_1x16_f32', 'e2m1_1x16_f32p2', 'e2m1_1x16_e4m3']
+)
+def test_nan_and_inf_do_what_the_docstring_says(name, dtype):
+    x = torch.ones(4, 16).to(dtype)
+    x[0, 3], x[0, 4] = NAN, -NAN
+    x[1, 3], x[1, 4] = INF, -INF
+    x[2] = NAN
+    x[3, 5] = -0.0
+    y = assert_kernel_is_twin(x, name)
+    clean = per_token_cast(torch.ones(1, 16).to(dtype), parse(name))
+    assert torch.equal(y.sf[0].view(torch.uint8), clean.sf[0].view(torch.uint8)), 'a NaN moves no scale factor'
+    assert bool(y.sf.float().isfinite().all())
+    if parse(name).data.name == 'e2m1':
+        codes = torch.stack((y.data & 15, (y.data >> 4) & 15), -1).flatten(-2)
+        assert codes[0, 3] == 7 and codes[1, 3:5].tolist() == [7, 15] and codes[3, 5] == 8
+    else:
+        assert y.data.view(torch.uint8)[0, 3:5].tolist() == [0x7F, 0x7F] and bool(y.data[2].float().isnan().all())
+        assert y.data[1, 3:5].float().tolist() == [y.fmt.data.max, -y.fmt.data.max]
+        assert y.data.view(torch.uint8)[3, 5] == 0x80
+
+
+@pytest.mark.parametrize('name', ['e4m3_1x32_f32', 'e2m1_1x32_f32', 'e2m1_1x32_f32p2'])
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float32])
+def test_subnormal_and_huge_groups(name, dtype):
+    x = torch.randn(6, 32) * torch.tensor([1e-40, 1e-38, 1e-30, 1e30, 1e38, 3e38]).unsqueeze(1)
+    assert_kernel_is_twin(x.to(dtype), name)
+
+
+def test_zeros_have_the_smallest_scale_factor():
+    y = assert_kernel_is_twin(torch.zeros(1, 128), 'e4m3_1x128_f32p2')
+    assert y.sf.item() == 2.0**-22
+    assert assert_kernel_is_twin(torch.zeros(1, 128), 'e2m1_1x128_f32p2').sf.item() == 2.0**-126
+
+
+def test_the_floor_is_a_runtime_value():
+    x, fmt = torch.full((2, 128), 0.5).bfloat16(), parse('e4m3_1x128_f32')
+    assert assert_kernel_is_twin(x, fmt.name, amax_floor=7.0).sf[0, 0].item() == 7.0 / 448.0
+    launches = [per_token_cast.trace(x, fmt, floor)[0] for floor in (None, 7.0, 9.0)]
+    assert len({launch.static for launch in launches}) == 1
+    with pytest.raises(ArgumentError, match='amax_floor must be at least'):
+        per_token_cast(x, fmt, 0.0)
+
+
+def test_tokens_and_strides_are_no_compile_keys():
+    memory, fmt = torch.randn(64, 1024).bfloat16(), parse('e4m3_1x128_ue8m0x4_col')
+    views = (memory[:5, :256], memory[:7, 256:512], memory.view(128, 512)[:9, :256])
+    assert len({per_token_cast.trace(x, fmt)[0].static for x in views}) == 1
+
+
+def test_given_factors_need_not_be_powers_of_two():
+    """The packed fp4 path multiplies by powers of two only; float32 factors from a caller may be anything."""
+    x, sf = torch.randn(4, 64).bfloat16(), torch.rand(4, 2) + 0.1
+    fmt = parse('e2m1_1x32_f32p2')
+    with knobs(interpret=True):
+        assert_equal(
+            per_token_cast_with_precomputed_sf(x, sf, fmt), twin.per_token_cast_with_precomputed_sf(x, sf, fmt)
+        )
+
+
+# TileKernels' flags -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('fmt', ['e4m3', 'e2m1'])
+@pytest.mark.parametrize('num_per_channels', [32, 128, 320])
+@pytest.mark.parametrize(
+    'flags', [(False, False, False), (False, True, False), (True, True, True), (False, True, True)]
+)
+def test_flags_name_a_format(fmt, num_per_channels, flags):
+    x = torch.randn(9, 320)
+    y = front(x, fmt, num_per_channels, None, *flags)
+    expected = twin.cast(
+        x,
+        fmt,
+        (1, num_per_channels),
+        round_sf=flags[1],
+        use_tma_aligned_col_major_sf=flags[0],
+        use_packed_ue8m0=flags[2],
+    )
+    assert_same(y, expected)
+    sf_only = quant.per_token_cast_with_sf_only(x, fmt, num_per_channels, x_block_size=None, round_sf=flags[1])
+    data = quant.per_token_cast_with_precomputed_sf(
+        x, fmt, num_per_channels, sf_only, x_block_size=None, round_sf=flags[1]
+    )
+    assert_equal(data, expected.data)
+    assert_equal(data, twin.cast(x, fmt, (1, num_per_channels), sf=sf_only))
+
+
+def test_a_whole_format_replaces_the_flags():
+    x = torch.randn(3, 128)
+    assert_same(front(x, 'e4m3_1x128_f32'), front(x, 'e4m3', 128))
+    assert_same(front(x, parse('e4m3_1x128_f32')), front(x, 'e4m3', 128))
+
+
+def test_results_can_be_written_to_given_tensors():
+    x, fmt = torch.randn(3, 128), parse('e4m3_1x32_f32')
+    expected, out = per_token_cast(x, fmt), fmt.empty(3, 128, x.device)
+    y = front(x, 'e4m3', 32, out=tuple(out))
+    assert y.data.data_ptr() == out.data.data_ptr() and y.sf.data_ptr() == out.sf.data_ptr()
+    assert_same(out, expected)
+    sf, data = torch.empty_like(out.sf), torch.empty_like(out.data)
+    assert quant.per_token_cast_with_sf_only(x, 'e4m3', 32, out_sf=sf) is sf
+    assert quant.per_token_cast_with_precomputed_sf(x, 'e4m3', 32, sf, out=data) is data
+    assert_equal(data, expected.data)
+    with pytest.raises(ArgumentError, match=r'out\[0\] must be float8_e4m3fn\[3, 128\]'):
+        front(x, 'e4m3', 32, out=(out.sf, out.sf))
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'sentence'),
+    [
+        (
+            dict(fmt='e4m3', num_per_channels=128, use_packed_ue8m0=True),
+            'use_packed_ue8m0 must come with round_sf=True',
+        ),
+        (dict(fmt='e4m3', num_per_channels=128, use_e4m3_sf=True, round_sf=True), 'use_e4m3_sf must not be combined'),
+        (dict(fmt='e3m2', num_per_channels=128), "fmt must be one of e4m3, e5m2, e2m1, e5m6, got 'e3m2'"),
+        (dict(fmt='e4m3', num_per_channels=48), 'num_per_channels must be one of 16, 32, 64, 128, hidden, got 48'),
+        (dict(fmt='e4m3_1x128_f32', num_per_channels=128), 'must be left out when fmt is a whole format'),
+        (dict(fmt='e4m3_128x128_f32'), r'fmt.sf_block\[0\] must be 1, got 128'),
+        (dict(fmt='e4m3_1x48_f32'), r'fmt.sf_block\[1\] must be one of'),
+    ],
+)
+def test_wrong_formats_are_told_in_one_sentence(arguments, sentence):
+    with pytest.raises(ArgumentError, match=f'^quant.per_token_cast: .*{sentence}'):
+        front(torch.randn(2, 256), **arguments)
+
+
+@pytest.mark.parametrize(
+    ('x', 'sentence'),
+    [
+        (torch.randn(256), r'x must be \(num_tokens, hidden\), got float32\[256\]'),
+        (torch.randn(2, 256, dtype=torch.float64), 'x must be bfloat16 or float16 or float32'),
+        (torch.randn(256, 2).t(), 'x must have stride 1 in the last dimension'),
+        (torch.randn(2, 0), 'hidden must be at least 1, got 0'),
+        (None, 'x must be a tensor'),
+    ],
+)
+def test_wrong_inputs_are_told_in_one_sentence(x, sentence):
+    with pytest.raises(ArgumentError, match=f'^quant.per_token_cast: {sentence}'):
+        front(x, 'e4m3_1x128_f32')
+
+
+def test_an_odd_row_has_no_fp4_form():
+    with pytest.raises(ArgumentError, match='hidden must be a multiple of 2, got 255'):
+        front(torch.randn(2, 255), 'e2m1_1x32_f32')
+
+
+def test_what_is_not_supported_says_so():
+    quantised = per_token_cast(torch.randn(2, 128), parse('e4m3_1x128_f32'))
+    with pytest.raises(UnsupportedError, match='x must be a plain tensor'):
+        front(quantised, 'e4m3', 128, (1, 128))
+    with pytest.raises(UnsupportedError, match='stochastic_cast must be False'):
+        front(torch.randn(2, 128), 'e4m3', 128, stochastic_cast=True)
+
+
+@pytest.mark.parametrize(
+    ('sf', 'sentence'),
+    [
+        (torch.ones(3, 2), 'num_tokens = 2'),
+        (torch.ones(2, 1), 'num_groups = 2'),
+        (torch.ones(2, 2, dtype=torch.bfloat16), 'sf must be float32'),
+        (torch.ones(2, 4)[:, ::2], 'sf must be contiguous'),
+    ],
+)
+def test_given_factors_must_fit(sf, sentence):
+    with pytest.raises(ArgumentError, match=sentence):
+        per_token_cast_with_precomputed_sf(torch.randn(2, 256), sf, parse('e4m3_1x128_f32'))
+    with pytest.raises(ArgumentError, match='sf must be column-major'):
+        per_token_cast_with_precomputed_sf(torch.randn(2, 256), torch.ones(2, 2), parse('e4m3_1x128_f32_col'))
+
+
+# torch.compile ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('name', ['e4m3_1x128_f32', 'e4m3_1x32_ue8m0x4_col', 'e2m1_1x32_f32_col'])
+def test_one_graph_serves_every_token_count(name):
+    graphs = []
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(lambda x: tuple(front(x, name)), backend=count, fullgraph=True, dynamic=True)
+    for num_tokens in (8, 16, 33):
+        x = torch.randn(num_tokens, 256)
+        data, sf = compiled(x)
+        assert_same(QuantTensor(data, sf, name), per_token_cast(x, parse(name)))
+    assert len(graphs) == 1
+
+
+@pytest.mark.benchmark
+def test_benchmark(benchmark_op):
+    assert benchmark_op('quant.per_token_cast')
