@@ -30,6 +30,7 @@ def commands(step: str, ops: list[str], out: Path) -> list[list[str]]:
     smoke = [sys.executable, str(ROOT / 'tools' / 'smoke.py'), *ops]
     return {
         'doctor': [[*CLI, 'doctor']],
+        'outputs': [[sys.executable, 'tools/gpu_outputs.py', '--out', str(out / 'gpu_outputs.json')]],
         'precompile': [[*CLI, 'precompile', *ops, '--jobs', str(os.cpu_count() or 1)]],
         'test': [
             [

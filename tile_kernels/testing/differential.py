@@ -1,0 +1,62 @@
+"""Outputs of kernels as data: what a GPU computed for the smoke cases, to be compared with the interpreter.
+
+Bit-exact ops are kept as digests, the others as values. Inputs are made on the CPU from the seed of the case, and their
+digest is kept too, so that a change of the generator shows as what it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tile_kernels.testing.contract import ContractCase
+
+Entry = dict[str, Any]
+
+
+def digest(tensors: list[Tensor]) -> str:
+    """Digest of values, shapes and dtypes."""
+    state = hashlib.sha256()
+    for x in tensors:
+        state.update(f'{x.dtype}{tuple(x.shape)}'.encode())
+        state.update(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return state.hexdigest()[:32]
+
+
+def moved(x: Tensor, device: str | torch.device) -> Tensor:
+    """`x` on another device, with its strides, its offset and the memory around it."""
+    flat = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+    return flat.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def run_case(case: ContractCase, device: str | torch.device) -> Entry:
+    """Run the kernel of a case on a device; the entry to store or to compare."""
+    op = case.op
+    arguments = op.case_set.arguments(op.name, case.case, 'cpu')
+    inputs = digest([leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)])
+    arguments = tree_map_only(Tensor, lambda x: moved(x, device), arguments)
+    result = op(**arguments)
+    results = () if result is None else result if isinstance(result, tuple) else (result,)
+    written = [arguments[p.name] for p in op.params if p.mutated and arguments.get(p.name) is not None]
+    outputs = [*results, *written]
+    entry: Entry = {'inputs': inputs}
+    if op.case_set.match == 'bitwise':
+        return entry | {'outputs': digest(outputs)}
+    return entry | {'values': [x.detach().cpu().double().flatten().tolist() for x in outputs]}
+
+
+def difference(case: ContractCase, stored: Entry, found: Entry) -> str | None:
+    """What is different between two entries of a case; None if they agree as the op promises."""
+    if stored['inputs'] != found['inputs']:
+        return 'the inputs are not those the GPU had'
+    if case.op.case_set.match == 'bitwise':
+        return None if stored['outputs'] == found['outputs'] else 'the outputs have other bits'
+    for i, (expected, actual) in enumerate(zip(stored['values'], found['values'], strict=True)):
+        e, a = torch.tensor(expected, dtype=torch.float64), torch.tensor(actual, dtype=torch.float64)
+        if not torch.allclose(a, e, equal_nan=True, **case.op.case_set.match):
+            return f'output {i} is off by {(a - e).abs().max():.3g}'
+    return None
