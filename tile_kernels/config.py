@@ -34,6 +34,19 @@ def get_max_smem_per_sm() -> int:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_multiprocessor
 
 
+def set_token_alignment(token_alignment: int) -> None:
+    """Rows of an expert start at multiples of `token_alignment` in the prefix-sum layout of the SwiGLU functions."""
+    if not isinstance(token_alignment, int) or isinstance(token_alignment, bool):
+        raise TypeError(f'config.set_token_alignment: token_alignment must be an int, got {token_alignment!r}')
+    check.at_least(token_alignment, 1, 'token_alignment')
+    knobs.token_alignment = token_alignment
+
+
+def get_token_alignment() -> int:
+    """The multiple at which the rows of an expert start, 128 unless set."""
+    return knobs.token_alignment
+
+
 def get_amax_clamp_for_quant(fmt: str, use_e4m3_sf: bool) -> float:
     """Smallest amax a block of `fmt` is scaled by."""
     check.one_of(fmt, ('e4m3', 'e2m1'), 'fmt')
@@ -50,5 +63,6 @@ def set_amax_clamp_for_quant(fmt: str, use_e4m3_sf: bool, clamp_min_value: float
 def reset_runtime_config() -> None:
     """Restore every default of this module."""
     knobs.num_sms = KNOBS['num_sms'].default
+    knobs.token_alignment = KNOBS['token_alignment'].default
     AMAX_FLOOR.update(_FLOORS[False])
     AMAX_FLOOR_E4M3_SF.update(_FLOORS[True])

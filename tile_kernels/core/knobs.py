@@ -50,6 +50,9 @@ KNOBS: dict[str, Knob] = {
     'num_sms': Knob(
         'TK_NUM_SMS', _positive, None, 'upper bound on the blocks of persistent kernels (all SMs if unset)'
     ),
+    'token_alignment': Knob(
+        'TK_TOKEN_ALIGNMENT', _positive, 128, 'multiple at which the rows of an expert start in prefix-sum layouts'
+    ),
     'cache_dir': Knob(
         'TK_CACHE_DIR', Path, None, 'directory of compiled kernels; may be read-only (default ~/.cache/tile_kernels)'
     ),
@@ -75,6 +78,7 @@ class Knobs:
     interpret: bool
     checks: str
     num_sms: int | None
+    token_alignment: int
     cache_dir: Path | None
     disable_jit: bool
     print_source: bool

@@ -27,8 +27,10 @@ MAX_TOPK = 64
 
 
 def choose(num_experts: int, num_topk: int, dtype: torch.dtype, vector_bytes: int, packed: bool, size: int) -> dict:
-    """Few tokens spread over the SMs, one per block; a second row per warp costs more latency than it saves work."""
-    return dict(num_warps=1 if size <= 1024 else 4, rows=1)
+    """Few tokens spread over the SMs, one per block; from two waves of blocks on a warp ranks two rows at once."""
+    if size <= 1024:
+        return dict(num_warps=1, rows=1)
+    return dict(num_warps=1, rows=2) if size >= 8192 else dict(num_warps=4, rows=1)
 
 
 # Kernel -------------------------------------------------------------------------------------

@@ -37,12 +37,22 @@ from tile_kernels.moe.scoring import SCORINGS, ScoringFunc
 from tile_kernels.moe.topk_gate import DTYPES, MAX_EXPERTS, MAX_TOPK
 from tile_kernels.moe.topk_gating_bwd import topk_gating_bwd
 
+SQRTSOFTPLUS = ScoringFunc.SQRTSOFTPLUS
+
 # Config -------------------------------------------------------------------------------------
 
 
-def choose(*static_and_size: int) -> dict:
-    """Few tokens spread over the SMs, one per block; a second row per warp costs more latency than it saves work."""
-    return dict(num_warps=1 if static_and_size[-1] <= 1024 else 4, rows=1)
+def choose(
+    num_experts: int, num_topk: int, dtype: torch.dtype, index_dtype: torch.dtype, scoring: int, *rest: int
+) -> dict:
+    """Few tokens spread over the SMs, one per block; from two waves of blocks on a warp ranks two rows at once.
+
+    The long score of sqrtsoftplus fills the lanes with one row already.
+    """
+    size = rest[-1]
+    if size <= 1024:
+        return dict(num_warps=1, rows=1)
+    return dict(num_warps=1, rows=2) if size >= 8192 and scoring != SQRTSOFTPLUS else dict(num_warps=4, rows=1)
 
 
 # Kernel -------------------------------------------------------------------------------------
@@ -213,6 +223,7 @@ def make(num_tokens: int, num_experts: int, top_k: int, dtype: torch.dtype, scor
     biased = options.pop('biased', False)
     if options.pop('ties', True):
         logits = torch.randn(num_tokens, num_experts).mul(64).round().div(64).to(dtype)
+        logits = logits.abs() if scoring == 'identity' else logits  # weights of a sum near zero have no meaning
     else:
         logits = torch.rand(num_tokens, num_experts).argsort(-1).sub(num_experts // 2).div(num_experts / 8).to(dtype)
     bias = torch.randn(num_experts).mul(4).round().div(64) if biased else None

@@ -29,6 +29,9 @@ from tile_kernels.testing.poison import poisoned
 
 Outcome = dict[str, Tensor]
 
+#: PyTorch's schema check compares inputs before and after a call, which it cannot do for these on a CPU.
+_NOT_COMPARABLE = (torch.float8_e4m3fn, torch.float8_e5m2)
+
 
 @dataclass(frozen=True)
 class ContractCase:
@@ -95,7 +98,11 @@ def check_opcheck(op: Op, case: Case, device: str | torch.device = 'cpu') -> Non
     """Assert what PyTorch itself demands of an operator: schema, fake, autograd, tracing with dynamic shapes."""
     arguments = _arguments(op, case, device)
     _require_gradients(op, arguments)
-    torch.library.opcheck(op.operator, tuple(op._flatten((), arguments)))
+    flat = tuple(op._flatten((), arguments))
+    checks = ['test_schema', 'test_autograd_registration', 'test_faketensor', 'test_aot_dispatch_dynamic']
+    if any(isinstance(value, Tensor) and value.dtype in _NOT_COMPARABLE for value in flat):
+        checks.remove('test_schema')
+    torch.library.opcheck(op.operator, flat, test_utils=checks)
 
 
 def check_gradient(op: Op, case: Case, device: str | torch.device = 'cpu') -> None:
@@ -186,6 +193,8 @@ def _compare(what: str, actual: Outcome, expected: Outcome, match: str | dict[st
 def _assert_close(actual: Tensor, expected: Tensor, bounds: dict[str, Any]) -> None:
     if _meta(actual) != _meta(expected):
         raise AssertionError(f'{_meta(actual)} != {_meta(expected)}')
+    if expected.element_size() <= 2 and bounds:  # both sides round once at the end, perhaps to different neighbours
+        bounds = bounds | {'rtol': max(bounds['rtol'], 2 * torch.finfo(expected.dtype).eps)}
     if expected.element_size() == 1:  # torch compares eight-bit floats bit for bit only
         actual, expected = actual.float(), expected.float()
     torch.testing.assert_close(actual, expected, equal_nan=True, **bounds)
