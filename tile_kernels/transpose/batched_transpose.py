@@ -2,8 +2,8 @@
 
     y[b, n, m] = x[b, m, n]
 
-One thread block turns one tile of `block_m` rows by `block_n` columns through shared memory. Memory bound: the floor
-is reading x once and writing y once. Elements move as bits, so there is one kernel per element size.
+One thread block turns one tile of rows and columns through shared memory. Memory bound: the floor is reading x once
+and writing y once. Elements move as bits, whatever their dtype.
 
 Both sides of global memory see 16-byte accesses over whole spans of a row (`load_span`, `store_span` bytes). What lies
 between is a transpose of `vec` x `load_width` elements in the registers of each thread, `vec` being the elements of 16
@@ -17,15 +17,18 @@ x as row c, and vector v of that row lies at place v ^ (c // load_width % 8):
 
 Shared memory serves 16-byte accesses 8 threads at a time from 8 x 16 bytes of banks, so neither has conflicts.
 
-A misaligned base or an odd row length allows only narrower accesses; the widths are static and `load_width` and
-`store_width` divide the row lengths of x and y, so no access straddles the end of a row. At the edges of x threads
-read its last row or columns again, which costs no branch, and only stores are guarded.
+Rows of y whose length is no multiple of 16 bytes begin at any address. Their stores are 16 bytes wide all the same: a
+tile then covers the aligned vectors of each of its rows of y, i.e. every row shifted against the tile by what its
+start lacks to alignment. A vector is put together from its two halves in shared memory, and the tile holds the `vec`
+rows of x before it, too, where the shifted rows begin. Only the first and last vector of a whole row of y are written
+element by element. A misaligned base or row length of x allows only narrower loads (`load_width`), which divide the
+row length, so that no load straddles the end of a row. At the edges of x threads read its first or last row or its
+last columns again, which costs no branch.
 """
-
-import math
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
@@ -35,16 +38,30 @@ from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
 
 VECTOR_BYTES = 16
+
+#: The bits of an element by its size, and the dtypes a kernel takes as they are.
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+NATIVE = frozenset(
+    (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+    + (torch.int16, torch.uint16, torch.float16, torch.bfloat16, torch.int32, torch.uint32, torch.float32)
+    + (torch.int64, torch.uint64, torch.float64)
+)
+
+#: A matrix up to this size would leave most of a thread block idle: a plain strided copy reads it from the L1 cache.
+SMALL_MATRIX_BYTES = 1024
 
 
 # Config -------------------------------------------------------------------------------------
 
 
-def choose(elem_size: int, load_bytes: int, store_bytes: int, size: int) -> dict:
+def choose(dtype: torch.dtype, load_bytes: int, aligned: bool, size: int) -> dict:
     """Long spans keep DRAM pages open; a problem of few tiles gets smaller ones, so that every SM has several."""
-    span = 256 if size * elem_size >= 32 << 20 else 128
-    return dict(load_span=span, store_span=span, depth=1, resident_threads=512, order='n')
+    large = size * dtype.itemsize >= 32 << 20
+    return dict(
+        load_span=256 if large else 128,
+        store_span=256 if large or not aligned else 128,  # shifted rows read 16 bytes more than they store
+        order='n' if dtype.itemsize == 1 else 'm',
+    )
 
 
 # Kernel -------------------------------------------------------------------------------------
@@ -82,61 +99,73 @@ def turn_elements(block, turned, rows: int, cols: int):
             turned[j, i] = block[i, j]
 
 
+@macro
+def shift_vector(pair, shift, elem_size: int):
+    """The second vector of `pair` becomes the one that begins `shift` elements before it: the two moved up."""
+    words = T.view(pair, (8,), 'uint32')
+    for distance in (2, 1):
+        if elem_size <= distance * 4:
+            for i in T.unroll(8 - distance):
+                words[7 - i] = T.if_then_else(
+                    shift * elem_size & distance * 4 != 0, words[7 - i - distance], words[7 - i]
+                )
+    if elem_size < 4:
+        for i in T.unroll(4):
+            both = T.cast(words[7 - i], 'uint64') << 32 | T.cast(words[6 - i], 'uint64')
+            words[7 - i] = T.cast(both >> T.cast(32 - shift * elem_size % 4 * 8, 'uint64'), 'uint32')
+
+
 @kernel(
     choose=choose,
-    space=dict(
-        load_span=(128, 256),
-        store_span=(128, 256),
-        depth=(1, 2),
-        resident_threads=(512, 768, 1024, 1536),
-        order=('n', 'm'),
-    ),
+    space=dict(load_span=(128, 256), store_span=(128, 256), order=('n', 'm')),
     pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True},
 )
 def batched_transpose_kernel(
-    elem_size: int,
-    load_bytes: int,
-    store_bytes: int,
-    *,
-    load_span: int,
-    store_span: int,
-    depth: int,
-    resident_threads: int,
-    order: str,
+    dtype: torch.dtype, load_bytes: int, aligned: bool, *, load_span: int, store_span: int, order: str
 ):
     """One thread block per tile of `store_span` bytes of rows by `load_span` bytes of columns.
 
-    A thread turns `depth` x 16 bytes of `vec` rows; registers are limited so that `resident_threads` fit on an SM;
-    neighbouring thread blocks take neighbouring tiles along `order`.
+    Loads are `load_bytes` wide; `aligned` says that every row of y begins at a multiple of 16 bytes. Neighbouring
+    thread blocks take neighbouring tiles along `order`.
     """
-    dtype = T.dtype(BITS[elem_size])
-    vec, load_width, store_width = (n // elem_size for n in (VECTOR_BYTES, load_bytes, store_bytes))
-    block_m, block_n = store_span // elem_size, load_span // elem_size
-    row_groups, col_groups = block_m // vec, block_n // load_width
+    elem_size = dtype.itemsize
+    bits = T.dtype(BITS[elem_size])
+    vec, load_width = VECTOR_BYTES // elem_size, load_bytes // elem_size
+    row_groups, col_groups = store_span // VECTOR_BYTES, load_span // load_bytes
+    before = 0 if aligned else vec  # rows of the tile that lie before its first vector of y
+    block_m, block_n = row_groups * vec - before, col_groups * load_width
     turn = turn_bytes if elem_size == 1 and load_width >= 4 else turn_elements
-    num_threads = (load_span // VECTOR_BYTES) * (store_span // VECTOR_BYTES) // depth
+    num_threads = row_groups * load_span // VECTOR_BYTES
     num_loads = row_groups * col_groups // num_threads
-    num_stores = block_m * block_n // (store_width * num_threads)
+    num_stores = row_groups * block_n // num_threads
+    resident_threads = 768 if elem_size == 1 else 1024  # registers for one more block on an SM are worth the limit
     batch, num_rows, num_cols, batch_stride, row_stride = (
         T.dynamic(name, 'int64') for name in ('batch', 'num_rows', 'num_cols', 'batch_stride', 'row_stride')
     )
+    strides = (batch_stride, row_stride, 1)
 
     @T.prim_func
     def batched_transpose(
-        x: T.StridedTensor((batch, num_rows, num_cols), (batch_stride, row_stride, 1), dtype),
+        x: T.StridedTensor((batch, num_rows, num_cols), strides, dtype),
         y: T.Tensor((batch, num_cols, num_rows), dtype),
     ):
-        T.assume(num_cols % load_width == 0)
-        T.assume(row_stride % load_width == 0)
-        T.assume(batch_stride % load_width == 0)
-        T.assume(num_rows % store_width == 0)
-        tiles_m = T.cast(T.ceildiv(num_rows, block_m), 'int32')
-        tiles_n = T.cast(T.ceildiv(num_cols, block_n), 'int32')
+        # shifted rows of y reach `vec - 1` elements further; small matrices come here never, so 2^31 tiles neither
+        tiles_m = T.cast(T.truncdiv(num_rows + max(before - 1, 0) + block_m - 1, block_m), 'int32')
+        tiles_n = T.cast(T.truncdiv(num_cols + block_n - 1, block_n), 'int32')
         with T.Kernel(T.cast(batch, 'int32') * tiles_m * tiles_n, threads=num_threads) as pid:
-            T.annotate_min_blocks_per_sm(max(1, resident_threads // num_threads))
-            tile_shared = T.alloc_shared((block_n, row_groups, vec), dtype)  # [column, row // vec, row % vec]
-            block_local = T.alloc_local((vec, load_width), dtype)
-            turned_local = T.alloc_local((load_width, vec), dtype)
+            T.annotate_min_blocks_per_sm(resident_threads // num_threads)
+            # inside the kernel, where no host checks them: torch may hand over any stride for a batch of one
+            T.assume(num_cols % load_width == 0)
+            T.assume(row_stride % load_width == 0)
+            T.assume(batch_stride % load_width == 0)
+            x_bits = T.view(x, dtype=bits, strides=strides)
+            y_bits = T.view(y, dtype=bits)
+            y_vectors = T.Tensor((T.ceildiv(batch * num_cols * num_rows, vec), VECTOR_BYTES), 'uint8', y.data)
+            tile_shared = T.alloc_shared((block_n, row_groups, vec), bits)  # [column, row // vec, row % vec]
+            block_local = T.alloc_local((vec, load_width), bits)
+            turned_local = T.alloc_local((load_width, vec), bits)
+            pair_local = T.alloc_local((2, vec), bits)
+            pair_bytes = T.view(pair_local, (2, VECTOR_BYTES), 'uint8')
             tx = T.get_thread_binding()
             tile_m = T.truncmod(T.truncdiv(pid, tiles_n), tiles_m) if order == 'n' else T.truncmod(pid, tiles_m)
             tile_n = T.truncmod(pid, tiles_n) if order == 'n' else T.truncmod(T.truncdiv(pid, tiles_m), tiles_n)
@@ -145,15 +174,16 @@ def batched_transpose_kernel(
             col = T.cast(tile_n, 'int64') * block_n
             rows_left = T.cast(T.min(num_rows - row, block_m), 'int32')
             cols_left = T.cast(T.min(num_cols - col, block_n), 'int32')
+            rows_before = T.cast(T.min(row, before), 'int32')
 
             for k in T.unroll(num_loads, unroll_factor=max(1, 32 // vec)):
                 group = k * num_threads + tx
                 row_group, col_group = group // col_groups, group % col_groups
                 for i in T.unroll(vec):
                     for j in T.vectorized(load_width):
-                        block_local[i, j] = x[
+                        block_local[i, j] = x_bits[
                             pid_b,
-                            row + T.min(row_group * vec + i, rows_left - 1),
+                            row + T.max(T.min(row_group * vec + i - before, rows_left - 1), -rows_before),
                             col + T.min(col_group * load_width, cols_left - load_width) + j,
                         ]
                 turn(block_local, turned_local, vec, load_width)
@@ -161,12 +191,30 @@ def batched_transpose_kernel(
                     for i in T.vectorized(vec):
                         tile_shared[col_group * load_width + j, row_group ^ (col_group % 8), i] = turned_local[j, i]
 
-            for k in T.unroll(num_stores, unroll_factor=8):
-                first = (k * num_threads + tx) * store_width
-                i, j = first % block_m, first // block_m
-                if i < rows_left and j < cols_left:
-                    for e in T.vectorized(store_width):
-                        y[pid_b, col + j, row + i + e] = tile_shared[j, (i // vec) ^ (j // load_width % 8), i % vec + e]
+            for k in T.unroll(num_stores, unroll_factor=8 if aligned else 4):
+                vector = k * num_threads + tx
+                i, j = vector % row_groups, vector // row_groups
+                place = j // load_width % 8
+                if aligned:
+                    T.assume(num_rows % vec == 0)
+                    if i * vec < rows_left and j < cols_left:
+                        for e in T.vectorized(vec):
+                            y_bits[pid_b, col + j, row + i * vec + e] = tile_shared[j, i ^ place, e]
+                elif i < row_groups - 1 and j < cols_left:
+                    start = (pid_b * num_cols + col + j) * num_rows  # of the row in y
+                    shift = T.cast(start % vec, 'int32')
+                    for half in T.unroll(2):
+                        for e in T.vectorized(vec):
+                            pair_local[half, e] = tile_shared[j, (i + half) ^ place, e]
+                    shift_vector(pair_local, shift, elem_size)
+                    first = i * vec - shift
+                    if first >= -rows_before and first + vec <= rows_left:
+                        for e in T.vectorized(VECTOR_BYTES):
+                            y_vectors[(start + row) // vec + i, e] = pair_bytes[1, e]
+                    else:
+                        for e in T.unroll(vec):
+                            if first + e >= -rows_before and first + e < rows_left:
+                                y_bits[pid_b, col + j, row + first + e] = pair_local[1, e]
 
     return batched_transpose
 
@@ -174,25 +222,38 @@ def batched_transpose_kernel(
 # Op -----------------------------------------------------------------------------------------
 
 
-def _widest(*extents: int) -> int:
-    """Bytes of the widest access that fits all `extents`, given in bytes; symbolic ones are taken to fit any."""
-    return math.gcd(VECTOR_BYTES, *[extent for extent in extents if type(extent) is int])
-
-
 def _transpose(x: Tensor, name: str) -> Tensor:
     batch, num_rows, num_cols = check.shape(x, name, 'batch num_rows num_cols')
-    size = x.element_size()
-    if size not in BITS:
-        check.fail(name, 'must have elements of 1, 2, 4 or 8 bytes', check.describe(x))
-    if x.stride(1) == 1 or num_rows == 1 or num_cols == 1:  # the rows of the result are dense in x already
-        return x.mT.clone(memory_format=torch.contiguous_format)
-    if x.stride(2) != 1 or x.is_conj() or x.is_neg():
+    dtype = x.dtype
+    if dtype not in NATIVE:
+        return _transpose_as_bits(x, name)
+    y = x.new_empty((batch, num_cols, num_rows))
+    size = batch * num_rows * num_cols
+    elem_size = dtype.itemsize
+    row_bytes = num_rows * elem_size  # of y
+    batch_stride, row_stride, col_stride = x.stride()
+    fake = type(x) is FakeTensor
+    if fake and type(size * batch_stride * row_stride) is not int:
+        return y  # symbolic: nothing runs, and no comparison may turn a size into a constant of the graph
+    dense_columns = row_stride == 1 or num_cols == 1
+    if dense_columns or row_bytes <= VECTOR_BYTES or row_bytes * num_cols <= SMALL_MATRIX_BYTES:
+        return y.copy_(x.mT)
+    if col_stride != 1 or x.is_neg():
         x = x.clone(memory_format=torch.contiguous_format)
-    y = x.new_empty(batch, num_cols, num_rows)
-    load_bytes = _widest(check.vector_bytes(x), x.stride(0) * size, num_cols * size)
-    static = (size, load_bytes, _widest(num_rows * size))
-    launch(batched_transpose_kernel, static, x.view(BITS[size]), y.view(BITS[size]), size=x.numel())
+        batch_stride, row_stride, _ = x.stride()
+    address = int(x.storage_offset()) * elem_size if fake else x.data_ptr()
+    widths = VECTOR_BYTES | address | (batch_stride | row_stride | num_cols) * elem_size
+    load_bytes = widths & -widths  # the lowest set bit: what divides them all
+    launch(batched_transpose_kernel, (dtype, load_bytes, row_bytes % VECTOR_BYTES == 0), x, y, size=size)
     return y
+
+
+def _transpose_as_bits(x: Tensor, name: str) -> Tensor:
+    """Dtypes the kernel language does not know (bool, complex) travel as integers of their size."""
+    bits = BITS.get(x.dtype.itemsize)
+    if bits is None:
+        check.fail(name, 'must have elements of 1, 2, 4 or 8 bytes', check.describe(x))
+    return _transpose(x.resolve_conj().resolve_neg().view(bits), name).view(x.dtype)
 
 
 @op(outputs='dx')
@@ -249,15 +310,16 @@ batched_transpose.cases(
     make=_make,
     match='bitwise',
     smoke=grid(shape=[(2, 80, 144)], dtype=SIZES)  # 16-byte accesses, several tiles, tails of both kinds
-    + grid(shape=[(3, 37, 65)], dtype=SIZES)  # single elements on both sides
-    + grid(shape=[(1, 64, 66), (1, 36, 68), (1, 34, 72)], dtype=[torch.uint8])  # loads and stores of 2, 4 and 8 bytes
-    + grid(shape=[(2, 20, 24)], dtype=[BF16], layout=['padded', 'odd', 'sparse', 'columns'])
-    + grid(shape=[(0, 8, 8), (2, 0, 8), (2, 8, 0), (2, 1, 9), (2, 9, 1)], dtype=[torch.int64]),
+    + grid(shape=[(3, 37, 65)], dtype=SIZES)  # loads of single elements, shifted stores
+    + grid(shape=[(1, 64, 66), (1, 36, 68), (1, 34, 72)], dtype=[torch.uint8])  # loads of 2, 4 and 8 bytes
+    + grid(shape=[(2, 24, 40)], dtype=[BF16], layout=['padded', 'odd', 'sparse', 'columns'])
+    + grid(shape=[(0, 8, 8), (2, 0, 8), (2, 8, 0), (2, 1, 9), (2, 9, 1), (3, 4, 4)], dtype=[torch.int64]),
     full=grid(
-        shape=[(8, 576, 2048), (3, 4001, 577), (70000, 8, 24)],  # the last: more matrices than a grid has rows
+        shape=[(8, 576, 2048), (3, 4001, 577), (70000, 24, 48)],  # the last: more matrices than a grid has rows
         dtype=[*SIZES, FP8, torch.float64],
         layout=['dense', 'padded', 'odd', 'columns'],
     )
+    + grid(shape=[(1 << 20, 4, 4), (1 << 18, 8, 8), (64, 4, 70000), (64, 70000, 4)], dtype=[FP8, BF16, F32])
     + grid(shape=[(1, 50048, 45056), (3, 40001, 24003)], dtype=[torch.uint8]),  # past 2^31 elements: one matrix, all
     bench=grid(shape=[(64, 4096, 4096)], dtype=[FP8, BF16, F32])
     + grid(shape=[(32, 2048, 7168), (8, 4001, 576), (8, 576, 2048), (1, 64, 64)], dtype=[BF16])
@@ -267,5 +329,6 @@ batched_transpose.cases(
 batched_transpose_bwd.cases(
     make=lambda **case: dict(dy=_make(**case)['x']),
     match='bitwise',
-    smoke=grid(shape=[(2, 20, 24)], dtype=[BF16]),
+    smoke=grid(shape=[(2, 24, 40)], dtype=[BF16]),
+    bench=grid(shape=[(64, 4096, 4096), (8, 576, 4001)], dtype=[BF16]),
 )
