@@ -1,0 +1,334 @@
+"""Barriers, roles and asynchronous copies that are right, and where they stop when they are not."""
+
+import pytest
+import tilelang.language as T
+import torch
+
+from tile_kernels.interpreter import BarrierDivergence, DataRace, Deadlock, UninitializedRead, interpret
+
+MANUAL = {'tl.disable_thread_storage_sync': True}
+
+
+def ring_kernel(num_stages, num_steps, early=0):
+    """A producer copies rows into a ring of stages, a consumer sums them."""
+
+    @T.prim_func
+    def ring(x: T.Tensor((3, num_steps, 64), 'float32'), y: T.Tensor((3, 64), 'float32')):
+        with T.Kernel(3, threads=256) as pid:
+            stages = T.alloc_shared((num_stages, 64), 'float32')
+            total = T.alloc_fragment((64,), 'float32')
+            full, free = T.alloc_barrier([128] * num_stages), T.alloc_barrier([128] * num_stages)
+            if T.get_thread_binding() >= 128:
+                for k in T.serial(num_steps):
+                    T.mbarrier_wait_parity(free[k % num_stages], ((k // num_stages) & 1) ^ 1 ^ early)
+                    T.tma_copy(x[pid, k, 0:64], stages[k % num_stages, 0:64], barrier=full[k % num_stages])
+                    T.barrier_arrive(full[k % num_stages])
+            else:
+                T.clear(total)
+                for k in T.serial(num_steps):
+                    T.mbarrier_wait_parity(full[k % num_stages], (k // num_stages) & 1)
+                    for j in T.Parallel(64):
+                        total[j] = total[j] + stages[k % num_stages, j]
+                    T.barrier_arrive(free[k % num_stages])
+                T.copy(total, y[pid, 0:64])
+
+    return ring
+
+
+@pytest.mark.parametrize('num_stages', [1, 2, 4])
+@pytest.mark.parametrize('checks', ['none', 'all'])
+def test_producer_and_consumer(num_stages, checks):
+    x, y = torch.randint(-9, 9, (3, 7, 64)).float(), torch.empty(3, 64)
+    interpret(ring_kernel(num_stages, 7), x, y, checks=checks)
+    assert torch.equal(y, x.sum(1))
+
+
+def test_waiting_for_the_wrong_parity_stops():
+    with pytest.raises(Deadlock, match=r'parity . of mbarrier \w+\[\d\] \(\d+ of 128 arrivals\)'):
+        interpret(ring_kernel(2, 7, early=1), torch.zeros(3, 7, 64), torch.empty(3, 64))
+
+
+def test_roles_as_neighbouring_branches():
+    @T.prim_func
+    def roles(x: T.Tensor((2, 4, 64), 'float32'), y: T.Tensor((2, 4, 64), 'float32')):
+        with T.Kernel(2, threads=256) as pid:
+            tile = T.alloc_shared((64,), 'float32')
+            full, free = T.alloc_barrier([128]), T.alloc_barrier([128])
+            with T.ws(1):
+                for k in T.serial(4):
+                    T.mbarrier_wait_parity(free[0], (k & 1) ^ 1)
+                    T.copy(x[pid, k, 0:64], tile)
+                    T.barrier_arrive(full[0])
+            with T.ws(0):
+                for k in T.serial(4):
+                    T.mbarrier_wait_parity(full[0], k & 1)
+                    T.copy(tile, y[pid, k, 0:64])
+                    T.barrier_arrive(free[0])
+
+    x, y = torch.randn(2, 4, 64), torch.empty(2, 4, 64)
+    interpret(roles, x, y, checks='all')
+    assert torch.equal(x, y)
+
+
+def test_blocks_that_wait_in_different_orders_do_not_stop_each_other():
+    @T.prim_func
+    def orders(y: T.Tensor((2,), 'int32')):
+        with T.Kernel(2, threads=64) as pid:
+            bars = T.alloc_barrier([32, 32])
+            thread = T.get_thread_binding()
+            if thread < 32:
+                if pid == 0:
+                    T.barrier_arrive(bars[0])
+                    T.mbarrier_wait_parity(bars[1], 0)
+                else:
+                    T.mbarrier_wait_parity(bars[1], 0)
+                    T.barrier_arrive(bars[0])
+                if thread == 0:
+                    y[pid] = 1
+            else:
+                if pid == 0:
+                    T.mbarrier_wait_parity(bars[0], 0)
+                    T.barrier_arrive(bars[1])
+                else:
+                    T.barrier_arrive(bars[1])
+                    T.mbarrier_wait_parity(bars[0], 0)
+
+    y = torch.zeros(2, dtype=torch.int32)
+    interpret(orders, y)
+    assert y.tolist() == [1, 1]
+
+
+def test_barrier_of_one_arrival_by_an_elected_thread():
+    @T.prim_func
+    def elected(x: T.Tensor((4, 64), 'float32'), y: T.Tensor((4, 64), 'float32')):
+        with T.Kernel(4, threads=128) as pid:
+            tile = T.alloc_shared((64,), 'float32')
+            full = T.alloc_barrier([1])
+            T.tma_copy(x[pid, 0:64], tile[0:64], barrier=full[0])
+            if T.shuffle_elect(128):
+                T.barrier_arrive(full[0])
+            T.mbarrier_wait_parity(full[0], 0)
+            for j in T.Parallel(64):
+                y[pid, j] = tile[j]
+
+    x, y = torch.randn(4, 64), torch.empty(4, 64)
+    interpret(elected, x, y)
+    assert torch.equal(x, y)
+
+
+def test_groups_of_asynchronous_copies():
+    @T.prim_func
+    def stream(x: T.Tensor((8, 64), 'float32'), y: T.Tensor((8, 64), 'float32')):
+        with T.Kernel(1, threads=32):
+            stages = T.alloc_shared((3, 64), 'float32')
+            for k in T.unroll(2):
+                T.async_copy(x[k, 0:64], stages[k, 0:64])
+            for k in T.serial(8):
+                if k + 2 < 8:
+                    T.async_copy(x[k + 2, 0:64], stages[(k + 2) % 3, 0:64])
+                else:
+                    T.ptx_commit_group()
+                T.ptx_wait_group(2)
+                T.sync_threads()
+                T.copy(stages[k % 3, 0:64], y[k, 0:64])
+                T.sync_threads()
+
+    x, y = torch.randn(8, 64), torch.empty(8, 64)
+    interpret(stream, x, y)
+    assert torch.equal(x, y)
+
+
+def test_named_barrier_between_two_warps():
+    @T.prim_func
+    def hand_over(x: T.Tensor((32,), 'float32'), y: T.Tensor((32,), 'float32')):
+        with T.Kernel(1, threads=96):
+            thread = T.get_thread_binding()
+            tile = T.alloc_shared((32,), 'float32')
+            if thread < 32:
+                tile[thread] = x[thread]
+                T.named_barrier_arrive(8, 64)
+            elif thread < 64:
+                T.sync_threads(8, 64)
+                y[thread - 32] = tile[63 - thread]
+
+    x, y = torch.randn(32), torch.empty(32)
+    interpret(hand_over, x, y, checks='all', pass_configs=MANUAL)
+    assert torch.equal(y, x.flip(0))
+
+
+def test_grid_barrier_lets_blocks_read_each_other():
+    @T.prim_func
+    def exchange(x: T.Tensor((64,), 'float32'), scratch: T.Tensor((64,), 'float32'), y: T.Tensor((64,), 'float32')):
+        with T.Kernel(64, threads=32) as pid:
+            scratch[pid] = x[pid] * 2.0
+            T.sync_grid()
+            y[pid] = scratch[63 - pid]
+
+    x, scratch, y = torch.randn(64), torch.empty(64), torch.empty(64)
+    interpret(exchange, x, scratch, y, checks='all')
+    assert torch.equal(y, x.flip(0) * 2)
+
+
+def test_cluster_of_blocks():
+    num_rows = T.dynamic('num_rows')
+
+    @T.prim_func
+    def cluster_sum(x: T.Tensor((num_rows, 128), 'float32'), y: T.Tensor((num_rows, 4), 'float32')):
+        with T.ClusterKernel(4, num_rows, threads=64, cluster_dims=(4, 1, 1)) as (rank, row):
+            thread = T.get_thread_binding()
+            values, total = T.alloc_fragment((32,), 'float32'), T.alloc_fragment((1,), 'float32')
+            mine, parts = T.alloc_shared((1,), 'float32'), T.alloc_shared((4,), 'float32')
+            T.copy(x[row, rank * 32], values)
+            T.reduce_sum(values, total, dim=0)
+            T.copy(total, mine)
+            T.cluster_sync()
+            if thread < 4:
+                T.copy_cluster(mine[0:1], parts[rank : rank + 1], dst_block=thread)
+            T.cluster_sync()
+            if thread == 0:
+                y[row, T.block_rank_in_cluster()] = parts[0] + parts[1] + parts[2] + parts[3]
+
+    x, y = torch.randint(-9, 9, (3, 128)).float(), torch.empty(3, 4)
+    interpret(cluster_sum, x, y)
+    assert torch.equal(y, x.sum(1, keepdim=True).expand(3, 4))
+
+
+def test_block_barrier_after_some_threads_returned():
+    @T.prim_func
+    def survivors(y: T.Tensor((64,), 'int32')):
+        with T.Kernel(1, threads=64):
+            thread = T.get_thread_binding()
+            if thread >= 48:
+                T.thread_return()
+            tile = T.alloc_shared((64,), 'int32')
+            tile[thread] = thread
+            T.sync_threads()
+            y[thread] = tile[47 - thread]
+
+    y = torch.zeros(64, dtype=torch.int32)
+    interpret(survivors, y)
+    assert y[:48].tolist() == list(range(47, -1, -1))
+
+
+def test_too_many_arrivals_at_a_named_barrier():
+    @T.prim_func
+    def crowd(y: T.Tensor((1,), 'int32')):
+        with T.Kernel(1, threads=96):
+            T.sync_threads(8, 64)
+
+    with pytest.raises(BarrierDivergence, match='96 threads'):
+        interpret(crowd, torch.zeros(1, dtype=torch.int32))
+
+
+def test_automatic_barriers_leave_only_races_within_a_statement():
+    def kernel(shift):
+        @T.prim_func
+        def rotate(x: T.Tensor((128,), 'float32'), y: T.Tensor((128,), 'float32')):
+            with T.Kernel(1, threads=128):
+                thread = T.get_thread_binding()
+                tile = T.alloc_shared((128,), 'float32')
+                tile[thread] = x[thread]
+                if shift:
+                    tile[thread] = tile[(thread + 1) % 128]
+                else:
+                    tile[thread] = tile[thread] + 1.0
+                y[thread] = tile[127 - thread]
+
+        return rotate
+
+    x, y = torch.randn(128), torch.empty(128)
+    interpret(kernel(False), x, y, checks='all')
+    assert torch.equal(y, (x + 1).flip(0))
+    with pytest.raises(DataRace) as caught:
+        interpret(kernel(True), x, y, checks='all')
+    assert caught.value.buffer == 'tile'
+    with pytest.raises(DataRace):
+        interpret(kernel(False), x, y, checks='all', pass_configs=MANUAL)
+
+
+def test_parallel_iterations_that_read_their_neighbours_race():
+    @T.prim_func
+    def smooth(x: T.Tensor((128,), 'float32'), y: T.Tensor((128,), 'float32')):
+        with T.Kernel(1, threads=128):
+            tile = T.alloc_shared((128,), 'float32')
+            T.copy(x, tile)
+            for i in T.Parallel(127):
+                tile[i] = tile[i + 1]
+            T.copy(tile, y)
+
+    with pytest.raises(DataRace):
+        interpret(smooth, torch.randn(128), torch.empty(128), checks='all')
+
+
+def test_workspace_read_before_it_is_written():
+    @T.prim_func
+    def early(y: T.Tensor((64,), 'float32')):
+        scratch = T.alloc_global((64,), 'float32')
+        with T.Kernel(1, threads=64):
+            for i in T.Parallel(64):
+                y[i] = scratch[i]
+
+    with pytest.raises(UninitializedRead):
+        interpret(early, torch.empty(64))
+
+
+def test_a_loop_that_cannot_end_is_reported(monkeypatch):
+    from tile_kernels.interpreter import program
+
+    @T.prim_func
+    def spin(flag: T.Tensor((1,), 'int32')):
+        with T.Kernel(1, threads=32):
+            while T.atomic_load(flag[0]) == 0:
+                T.sync_warp()
+
+    monkeypatch.setattr(program.Shared, 'patience', 100)
+    with pytest.raises(Deadlock, match='while'):
+        interpret(spin, torch.zeros(1, dtype=torch.int32))
+    interpret(spin, torch.ones(1, dtype=torch.int32))
+
+
+def test_blocks_may_wait_for_flags_of_other_blocks():
+    @T.prim_func
+    def chain(flags: T.Tensor((5,), 'int32'), y: T.Tensor((4,), 'int32')):
+        with T.Kernel(4, threads=32) as pid:
+            if T.get_thread_binding() == 0:
+                while T.atomic_load(flags[pid + 1]) == 0:
+                    T.sync_warp(1)
+                y[pid] = T.atomic_load(flags[pid + 1]) + 1
+                T.atomic_store(flags[pid], y[pid])
+
+    flags, y = torch.tensor([0, 0, 0, 0, 7], dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    interpret(chain, flags, y)
+    assert y.tolist() == [11, 10, 9, 8]
+
+
+@pytest.mark.parametrize('pass_configs', [{}, MANUAL])
+@pytest.mark.parametrize('early', [False, True])
+def test_a_slot_freed_before_it_is_read_races(early, pass_configs):
+    @T.prim_func
+    def hand_over(x: T.Tensor((6, 64), 'float32'), y: T.Tensor((6, 64), 'float32')):
+        with T.Kernel(1, threads=128):
+            thread = T.get_thread_binding()
+            slot = T.alloc_shared((64,), 'float32')
+            full, free = T.alloc_barrier([64]), T.alloc_barrier([64])
+            if thread >= 64:
+                for row in T.serial(6):
+                    T.mbarrier_wait_parity(free[0], (row + 1) % 2)
+                    slot[thread - 64] = x[row, thread - 64]
+                    T.barrier_arrive(full[0])
+            else:
+                for row in T.serial(6):
+                    T.mbarrier_wait_parity(full[0], row % 2)
+                    if early:
+                        T.barrier_arrive(free[0])
+                    y[row, thread] = slot[63 - thread]
+                    if not early:
+                        T.barrier_arrive(free[0])
+
+    x, y = torch.randn(6, 64), torch.empty(6, 64)
+    if early:
+        with pytest.raises(DataRace, match='slot'):
+            interpret(hand_over, x, y, checks='all', pass_configs=pass_configs)
+    else:
+        interpret(hand_over, x, y, checks='all', pass_configs=pass_configs)
+        assert torch.equal(y, x.flip(1))

@@ -1,0 +1,68 @@
+"""Run TileLang kernels on a CPU from their real source, and catch their memory errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .api import Branch, Report, interpret
+from .errors import (
+    AssertionFailed,
+    AsyncReadBeforeWait,
+    BarrierDivergence,
+    DataRace,
+    Deadlock,
+    InterpreterError,
+    OutOfBounds,
+    UninitializedRead,
+    UnsupportedConstruct,
+    UnwrittenOutput,
+)
+from .extern import Pointer, extern
+
+__all__ = [
+    'AssertionFailed',
+    'AsyncReadBeforeWait',
+    'BarrierDivergence',
+    'Branch',
+    'DataRace',
+    'Deadlock',
+    'InterpreterError',
+    'OutOfBounds',
+    'Pointer',
+    'Report',
+    'UninitializedRead',
+    'UnsupportedConstruct',
+    'UnwrittenOutput',
+    'extern',
+    'interpret',
+    'interpreting',
+    'unknown_constructs',
+]
+
+
+def interpreting(checks: str = 'memory') -> Any:
+    """A context in which `@tilelang.jit` functions run on CPU tensors through the interpreter.
+
+    Args:
+        checks: 'none', 'memory' or 'all', as for `interpret`.
+
+    Returns:
+        A context manager.
+    """
+    from .jit_hook import interpreting as context
+
+    return context(checks)
+
+
+def unknown_constructs(prim_func: Any) -> list[str]:
+    """Names of the operators, nodes and annotations of a kernel that the interpreter does not know.
+
+    Args:
+        prim_func: The kernel.
+
+    Returns:
+        One line per unknown construct; empty if the whole kernel is understood.
+    """
+    from .dialect import unknown_constructs as scan
+
+    return scan(prim_func)

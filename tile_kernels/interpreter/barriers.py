@@ -1,0 +1,188 @@
+"""Barriers: of a block, of a warp, of the grid, of a cluster, and named barriers of some threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import numpy as np
+
+from .compiler import Closure, Compiler, op
+from .errors import BarrierDivergence, Site
+from .frame import Frame
+from .lanes import expand, splits_warps
+from .roles import Waiting, wait_until
+from .statements import marked
+
+
+def block_barrier(compiler: Compiler) -> Callable[[Frame], None]:
+    """`__syncthreads`: every running thread of the block must come here together."""
+    site = compiler.site
+
+    def run(frame: Frame) -> None:
+        _require_all_threads(frame, site, 'T.sync_threads')
+        if frame.clock is not None:
+            frame.clock.block_sync(frame.mask)
+
+    return run
+
+
+def _require_all_threads(frame: Frame, site: Site, what: str) -> None:
+    mask = frame.mask
+    if mask is None or mask.shape[1] == 1:
+        return
+    expected = np.ones((1, 1), bool) if frame.live is None else frame.live
+    missing = mask.any(axis=1, keepdims=True) & expected & ~mask
+    if missing.any():
+        block = int(np.argmax(missing.any(axis=1)))
+        count = int(np.broadcast_to(mask, missing.shape)[block].sum())
+        raise frame.error(
+            BarrierDivergence,
+            f'{what} is reached by {count} of {frame.threads} threads of the block',
+            site,
+            (block, -1),
+        )
+
+
+@op('tirx.tvm_storage_sync')
+def _sync_threads(compiler: Compiler, call: Any) -> Closure:
+    """Block barrier; with an id and a count, a named barrier that waits for that many threads."""
+    if str(call.args[0].value) == 'warp':
+        raise compiler.unsupported('a storage barrier of warp scope')
+    if len(call.args) < 3:
+        return block_barrier(compiler)
+    number, count = compiler.expr(call.args[1]), compiler.expr(call.args[2])
+    site = compiler.site
+
+    def run(frame: Frame) -> Generator[Waiting, None, None]:
+        which, wanted = int(number(frame)), int(count(frame))
+        arrived = threads_per_block(frame)
+        barrier, target = named_arrival(frame, which, wanted, site)
+        yield from wait_until(
+            frame,
+            lambda: bool((barrier.generation >= target)[arrived > 0].all()),
+            site,
+            lambda: f'named barrier {which} ({int(barrier.arrived[arrived > 0].max())} of {wanted} arrivals)',
+        )
+        if frame.clock is not None:
+            frame.clock.acquire('named', which, frame.mask)
+
+    return marked(run, waits_=True)
+
+
+@op('tl.named_barrier_arrive')
+def _named_arrive(compiler: Compiler, call: Any) -> Closure:
+    """Arrive at a named barrier without waiting."""
+    number, count = compiler.expr(call.args[0]), compiler.expr(call.args[1])
+    site = compiler.site
+
+    def run(frame: Frame) -> None:
+        named_arrival(frame, int(number(frame)), int(count(frame)), site)
+
+    return run
+
+
+def named_arrival(frame: Frame, number: int, count: int, site: Site) -> tuple[NamedBarrier, np.ndarray]:
+    """The active threads arrive; gives the barrier and the generation that has to be reached."""
+    barrier = frame.barriers.setdefault(number, NamedBarrier(frame.blocks))
+    if frame.clock is not None:
+        frame.clock.release('named', number, frame.mask)
+    return barrier, barrier.arrive(threads_per_block(frame), count, frame, site)
+
+
+class NamedBarrier:
+    """`bar.sync id, n`: opens when n threads of the block have arrived."""
+
+    def __init__(self, blocks: int) -> None:
+        self.arrived = np.zeros(blocks, np.int64)
+        self.generation = np.zeros(blocks, np.int64)
+
+    def arrive(self, threads: np.ndarray, count: int, frame: Frame, site: Site) -> np.ndarray:
+        """Count arrivals; gives the generation that has to be reached."""
+        target = self.generation + 1
+        self.arrived += threads
+        if (self.arrived > count).any():
+            block = int(np.argmax(self.arrived > count))
+            raise frame.error(
+                BarrierDivergence,
+                f'{int(self.arrived[block])} threads arrive at a named barrier of {count}',
+                site,
+                (block, -1),
+            )
+        full = self.arrived == count
+        self.generation += full
+        self.arrived[full] = 0
+        frame.shared.events += 1
+        return target
+
+
+def threads_per_block(frame: Frame) -> np.ndarray:
+    """Number of active threads in each block."""
+    if frame.mask is None:
+        return np.full(frame.blocks, frame.threads)
+    lanes = np.broadcast_to(frame.mask, (frame.blocks, frame.threads))
+    return lanes.sum(axis=1)
+
+
+@op('tl.sync_warp')
+def _sync_warp(compiler: Compiler, call: Any) -> Closure:
+    """Order memory accesses of the threads of a warp, all of which must come here together."""
+    site = compiler.site
+    whole = len(call.args) == 0
+
+    def run(frame: Frame) -> None:
+        if whole and splits_warps(frame.mask, frame.live):
+            raise frame.error(BarrierDivergence, 'T.sync_warp is reached by only some threads of a warp', site)
+        if frame.clock is not None:
+            frame.clock.warp_sync(frame.mask)
+
+    return run
+
+
+@op('tl.sync_grid')
+def _sync_grid(compiler: Compiler, call: Any) -> Closure:
+    """Barrier of the whole grid; its blocks run in one batch, so it only has to be reached by all."""
+    compiler.whole_grid = True
+    site = compiler.site
+
+    def run(frame: Frame) -> None:
+        if frame.mask is not None and not frame.mask.all():
+            expected = np.ones((1, 1), bool) if frame.live is None else frame.live
+            if (expected & ~frame.mask).any():
+                raise frame.error(BarrierDivergence, 'T.sync_grid is reached by only some threads of the grid', site)
+        if frame.clock is not None:
+            frame.clock.block_sync(None)
+        frame.shared.grid_sync(frame)
+
+    return run
+
+
+@op('tl.cluster_sync', 'tl.cluster_wait', 'tl.cluster_arrive', 'tl.cluster_arrive_relaxed')
+def _cluster_sync(compiler: Compiler, call: Any) -> Closure:
+    """Barrier of a cluster of blocks, which run in step."""
+    compiler.whole_grid = True
+    barrier = block_barrier(compiler)
+
+    def run(frame: Frame) -> None:
+        barrier(frame)
+        frame.shared.grid_sync(frame)
+
+    return run
+
+
+@op('tl.block_rank_in_cluster')
+def _cluster_rank(compiler: Compiler, call: Any) -> Closure:
+    """Number of a block within its cluster."""
+    compiler.whole_grid = True
+    ndim = compiler.ndim
+    return lambda frame: expand(cluster_rank(frame, compiler.cluster_dims).reshape(-1, 1), ndim)
+
+
+def cluster_rank(frame: Frame, dims: tuple[int, ...]) -> np.ndarray:
+    """Rank of every block of the batch within its cluster."""
+    rank = np.zeros(frame.blocks, np.int32)
+    scale = 1
+    for ids, extent in zip(frame.block_ids, dims, strict=False):
+        rank += (ids % extent * scale).astype(np.int32)
+        scale *= extent
+    return rank

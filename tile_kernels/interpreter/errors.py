@@ -1,0 +1,87 @@
+"""What the interpreter can find wrong with a kernel, one exception per kind of finding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where in the user's source a construct was written."""
+
+    kernel: str
+    file: str = ''
+    line: int = 0
+
+    def __str__(self) -> str:
+        return f'{self.file}:{self.line}' if self.line else 'unknown line'
+
+
+class InterpreterError(RuntimeError):
+    """Base of everything the interpreter raises about a kernel.
+
+    Attributes:
+        kernel: Name of the kernel.
+        buffer: Name of the buffer concerned, or an empty string.
+        index: Index of the first offending element, if there is one.
+        block: Block coordinates (x, y, z) of the first offender, if known.
+        thread: Thread number of the first offender, if known.
+        filename: Source file of the guilty statement.
+        line: Source line of the guilty statement (0 if unknown).
+    """
+
+    def __init__(
+        self,
+        message: str,
+        site: Site | None = None,
+        *,
+        buffer: str = '',
+        index: tuple[int, ...] | None = None,
+        block: tuple[int, ...] | None = None,
+        thread: int | None = None,
+    ) -> None:
+        site = site or Site('')
+        where = [f'block {block}'] if block is not None else []
+        where += [f'thread {thread}'] if thread is not None else []
+        place = f' ({", ".join(where)})' if where else ''
+        prefix = f'{site.kernel}: ' if site.kernel else ''
+        suffix = f', at {site}' if site.line else ''
+        super().__init__(f'{prefix}{message}{place}{suffix}')
+        self.kernel, self.filename, self.line = site.kernel, site.file, site.line
+        self.buffer, self.index, self.block, self.thread = buffer, index, block, thread
+
+
+class UnsupportedConstruct(InterpreterError):
+    """The kernel uses something the interpreter does not model; nothing was guessed."""
+
+
+class OutOfBounds(InterpreterError):
+    """An access outside its buffer that the compiler does not guard."""
+
+
+class UninitializedRead(InterpreterError):
+    """A read of memory nobody wrote."""
+
+
+class DataRace(InterpreterError):
+    """Two threads, or two blocks, touch one element without an order between them."""
+
+
+class UnwrittenOutput(InterpreterError):
+    """An element of an output tensor that no thread wrote."""
+
+
+class AsyncReadBeforeWait(InterpreterError):
+    """Data of an asynchronous copy or matrix product used before its wait."""
+
+
+class BarrierDivergence(InterpreterError):
+    """A block-wide barrier reached by only some of the threads it waits for."""
+
+
+class Deadlock(InterpreterError):
+    """Every thread that is still running waits for a barrier that cannot complete."""
+
+
+class AssertionFailed(InterpreterError):
+    """A `T.assume` or `T.device_assert` of the kernel does not hold."""

@@ -1,0 +1,91 @@
+"""Models of CUDA functions that kernels reach by `T.call_extern`.
+
+`extern('name')` registers a Python function in place of a CUDA one. It gets the arguments as values (a scalar, or an
+array over lanes) and pointers as `Pointer` objects, and returns the value of the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .frame import Frame
+
+_MODELS: dict[str, Callable[..., Any]] = {}
+
+
+class Pointer:
+    """The address of an element; `load(k)` and `store(k, value)` reach the k-th element after it."""
+
+    def __init__(self, frame: Frame, accesses: Callable[[int], Any]) -> None:
+        self._frame = frame
+        self._accesses = accesses
+
+    def load(self, offset: int = 0) -> Any:
+        """Value `offset` elements further on."""
+        return self._accesses(offset).load(self._frame, self._frame.mask)
+
+    def store(self, offset: int, value: Any) -> None:
+        """Write `offset` elements further on, for the active lanes."""
+        self._accesses(offset).store(self._frame, value, self._frame.mask)
+
+
+def extern(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the model of an external function.
+
+    Args:
+        name: The function name as written in `T.call_extern`.
+
+    Returns:
+        A decorator that leaves the function unchanged.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        _MODELS[name] = function
+        return function
+
+    return register
+
+
+def model_of(name: str) -> Callable[..., Any] | None:
+    """The registered model, or None."""
+    return _MODELS.get(name)
+
+
+def _bits(value: Any, kind: Any) -> Any:
+    return np.asarray(value).view(kind)[()] if np.ndim(value) == 0 else np.ascontiguousarray(value).view(kind)
+
+
+def _byte_perm(low: Any, high: Any, selector: Any) -> Any:
+    """Four of the eight bytes of two words, each named by a nibble of the selector."""
+    both = np.asarray(low, np.uint64) | np.asarray(high, np.uint64) << np.uint64(32)
+    nibbles = [np.asarray(selector, np.uint64) >> np.uint64(4 * k) & np.uint64(7) for k in range(4)]
+    picked = [(both >> np.uint64(8) * n & np.uint64(255)) << np.uint64(8 * k) for k, n in enumerate(nibbles)]
+    return np.bitwise_or.reduce(np.broadcast_arrays(*picked)).astype(np.uint32)[()]
+
+
+_CUDA_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    '__float_as_uint': lambda x: _bits(np.float32(x) if np.ndim(x) == 0 else x, np.uint32),
+    '__float_as_int': lambda x: _bits(np.float32(x) if np.ndim(x) == 0 else x, np.int32),
+    '__uint_as_float': lambda x: _bits(np.uint32(x) if np.ndim(x) == 0 else x, np.float32),
+    '__int_as_float': lambda x: _bits(np.int32(x) if np.ndim(x) == 0 else x, np.float32),
+    '__byte_perm': _byte_perm,
+    '__fadd_rn': lambda x, y: x + y,
+    '__fsub_rn': lambda x, y: x - y,
+    '__fmul_rn': lambda x, y: x * y,
+    '__fdiv_rn': np.divide,
+    '__frcp_rn': lambda x: np.divide(np.float32(1), x),
+    '__fsqrt_rn': np.sqrt,
+    'fmaxf': np.fmax,
+    'fminf': np.fmin,
+    'fabsf': np.abs,
+    'sqrtf': np.sqrt,
+    'floorf': np.floor,
+    'ceilf': np.ceil,
+    'truncf': np.trunc,
+    'rintf': np.rint,
+}
+for _name, _function in _CUDA_FUNCTIONS.items():
+    extern(_name)(_function)

@@ -1,0 +1,142 @@
+"""mbarriers: arrivals are counted, a full count completes a phase, a wait names the parity of the phase."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+
+from .barriers import threads_per_block
+from .compiler import Closure, Compiler, op
+from .frame import Frame
+from .lanes import lane_of
+from .roles import Waiting, wait_until
+from .statements import marked
+
+
+class Barriers:
+    """The mbarriers of one buffer: expected arrivals, arrivals so far, completed phases, for every block."""
+
+    written = None
+    pending = None
+    race = None
+
+    def __init__(self, counts: np.ndarray) -> None:
+        self.counts = counts
+        self.arrived = np.zeros(counts.shape, np.int64)
+        self.phase = np.zeros(counts.shape, np.int64)
+
+    def arrive(self, frame: Frame, index: Any, threads: np.ndarray) -> None:
+        """Count arrivals; a barrier whose count is full enters its next phase."""
+        np.add.at(self.arrived, _pairs(frame, index), threads)
+        full = self.arrived >= self.counts
+        self.phase += np.where(full, self.arrived // self.counts, 0)
+        self.arrived = np.where(full, self.arrived % self.counts, self.arrived)
+        frame.shared.events += 1
+
+
+def new_barriers(storage: Any, frame: Frame) -> Barriers:
+    """Barriers of a batch, as `T.alloc_barrier` initialises them."""
+    counts = np.array([int(count(frame)) for count in storage.counts], np.int64)
+    return Barriers(np.broadcast_to(counts, (frame.blocks, len(counts))).copy())
+
+
+def _pairs(frame: Frame, index: Any) -> tuple[np.ndarray, np.ndarray]:
+    """(block, barrier) coordinates of an index over lanes."""
+    lanes = np.broadcast_to(np.asarray(index), (frame.blocks, np.shape(index)[1] if np.ndim(index) else 1))
+    return np.broadcast_to(np.arange(frame.blocks)[:, None], lanes.shape), lanes
+
+
+class BarrierOperand:
+    """A reference to one mbarrier: its buffer and index."""
+
+    def __init__(self, compiler: Compiler, node: Any) -> None:
+        while type(node).__name__ == 'Call' and str(node.op.name) in ('tl.access_ptr', 'tirx.address_of', 'tl.region'):
+            node = node.args[0]
+        if type(node).__name__ == 'BufferRegion':
+            index = node.region[0].min
+        elif type(node).__name__ == 'BufferLoad':
+            index = node.indices[0]
+        else:
+            raise compiler.unsupported(f'mbarrier operand {node}')
+        view = compiler.buffer(node.buffer)
+        self.slot, self.name = view.slot, view.name
+        self.index = compiler.expr(index)
+
+    def arrive(self, frame: Frame) -> None:
+        """One arrival per active thread."""
+        index = self.index(frame)
+        if frame.clock is not None:
+            frame.clock.release(self.slot, index, frame.mask)
+        barriers: Barriers = frame.memory[self.slot]
+        if np.ndim(index) and np.shape(index)[1] > 1:
+            lanes = np.ones((1, 1), bool) if frame.mask is None else frame.mask
+            shape = (frame.blocks, frame.threads)
+            barriers.arrive(frame, np.broadcast_to(index, shape), np.broadcast_to(lanes, shape).astype(np.int64))
+        else:
+            barriers.arrive(frame, index, threads_per_block(frame)[:, None])
+
+
+@op('tirx.ptx_arrive_barrier', 'tirx.ptx_arrive_barrier_expect_tx', 'tl.ptx_arrive_cluster_barrier')
+def _arrive(compiler: Compiler, call: Any) -> Closure:
+    """Arrive at an mbarrier; bytes to expect are those of copies that have landed already."""
+    if str(call.op.name) == 'tl.ptx_arrive_cluster_barrier':
+        raise compiler.unsupported('arriving at an mbarrier of another block')
+    operand = BarrierOperand(compiler, call.args[0])
+    return lambda frame: operand.arrive(frame)
+
+
+@op('tl.mbarrier_expect_tx')
+def _expect_bytes(compiler: Compiler, call: Any) -> Closure:
+    """Bytes to expect: those of copies that have landed already."""
+    return lambda frame: None
+
+
+@op('tl.ptx_cp_async_barrier_noinc', 'tirx.ptx_cp_async_barrier')
+def _arrive_after_copies(compiler: Compiler, call: Any) -> Closure:
+    """Arrive once the thread's earlier cp.async copies have landed."""
+    operand = BarrierOperand(compiler, call.args[0])
+
+    def run(frame: Frame) -> None:
+        if frame.async_groups is not None:
+            frame.async_groups.tie_to_barrier(frame, operand)
+        operand.arrive(frame)
+
+    return run
+
+
+@op('tl.mbarrier_wait_parity', 'tirx.ptx_wait_barrier')
+def _wait(compiler: Compiler, call: Any) -> Closure:
+    """Wait until the phase of the given parity is complete."""
+    operand = BarrierOperand(compiler, call.args[0])
+    parity = compiler.expr(call.args[1]) if len(call.args) > 1 else (lambda frame: 0)
+    site = compiler.site
+
+    def run(frame: Frame) -> Generator[Waiting, None, None]:
+        index, phase = operand.index(frame), parity(frame)
+        barriers: Barriers = frame.memory[operand.slot]
+        blocks, numbers = _pairs(frame, index)
+        wanted = np.broadcast_to(np.asarray(phase) & 1, np.broadcast_shapes(np.shape(phase), blocks.shape))
+        idle = None if frame.mask is None else ~frame.mask
+
+        def complete() -> bool:
+            done = (barriers.phase[blocks, numbers] & 1) != wanted
+            return bool(done.all() if idle is None else (done | idle).all())
+
+        def describe() -> str:
+            late = (barriers.phase[blocks, numbers] & 1) == wanted
+            late = late if idle is None else late & ~idle
+            block, lane = lane_of(late)
+            number = int(np.broadcast_to(numbers, late.shape)[block, lane])
+            arrived, count = (int(barriers.arrived[block, number]), int(barriers.counts[block, number]))
+            parity_wanted = int(np.broadcast_to(wanted, late.shape)[block, lane])
+            return f'parity {parity_wanted} of mbarrier {operand.name}[{number}] ({arrived} of {count} arrivals)'
+
+        yield from wait_until(frame, complete, site, describe)
+        if frame.async_groups is not None:
+            frame.async_groups.barrier_passed(frame, operand.slot, blocks, numbers)
+        if frame.clock is not None:
+            frame.clock.acquire(operand.slot, index, frame.mask)
+
+    return marked(run, waits_=True)

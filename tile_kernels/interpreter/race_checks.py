@@ -1,0 +1,452 @@
+"""Races: who touched which element when, and what orders it.
+
+Two accesses to one element race if one of them writes another value, different threads (blocks) make them, and no
+barrier lies between. Threads of a block are told apart by number; iterations of a parallel loop and elements of a tile
+operation, whose threads only the compiler knows, count as one thread each, and as the same one in loops of equal shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .access import Access
+from .dtypes import encoder
+from .errors import DataRace
+from .frame import Frame, first_thread
+from .lanes import Mask, expand
+from .memory import ByteMemory, Place, any_over, gather, scatter
+
+NOBODY = -1
+SEVERAL = -2
+_SEVERAL_OF_WARP = -10  # minus the warp: several threads, all of that warp
+_TILE = 1 << 40  # agents of tiles and parallel loops start here
+
+
+class Clock:
+    """What is ordered before what: barriers of blocks and warps passed, and what each warp knows of the others.
+
+    Every access of a warp carries the warp's current stamp; `seen[block, warp, other]` is the last stamp of another
+    warp that a barrier, an mbarrier or a barrier of its role has ordered before the warp's next access.
+    """
+
+    def __init__(self, frame: Frame) -> None:
+        warps = -(-frame.threads // 32)
+        self.blocks = np.zeros(frame.blocks, np.int64)
+        self.warps = np.zeros((frame.blocks, warps), np.int64)
+        self.stamps = np.ones((frame.blocks, warps), np.int64)
+        self.seen = np.zeros((frame.blocks, warps, warps), np.int64)
+        self.published: dict[Any, np.ndarray] = {}
+        self.threads = frame.threads
+        self.alone = False  # barriers surround the current statement, so only its own lanes can race
+
+    def block_sync(self, mask: Mask) -> None:
+        """A barrier of the block: everything before it is ordered before everything after."""
+        if mask is None:
+            self.blocks += 1
+        else:
+            self.blocks += np.broadcast_to(mask.any(axis=tuple(range(1, mask.ndim))), self.blocks.shape)
+
+    def warp_sync(self, mask: Mask) -> None:
+        """A barrier of each active warp."""
+        self.warps += self._active_warps(mask)
+
+    def role_sync(self, mask: Mask) -> None:
+        """A barrier of the active warps among themselves."""
+        active = self._active_warps(mask)
+        known = self._knowledge(active)
+        self.seen = np.where(active[:, :, None], np.maximum(self.seen, known[:, None, :]), self.seen)
+        self.stamps = self.stamps + active
+
+    def release(self, barrier: Any, index: Any, mask: Mask) -> None:
+        """The active warps publish what they did and know at a barrier."""
+        for number, active in self._by_barrier(index, mask):
+            key = (barrier, number)
+            self.published[key] = np.maximum(self.published.get(key, 0), self._knowledge(active))
+            self.stamps = self.stamps + active
+
+    def _knowledge(self, active: np.ndarray) -> np.ndarray:
+        """Per block and warp, the last stamp that some active warp has made or seen."""
+        known = np.where(active[:, :, None], self.seen, 0).max(axis=1)
+        return np.maximum(known, np.where(active, self.stamps, 0))
+
+    def acquire(self, barrier: Any, index: Any, mask: Mask) -> None:
+        """The active warps learn what was published at a barrier."""
+        for number, active in self._by_barrier(index, mask):
+            known = self.published.get((barrier, number))
+            if known is not None:
+                self.seen = np.where(active[:, :, None], np.maximum(self.seen, known[:, None, :]), self.seen)
+
+    def _by_barrier(self, index: Any, mask: Mask) -> list[tuple[int, np.ndarray]]:
+        """(barrier number, active warps) for every barrier that active threads address."""
+        if not isinstance(index, np.ndarray):
+            return [(int(index), self._active_warps(mask))]
+        found = []
+        for number in np.unique(index):
+            here = index == number
+            found.append((int(number), self._active_warps(here if mask is None else here & mask)))
+        return found
+
+    def _active_warps(self, mask: Mask) -> Any:
+        if mask is None:
+            return np.ones(self.warps.shape, bool)
+        lanes = np.broadcast_to(mask, (len(self.blocks), self.threads))
+        padded = np.zeros((len(self.blocks), self.warps.shape[1] * 32), bool)
+        padded[:, : self.threads] = lanes
+        return padded.reshape(len(self.blocks), -1, 32).any(axis=2)
+
+
+@dataclass
+class Lanes:
+    """The active lanes of an access, as parallel lists."""
+
+    block: np.ndarray
+    cell: np.ndarray
+    agent: np.ndarray
+    warp: np.ndarray  # the warp that makes the access
+    now: np.ndarray  # barriers its block has passed
+    warp_now: np.ndarray  # barriers its warp has passed
+    stamp: np.ndarray
+    position: np.ndarray  # place in the lane array
+    raw: np.ndarray  # what a store writes (empty for loads)
+
+    def repeat(self, count: int) -> Lanes:
+        """One entry for each of the cells an element covers."""
+        parts = {name: np.repeat(part, count) for name, part in vars(self).items()}
+        parts['cell'] = parts['cell'] * count + np.tile(np.arange(count), len(self.cell))
+        return Lanes(**parts)
+
+
+class Trace:
+    """The last accesses of one kind (reads or writes) to every element of a shared buffer."""
+
+    def __init__(self, shape: tuple[int, int]) -> None:
+        self.agent = np.full(shape, NOBODY, np.int64)
+        self.at = np.full(shape, -1, np.int64)
+        self.warp = np.full(shape, -1, np.int64)
+        self.warp_at = np.zeros(shape, np.int64)
+        self.stamp = np.zeros(shape, np.int64)
+
+    def unordered(self, clock: Clock, lanes: Lanes) -> Any:
+        """Lanes that nothing orders after the last access of another thread to their element."""
+        spot = lanes.block, lanes.cell
+        other = self.agent[spot]
+        clash: Any = (self.at[spot] == lanes.now) & (other != lanes.agent)
+        if not clash.any():
+            return clash
+        # a barrier of the warp lies between two of its threads
+        several = np.where(other <= _SEVERAL_OF_WARP, _SEVERAL_OF_WARP - other, other // 32)
+        known = ((other >= 0) & (other < _TILE)) | (other <= _SEVERAL_OF_WARP)
+        clash &= ~(
+            known & (lanes.agent < _TILE) & (several == lanes.agent // 32) & (self.warp_at[spot] < lanes.warp_now)
+        )
+        # an mbarrier or a barrier of a role lies between two warps; of several warps nothing is known
+        warp = self.warp[spot]
+        seen = clock.seen[lanes.block, lanes.warp, np.maximum(warp, 0)]
+        clash &= ~((warp >= 0) & (seen >= self.stamp[spot])) & ~((warp < 0) & bool(clock.published))
+        return clash
+
+    def note(self, lanes: Lanes, merge: bool) -> None:
+        """Remember these accesses, beside earlier ones of the same epoch (`merge`) or instead of them."""
+        spot = lanes.block, lanes.cell
+        fresh = self.at[spot] != lanes.now
+        self.warp[spot] = np.where(fresh | (not merge) | (self.warp[spot] == lanes.warp), lanes.warp, -1)
+        if merge:
+            self.agent[spot] = _merge(np.where(fresh, NOBODY, self.agent[spot]), lanes.agent)
+            for _ in range(2):  # lanes of one statement that met at an element
+                self.agent[spot] = _merge(self.agent[spot], lanes.agent)
+            self.warp[spot] = np.where(self.warp[spot] == lanes.warp, lanes.warp, -1)
+        else:
+            self.agent[spot] = lanes.agent
+        self.at[spot], self.warp_at[spot], self.stamp[spot] = (lanes.now, lanes.warp_now, lanes.stamp)
+
+
+class SharedMarks:
+    """Who wrote and read every element of a shared buffer, and when."""
+
+    def __init__(self, memory: ByteMemory, unit: int) -> None:
+        shape = (memory.data.shape[0], memory.data.shape[1] // unit)
+        self.unit = unit
+        self.memory = memory
+        self.writes, self.reads = Trace(shape), Trace(shape)
+
+    def read(self, frame: Frame, access: Access, place: Place, mask: Mask) -> None:
+        """Note reads; a read of what another thread wrote since the last barrier is a race."""
+        if frame.clock.alone and not access.contended:
+            return
+        lanes, shape = self._lanes(frame, access, place, mask)
+        if lanes is None:
+            return
+        self._report(
+            frame, access, self.writes.unordered(frame.clock, lanes), lanes, shape, self.writes, 'reads', 'wrote'
+        )
+        self.reads.note(lanes, merge=True)
+
+    def before_write(self, frame: Frame, access: Access, place: Place, mask: Mask, value: Any) -> Any:
+        """Check writes against earlier accesses; gives what `after_write` needs."""
+        if frame.clock.alone and not access.contended and (access.extra or self._all_keep(access, place, mask, value)):
+            return None
+        lanes, shape = self._lanes(frame, access, place, mask, value)
+        if lanes is None:
+            return None
+        changed = self._stored(access, lanes) != lanes.raw
+        for trace, earlier in ((self.writes, 'wrote'), (self.reads, 'read')):
+            clash = changed & trace.unordered(frame.clock, lanes)
+            self._report(frame, access, clash, lanes, shape, trace, 'writes', earlier)
+        return lanes, shape
+
+    def after_write(self, frame: Frame, access: Access, seen: Any) -> None:
+        """Note writes; lanes of one statement that wrote different values to one element race."""
+        if seen is None:
+            return
+        lanes, shape = seen
+        self.writes.note(lanes, merge=False)
+        lost = (self.writes.agent[lanes.block, lanes.cell] != lanes.agent) & (self._stored(access, lanes) != lanes.raw)
+        self._report(frame, access, lost, lanes, shape, self.writes, 'writes', 'wrote')
+
+    def _all_keep(self, access: Access, place: Place, mask: Mask, value: Any) -> bool:
+        """Whether after a trial store every lane finds its own value: then no two lanes disagree about an element."""
+        dtype = access.buffer.dtype
+        if dtype.packed:
+            return False
+        raw = encoder(dtype)(value)
+        self.memory.write_raw(place, raw, dtype, mask)
+        differs = np.asarray(self.memory.read_raw(place, dtype) != raw)
+        return not (differs if mask is None else differs & mask).any()
+
+    def _stored(self, access: Access, lanes: Lanes) -> np.ndarray:
+        cells = self.memory.typed(access.buffer.dtype.storage)
+        return cells[lanes.block, lanes.cell // max(1, access.buffer.dtype.storage.itemsize // self.unit)]
+
+    def _lanes(
+        self, frame: Frame, access: Access, place: Place, mask: Mask, value: Any = None
+    ) -> tuple[Lanes | None, tuple[int, ...]]:
+        agent = _agents(frame, access)
+        flat = place.flat()
+        shape = np.broadcast_shapes(flat.shape, agent.shape, (frame.blocks,) + (1,) * (flat.ndim - 1))
+        raw = np.zeros((1,) * flat.ndim, np.uint8)
+        if value is not None:
+            raw = encoder(access.buffer.dtype)(value)
+            raw = raw.reshape((1,) * flat.ndim) if raw.ndim == 0 else raw
+            shape = np.broadcast_shapes(shape, raw.shape)
+        active = np.ones(shape, bool) if mask is None else np.broadcast_to(any_over(mask, shape), shape)
+        position = np.flatnonzero(active)
+        if not position.size:
+            return None, shape
+        block = position // int(np.prod(shape[1:]))
+        cell, agent, raw = (np.broadcast_to(part, shape).reshape(-1)[position] for part in (flat, agent, raw))
+        warp = np.where((agent >= 0) & (agent < _TILE), agent // 32, first_thread(frame)[block] // 32)
+        clock = frame.clock
+        lanes = Lanes(
+            block,
+            cell >> 1 if access.buffer.dtype.packed else cell,
+            agent,
+            warp,
+            clock.blocks[block],
+            clock.warps[block, warp],
+            clock.stamps[block, warp],
+            position,
+            raw,
+        )
+        per = access.buffer.dtype.storage.itemsize // self.unit
+        return lanes if per == 1 else lanes.repeat(per), shape
+
+    def _report(
+        self,
+        frame: Frame,
+        access: Access,
+        clash: np.ndarray,
+        lanes: Lanes,
+        shape: tuple[int, ...],
+        trace: Trace,
+        verb: str,
+        earlier: str,
+    ) -> None:
+        if not clash.any():
+            return
+        first = int(np.argmax(clash))
+        lane = tuple(int(part) for part in np.unravel_index(int(lanes.position[first]), shape))
+        index = access.index_at(frame, lane)
+        me, them = (int(lanes.agent[first]), int(trace.agent[lanes.block[first], lanes.cell[first]]))
+        text = f'{_agent_name(me, verb)} {access.buffer.name}{list(index)}, which {_agent_name(them, earlier)}'
+        raise frame.error(
+            DataRace,
+            f'{text} without a barrier between',
+            access.site,
+            (lane[0], me if 0 <= me < _TILE else -1),
+            access.buffer.name,
+            index,
+        )
+
+
+def _agent_name(agent: int, verb: str) -> str:
+    if agent >= _TILE:
+        return f'another thread {verb}' if verb in ('wrote', 'read') else f'one thread {verb}'
+    if agent < 0:
+        return f'other threads {verb}'
+    return f'thread {agent} {verb}'
+
+
+def _agents(frame: Frame, access: Access) -> np.ndarray:
+    """Who makes each lane's access."""
+    extents = access.extents(frame)
+    if not extents:
+        return np.arange(frame.threads, dtype=np.int64).reshape(1, -1)
+    if access.everyone:
+        return np.full((1,) * access.ndim, SEVERAL, np.int64)
+    if access.buffer.scope == 'shared' and access.private:
+        return np.arange(frame.threads, dtype=np.int64).reshape((1, -1) + (1,) * len(extents))
+    moving = tuple(extent for extent in extents if extent > 1)
+    shape_id = hash(moving) & 0xFFF
+    count = np.arange(int(np.prod(extents)), dtype=np.int64).reshape((1, 1, *extents))
+    return count + _TILE * (1 + shape_id)
+
+
+def _merge(before: np.ndarray, agent: np.ndarray) -> np.ndarray:
+    """Readers of an element after one more: the same, several of one warp, or several."""
+    warp_before = np.where(before <= _SEVERAL_OF_WARP, _SEVERAL_OF_WARP - before, before // 32)
+    one_warp = (agent >= 0) & (agent < _TILE) & (before < _TILE) & (before != SEVERAL) & (warp_before == agent // 32)
+    several = np.where(one_warp, _SEVERAL_OF_WARP - agent // 32, SEVERAL)
+    return np.where((before == NOBODY) | (before == agent), agent, several)
+
+
+class GlobalMarks:
+    """Which block wrote and which blocks read every element of a tensor, since the last barrier of the grid."""
+
+    def __init__(self, memory: ByteMemory, unit: int) -> None:
+        self.memory = memory
+        self.unit = unit
+        self.cells = max(1, memory.size // unit)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget: the blocks have waited for each other."""
+        self.writer = np.full(self.cells, NOBODY, np.int32)
+        self.reader = np.full(self.cells, NOBODY, np.int32)
+
+    def read(self, frame: Frame, access: Access, place: Place, mask: Mask) -> None:
+        """Note reads; a read of what another block wrote is a race."""
+        lanes = self._lanes(frame, access, place, mask)
+        if lanes is None:
+            return
+        cell, block, lane_shape, _ = lanes
+        other = self.writer[cell]
+        self._report(frame, access, (other != NOBODY) & (other != block), lane_shape, block, other, 'reads', 'wrote')
+        before = self.reader[cell]
+        self.reader[cell] = np.where((before == NOBODY) | (before == block), block, SEVERAL)
+        met = self.reader[cell] != block
+        self.reader[cell[met]] = SEVERAL
+
+    def before_write(self, frame: Frame, access: Access, place: Place, mask: Mask, value: Any) -> Any:
+        """Check writes against accesses of other blocks; gives what `after_write` needs."""
+        if mask is None and self._claim(frame, access, place) and self._all_keep(access, place, value):
+            return None
+        lanes = self._lanes(frame, access, place, mask, value)
+        if lanes is None:
+            return None
+        cell, block, lane_shape, raw = lanes
+        changed = self._stored(access, cell) != raw
+        for marks, earlier in ((self.writer, 'wrote'), (self.reader, 'read')):
+            other = marks[cell]
+            clash = changed & (other != NOBODY) & (other != block)
+            self._report(frame, access, clash, lane_shape, block, other, 'writes', earlier)
+        return lanes
+
+    def after_write(self, frame: Frame, access: Access, lanes: Any) -> None:
+        """Note writes; lanes that wrote different values to one element in one statement race."""
+        if lanes is None:
+            return
+        cell, block, lane_shape, raw = lanes
+        self.writer[cell] = block
+        winner = self.writer[cell]
+        clash = self._stored(access, cell) != raw
+        self._report(frame, access, clash, lane_shape, block, winner, 'writes', 'wrote')
+
+    def _all_keep(self, access: Access, place: Place, value: Any) -> bool:
+        """Whether after a trial store every lane finds its own value."""
+        dtype = access.buffer.dtype
+        raw = encoder(dtype)(value)
+        self.memory.write_raw(place, raw, dtype, None)
+        return not np.any(self.memory.read_raw(place, dtype) != raw)
+
+    def _claim(self, frame: Frame, access: Access, place: Place) -> bool:
+        """The common case: nobody else touched these elements; make them this block's own."""
+        if access.buffer.dtype.packed or access.buffer.dtype.storage.itemsize != self.unit:
+            return False
+        block: Any = np.arange(frame.first_block, frame.first_block + frame.blocks, dtype=np.int32)
+        block = block.reshape((-1,) + (1,) * (access.ndim - 1))
+        for marks in (self.writer, self.reader):
+            other = gather(marks.reshape(1, -1), place, False)
+            if ((other != NOBODY) & (other != block)).any():
+                return False
+        before = gather(self.writer.reshape(1, -1), place, False).copy()
+        scatter(self.writer.reshape(1, -1), place, block, None, False)
+        if (gather(self.writer.reshape(1, -1), place, False) == block).all():
+            return True
+        scatter(self.writer.reshape(1, -1), place, before, None, False)
+        return False
+
+    def _stored(self, access: Access, cell: np.ndarray) -> np.ndarray:
+        dtype = access.buffer.dtype
+        line = self.memory.typed(dtype.storage).reshape(-1)
+        per = max(1, dtype.storage.itemsize // self.unit)
+        return line[cell // per]
+
+    def _lanes(self, frame: Frame, access: Access, place: Place, mask: Mask, value: Any = None) -> Any:
+        dtype = access.buffer.dtype
+        flat = place.flat()
+        if dtype.packed:
+            return None  # two elements share a byte; whole bytes are checked where they are written as such
+        shape = np.broadcast_shapes(flat.shape, (frame.blocks,) + (1,) * (flat.ndim - 1))
+        raw = None
+        if value is not None:
+            raw = encoder(dtype)(value)
+            raw = raw.reshape((1,) * flat.ndim) if raw.ndim == 0 else raw
+            shape = np.broadcast_shapes(shape, raw.shape)
+        if mask is not None and value is not None:
+            shape = np.broadcast_shapes(shape, expand(mask, flat.ndim).shape)
+        active = np.ones(shape, bool) if mask is None else np.broadcast_to(any_over(mask, shape), shape)
+        position = np.flatnonzero(active)
+        if not position.size:
+            return None
+        block = (frame.first_block + position // int(np.prod(shape[1:]))).astype(np.int32)
+        cell = np.broadcast_to(flat, shape).reshape(-1)[position]
+        if raw is not None:
+            raw = np.broadcast_to(raw, shape).reshape(-1)[position]
+        per = dtype.storage.itemsize // self.unit
+        if per > 1:
+            block, position = np.repeat(block, per), np.repeat(position, per)
+            cell = np.repeat(cell, per) * per + np.tile(np.arange(per), len(cell))
+            raw = None if raw is None else np.repeat(raw, per)
+        return cell, block, (position, shape), raw
+
+    def _report(
+        self,
+        frame: Frame,
+        access: Access,
+        clash: np.ndarray,
+        position: tuple[np.ndarray, tuple[int, ...]],
+        block: np.ndarray,
+        other: np.ndarray,
+        verb: str,
+        earlier: str,
+    ) -> None:
+        if not clash.any():
+            return
+        first = int(np.argmax(clash))
+        places, shape = position
+        lane = tuple(int(part) for part in np.unravel_index(int(places[first]), shape))
+        index = access.index_at(frame, lane)
+        them = f'block number {int(other[first])}' if other[first] >= 0 else 'other blocks'
+        them = 'another thread of it' if other[first] == block[first] else them
+        text = f'block number {int(block[first])} {verb} {access.buffer.name}{list(index)}, which {them} {earlier}'
+        raise frame.error(
+            DataRace,
+            f'{text}, and nothing orders the two',
+            access.site,
+            (lane[0], lane[1] if shape[1] > 1 else -1),
+            access.buffer.name,
+            index,
+        )
