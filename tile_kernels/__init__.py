@@ -14,12 +14,25 @@ from tile_kernels.core.jit import compile_count
 from tile_kernels.core.knobs import knobs
 from tile_kernels.precompile import precompile
 
+# isort: split
+from tile_kernels import moe, quant, transpose  # registers every operator
+
 __version__ = '0.1.0'
 
 #: Subpackages that hold ops.
 FAMILIES = ('moe', 'quant', 'transpose')
 
-_MODULES = (*FAMILIES, 'config', 'utils', 'torch', 'testing', 'interpreter')
+#: Loaded when first used.
+_LAZY = ('config', 'utils', 'torch', 'testing', 'interpreter')
+
+_CONFIG = (
+    'get_device_num_sms',
+    'get_num_sms',
+    'set_num_sms',
+    'get_max_smem_per_sm',
+    'get_token_alignment',
+    'set_token_alignment',
+)
 
 __all__ = [
     'FAMILIES',
@@ -33,14 +46,20 @@ __all__ = [
     'compile_count',
     'explain',
     'knobs',
+    'moe',
     'precompile',
-    *_MODULES,
+    'quant',
+    'transpose',
+    *_LAZY,
+    *_CONFIG,
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
+    if name in _LAZY:
         return importlib.import_module(f'tile_kernels.{name}')
+    if name in _CONFIG:
+        return getattr(importlib.import_module('tile_kernels.config'), name)
     if name == 'explain':
         return importlib.import_module('tile_kernels.cli.explain').explain
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

@@ -12,6 +12,7 @@ from tile_kernels.moe.scoring import SCORINGS
 from tile_kernels.moe.topk_gating import topk_gating_kernel
 from tile_kernels.moe.topk_gating_bwd import topk_gating_bwd_kernel
 from tile_kernels.torch import moe as twins
+from tile_kernels.torch.moe import gates
 
 NAN, INF = float('nan'), float('inf')
 CLOSE = dict(rtol=2e-6, atol=1e-7)
@@ -208,7 +209,7 @@ def test_only_the_best_groups_take_part(num_experts, num_groups, num_topk_groups
     _, indices = topk_gating(
         logits, top_k, scoring=scoring, bias=bias, num_groups=num_groups, num_topk_groups=num_topk_groups
     )
-    ranked = (logits if scoring == 'softmax' else twins._score(logits, scoring)) + bias
+    ranked = (logits if scoring == 'softmax' else gates._score(logits, scoring)) + bias
     expected = [choose_by_hand(row, top_k, num_groups, num_topk_groups) for row in ranked.tolist()]
     assert indices.tolist() == expected
 

@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from tile_kernels import ArgumentError, QuantFormat, QuantTensor, UnsupportedError, knobs, quant
-from tile_kernels.core.launch import forced_config
+from tile_kernels.core.jit import kernel
+from tile_kernels.core.lang import T
+from tile_kernels.core.launch import forced_config, launch
 from tile_kernels.quant import per_token_cast as front
+from tile_kernels.quant._macros import amax_to_sf
 from tile_kernels.quant.per_token_cast import (
     per_token_cast,
     per_token_cast_row_kernel,
@@ -112,11 +115,13 @@ def test_no_rows_give_empty_results(name):
     assert y.sf.shape == parse(name).sf_shape(0, 256)
 
 
-@pytest.mark.parametrize('rows', [1, 2, 4, 8])
-def test_every_number_of_rows_per_lane_gives_the_same(rows):
-    x = torch.randn(11, 144).bfloat16()
-    with forced_config(rows=rows, num_threads=128):
-        assert_kernel_is_twin(x, 'e2m1_1x32_f32')
+@pytest.mark.parametrize('name', ['e2m1_1x32_f32', 'e2m1_1x32_f32_col', 'e4m3_1x16_ue8m0x4', 'e4m3_1x128_e4m3'])
+@pytest.mark.parametrize('vectors', [2, 4, 8])
+@pytest.mark.parametrize('hidden', [144, 1024, 2048])  # vectors of a lane in neighbouring rows, or along its row
+def test_every_number_of_vectors_per_lane_gives_the_same(name, vectors, hidden):
+    x = torch.randn(11, hidden).bfloat16()
+    with forced_config(vectors=vectors, num_threads=128):
+        assert_kernel_is_twin(x, name)
 
 
 @pytest.mark.parametrize('vectors', [1, 2, 4, 8])
@@ -163,6 +168,45 @@ def test_nan_and_inf_do_what_the_docstring_says(name, dtype):
 def test_subnormal_and_huge_groups(name, dtype):
     x = torch.randn(6, 32) * torch.tensor([1e-40, 1e-38, 1e-30, 1e30, 1e38, 3e38]).unsqueeze(1)
     assert_kernel_is_twin(x.to(dtype), name)
+
+
+@kernel()
+def scale_factor_kernel(fmt: QuantFormat):
+    count = T.dynamic('count')
+
+    @T.prim_func
+    def scale_factor(
+        amax: T.Tensor((count,), T.float32),
+        sf: T.Tensor((count,), T.dtype(fmt.sf_dtype)),
+        sf_inv: T.Tensor((count,), T.float32),
+    ):
+        with T.Kernel(T.ceildiv(count, 128), threads=128) as pid:
+            at = pid * 128 + T.get_thread_binding()
+            if at < count:
+                amax_to_sf(amax[at], fmt, sf, sf_inv, at)
+
+    return scale_factor
+
+
+@pytest.mark.parametrize('data', ['e4m3', 'e5m2', 'e2m1', 'e5m6'])
+@pytest.mark.parametrize('sf_name', ['f32', 'e4m3'])
+def test_the_short_divisions_are_ieee_divisions(data, sf_name):
+    """All significands on a GPU, whose approximate reciprocal is its own; a sample of the bits elsewhere."""
+    fmt, on_gpu = parse(f'{data}_1x128_{sf_name}'), torch.cuda.is_available()
+    top, floor = fmt.data.max, max(fmt.amax_floor if sf_name == 'e4m3' else 0.0, fmt.data.max * 2.0**-126)
+    lowest, highest = (torch.tensor(value).view(torch.int32).item() for value in (floor, torch.finfo().max))
+    significands = torch.arange(2**23, dtype=torch.int32) if on_gpu else torch.randint(2**23, (2**14,)).int()
+    exponents = torch.randint(lowest >> 23, (highest >> 23) + 1, significands.shape).int()
+    amax = ((exponents << 23) + significands).clamp(lowest, highest).view(torch.float32)
+    amax[:2] = torch.tensor([floor, torch.finfo().max])
+    given = amax.cuda() if on_gpu else amax
+    sf, sf_inv = torch.empty_like(given, dtype=fmt.sf_dtype), torch.empty_like(given)
+    with knobs(interpret=True):
+        launch(scale_factor_kernel, (fmt,), given, sf, sf_inv)
+    expected = (amax / top).clamp(max=448.0).to(fmt.sf_dtype) if sf_name == 'e4m3' else amax / top
+    assert_equal(sf.cpu(), expected)
+    numerator = torch.full_like(amax, 1.0 if sf_name == 'e4m3' else top)
+    assert_equal(sf_inv.cpu(), numerator / (expected.float() if sf_name == 'e4m3' else amax))
 
 
 def test_zeros_have_the_smallest_scale_factor():

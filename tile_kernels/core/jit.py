@@ -230,7 +230,8 @@ def _folder_digest(folder: Path, pattern: str) -> str:
 
 
 def _sources(builder: Callable) -> str:
-    """Digest of what a kernel is built from: its family's files, or its own file outside this package."""
+    """Digest of what a kernel is built from: its family's files and the core's, or its own file elsewhere."""
     path = Path(inspect.getfile(builder))
-    inside = builder.__module__.startswith('tile_kernels.')
-    return _folder_digest(path.parent, '*.py' if inside else path.name)
+    if not builder.__module__.startswith('tile_kernels.'):
+        return _folder_digest(path.parent, path.name)
+    return _folder_digest(path.parent, '*.py') + _folder_digest(Path(__file__).parent, '*.py')

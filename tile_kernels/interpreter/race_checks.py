@@ -25,6 +25,14 @@ _SEVERAL_OF_WARP = -10  # minus the warp: several threads, all of that warp
 _TILE = 1 << 40  # agents of tiles and parallel loops start here
 
 
+def _unlike(stored: Any, written: Any) -> Any:
+    """Whether a write changes what is stored; writing a NaN over a NaN does not."""
+    different = np.asarray(stored != written)
+    if np.asarray(stored).dtype.kind == 'f':
+        different &= ~((stored != stored) & (written != written))
+    return different
+
+
 class Clock:
     """What is ordered before what: barriers of blocks and warps passed, and what each warp knows of the others.
 
@@ -191,7 +199,7 @@ class SharedMarks:
         lanes, shape = self._lanes(frame, access, place, mask, value)
         if lanes is None:
             return None
-        changed = self._stored(access, lanes) != lanes.raw
+        changed = _unlike(self._stored(access, lanes), lanes.raw)
         for trace, earlier in ((self.writes, 'wrote'), (self.reads, 'read')):
             clash = changed & trace.unordered(frame.clock, lanes)
             self._report(frame, access, clash, lanes, shape, trace, 'writes', earlier)
@@ -203,7 +211,9 @@ class SharedMarks:
             return
         lanes, shape = seen
         self.writes.note(lanes, merge=False)
-        lost = (self.writes.agent[lanes.block, lanes.cell] != lanes.agent) & (self._stored(access, lanes) != lanes.raw)
+        lost = (self.writes.agent[lanes.block, lanes.cell] != lanes.agent) & (
+            _unlike(self._stored(access, lanes), lanes.raw)
+        )
         self._report(frame, access, lost, lanes, shape, self.writes, 'writes', 'wrote')
 
     def _all_keep(self, access: Access, place: Place, mask: Mask, value: Any) -> bool:
@@ -213,7 +223,7 @@ class SharedMarks:
             return False
         raw = encoder(dtype)(value)
         self.memory.write_raw(place, raw, dtype, mask)
-        differs = np.asarray(self.memory.read_raw(place, dtype) != raw)
+        differs = _unlike(self.memory.read_raw(place, dtype), raw)
         return not (differs if mask is None else differs & mask).any()
 
     def _stored(self, access: Access, lanes: Lanes) -> np.ndarray:
@@ -347,7 +357,7 @@ class GlobalMarks:
         if lanes is None:
             return None
         cell, block, lane_shape, raw = lanes
-        changed = self._stored(access, cell) != raw
+        changed = _unlike(self._stored(access, cell), raw)
         for marks, earlier in ((self.writer, 'wrote'), (self.reader, 'read')):
             other = marks[cell]
             clash = changed & (other != NOBODY) & (other != block)
@@ -361,7 +371,7 @@ class GlobalMarks:
         cell, block, lane_shape, raw = lanes
         self.writer[cell] = block
         winner = self.writer[cell]
-        clash = self._stored(access, cell) != raw
+        clash = _unlike(self._stored(access, cell), raw)
         self._report(frame, access, clash, lane_shape, block, winner, 'writes', 'wrote')
 
     def _all_keep(self, access: Access, place: Place, value: Any) -> bool:
@@ -369,7 +379,7 @@ class GlobalMarks:
         dtype = access.buffer.dtype
         raw = encoder(dtype)(value)
         self.memory.write_raw(place, raw, dtype, None)
-        return not np.any(self.memory.read_raw(place, dtype) != raw)
+        return not np.any(_unlike(self.memory.read_raw(place, dtype), raw))
 
     def _claim(self, frame: Frame, access: Access, place: Place) -> bool:
         """The common case: nobody else touched these elements; make them this block's own."""

@@ -1,8 +1,38 @@
-"""Mixture of experts: routing."""
+"""Mixture of experts: routing from logits to experts and back."""
 
+from tile_kernels.moe.expand import expand_to_fused
+from tile_kernels.moe.expand_and_per_token_cast import expand_and_per_token_cast
+from tile_kernels.moe.expand_with_sf import expand_to_fused_with_sf
+from tile_kernels.moe.fused_mapping import fused_mapping, get_fused_mapping
+from tile_kernels.moe.group_count import aux_fi, group_count
+from tile_kernels.moe.inplace_unique_group_indices import inplace_unique_group_indices
+from tile_kernels.moe.mask_indices_by_tp import mask_indices_by_tp
+from tile_kernels.moe.normalize_weight import normalize_weight, weight_normalize
+from tile_kernels.moe.reduce import reduce_fused
+from tile_kernels.moe.routing import RoutingMap, fused_expand_reduce, token_to_expert_map
 from tile_kernels.moe.scoring import ScoringFunc
 from tile_kernels.moe.topk_gate import topk_gate
 from tile_kernels.moe.topk_gating import topk_gating
 from tile_kernels.moe.topk_gating_bwd import topk_gating_bwd
 
-__all__ = ['ScoringFunc', 'topk_gate', 'topk_gating', 'topk_gating_bwd']
+__all__ = [
+    'RoutingMap',
+    'ScoringFunc',
+    'aux_fi',
+    'expand_and_per_token_cast',
+    'expand_to_fused',
+    'expand_to_fused_with_sf',
+    'fused_expand_reduce',
+    'fused_mapping',
+    'get_fused_mapping',
+    'group_count',
+    'inplace_unique_group_indices',
+    'mask_indices_by_tp',
+    'normalize_weight',
+    'reduce_fused',
+    'token_to_expert_map',
+    'topk_gate',
+    'topk_gating',
+    'topk_gating_bwd',
+    'weight_normalize',
+]

@@ -5,10 +5,12 @@ are a local buffer `x_local[rows, LANE]`; 16-bit channels are also read as words
 
 Everything is exact, so results can be compared bit for bit:
 - `T.max` and `T.min` return the other operand for a NaN, so a NaN never reaches an amax;
-- divisions are `ieee_fdiv`; a power-of-two scale factor is found in the bits of the amax, without a division;
+- divisions are correctly rounded, those by a clamped amax without branches for rare numbers;
+- a power-of-two scale factor is found in the bits of the amax, without a division;
 - fp4 codes come from fused multiply-adds that round once.
 """
 
+import functools
 import math
 import struct
 from typing import Any
@@ -23,6 +25,9 @@ FLOAT_MAX = 3.4028234663852886e38
 def _float_bits(value: float) -> int:
     return struct.unpack('<I', struct.pack('<f', value))[0]
 
+
+#: The bits of 1.0.
+_ONE = _float_bits(1.0)
 
 #: What the code 0 of fp4 looks like before it is told apart: the bits of 2^23 - 2.
 _E2M1_ZERO = _float_bits(2.0**23 - 2)
@@ -56,21 +61,19 @@ def load_lane(x, x_local, i, row, slot, piece, hidden):
                 x_local[i, p * piece + e] = x[row, slot * LANE + p * piece + e]
 
 
+def lane_max(x_local: Any, i: Any) -> Any:
+    """Largest magnitude of the channels of one lane, NaN if no channel is a number; bf16 two at a time."""
+    if x_local.dtype != 'bfloat16':
+        return functools.reduce(T.max, (T.abs(T.cast(x_local[i, j], T.float32)) for j in range(LANE)))
+    words = (T.abs2(T.reinterpret(lane_pairs(x_local)[i, j], 'bfloat16x2')) for j in range(LANE // 2))
+    both = T.reinterpret(functools.reduce(T.max2, words), T.uint32)
+    return T.max(float_of(both << T.uint32(16)), float_of(both & T.uint32(0xFFFF0000)))
+
+
 @macro
 def lane_amax(x_local, i, amax):
-    """`amax[i] = max(amax[i], |x|)` over the channels of one lane; bf16 two at a time."""
-    pairs = lane_pairs(x_local)
-    if x_local.dtype == 'bfloat16':
-        both = T.alloc_var(T.uint32)
-        both = T.uint32(0)
-        for j in T.unroll(LANE // 2):
-            both = T.reinterpret(
-                T.max2(T.reinterpret(both, 'bfloat16x2'), T.abs2(T.reinterpret(pairs[i, j], 'bfloat16x2'))), T.uint32
-            )
-        amax[i] = T.max(amax[i], T.max(float_of(both << T.uint32(16)), float_of(both & T.uint32(0xFFFF0000))))
-    else:
-        for j in T.unroll(LANE):
-            amax[i] = T.max(amax[i], T.abs(T.cast(x_local[i, j], T.float32)))
+    """`amax[i] = max(amax[i], |x|)` over the channels of one lane."""
+    amax[i] = T.max(amax[i], lane_max(x_local, i))
 
 
 @macro
@@ -103,24 +106,27 @@ def _e2m1_code(v: Any) -> Any:
     return T.min(T.min(halves_and_ones, twos), T.uint32(_E2M1_ZERO + 7))
 
 
-def _signs(x_local: Any, i: Any, half: int) -> Any:
-    """Signs of four channels (the input's sign bits: even -0 and NaN have one) as bits 3, 19, 11 and 27."""
+def _pick(low: Any, high: Any, *numbers: int) -> Any:
+    """The word of four bytes out of two words; bytes are numbered from the lowest of `low` on."""
+    selector = sum(number << 4 * place for place, number in enumerate(numbers))
+    return T.call_extern(T.uint32, '__byte_perm', low, high, T.uint32(selector))
+
+
+def _sign_bytes(x_local: Any, i: Any, half: int) -> Any:
+    """The bytes of four channels that hold the sign (even -0 and NaN have one) as their upper bit."""
     if x_local.dtype == 'float32':
-        signs = T.uint32(0)
-        for index, bit in enumerate((3, 19, 11, 27)):
-            signs = signs | (bits_of(x_local[i, 4 * half + index]) >> T.uint32(31 - bit)) & T.uint32(1 << bit)
-        return signs
+        bits = [bits_of(x_local[i, 4 * half + index]) for index in range(4)]
+        return _pick(_pick(bits[0], bits[2], 3, 7), _pick(bits[1], bits[3], 3, 7), 0, 1, 4, 5)
     pairs = lane_pairs(x_local)
-    low, high = pairs[i, 2 * half], pairs[i, 2 * half + 1]
-    tops = (low >> T.uint32(8)) & T.uint32(0x00FF00FF) | high & T.uint32(0xFF00FF00)
-    return (tops >> T.uint32(4)) & T.uint32(0x08080808)
+    return _pick(pairs[i, 2 * half], pairs[i, 2 * half + 1], 1, 5, 3, 7)
 
 
 def _e2m1_magnitudes(v_local: Any, half: int) -> Any:
-    """Four fp4 magnitudes, one in each byte, in the order 0, 2, 1, 3: the even channels, then the odd ones."""
+    """Four fp4 magnitudes, each in the upper nibble of a byte."""
     code = [_e2m1_code(v_local[4 * half + index]) for index in range(4)]
-    both = code[0] + code[2] * T.uint32(1 << 8) + code[1] * T.uint32(1 << 16) + code[3] * T.uint32(1 << 24)
-    return both - T.uint32(_E2M1_ZERO * 0x01010101 % 2**32)
+    shifts = (4, 20, 12, 28)
+    zeros = sum(_E2M1_ZERO << shift for shift in shifts)
+    return sum((c * T.uint32(1 << s) for c, s in zip(code, shifts, strict=True)), T.uint32(-zeros % 2**32))
 
 
 def _bf16_pair(value: float) -> Any:
@@ -141,22 +147,25 @@ def _e2m1_magnitudes_bf16(x_local: Any, i: Any, sf_inv: Any, half: int) -> Any:
         twos = T.fma2(x, T.mul2(factor, _bf16_pair(0.5)), _bf16_pair(2.0**7))
         words.append(T.reinterpret(T.min2(T.min2(halves_and_ones, twos), _bf16_pair(2.0**7 + 3)), T.uint32))
     zero = (_float_bits(2.0**7 - 2) >> 16) * 0x00010001
-    return words[0] + words[1] * T.uint32(1 << 8) - T.uint32(zero * 0x0101 % 2**32)
+    return (words[0] + words[1] * T.uint32(1 << 8)) * T.uint32(16) - T.uint32(zero * 0x1010 % 2**32)
 
 
 @macro
 def encode_e2m1(x_local, i, sf_inv, power_of_two, v_local, y_word):
-    """Eight fp4 codes in one word, the even channel of a pair in the lower nibble."""
+    """Eight fp4 codes in one word, the even channel of a pair in the lower nibble.
+
+    On the way a code is the upper nibble of a byte, four channels to a word in the order 0, 2, 1, 3.
+    """
     if x_local.dtype == 'bfloat16' and power_of_two:
-        low = _e2m1_magnitudes_bf16(x_local, i, sf_inv, 0) + _signs(x_local, i, 0)
-        high = _e2m1_magnitudes_bf16(x_local, i, sf_inv, 1) + _signs(x_local, i, 1)
+        low = _e2m1_magnitudes_bf16(x_local, i, sf_inv, 0) | _sign_bytes(x_local, i, 0) & T.uint32(0x80808080)
+        high = _e2m1_magnitudes_bf16(x_local, i, sf_inv, 1) | _sign_bytes(x_local, i, 1) & T.uint32(0x80808080)
     else:
         scale_lane(x_local, i, sf_inv, v_local)
-        low = _e2m1_magnitudes(v_local, 0) + _signs(x_local, i, 0)
-        high = _e2m1_magnitudes(v_local, 1) + _signs(x_local, i, 1)
-    even = low & T.uint32(0xFFFF) | high << T.uint32(16)
-    odd = low >> T.uint32(16) | high & T.uint32(0xFFFF0000)
-    y_word[0] = even + odd * T.uint32(16)
+        low = _e2m1_magnitudes(v_local, 0) | _sign_bytes(x_local, i, 0) & T.uint32(0x80808080)
+        high = _e2m1_magnitudes(v_local, 1) | _sign_bytes(x_local, i, 1) & T.uint32(0x80808080)
+    even = _pick(low, high, 0, 1, 4, 5)
+    odd = _pick(low, high, 2, 3, 6, 7)
+    y_word[0] = (even >> T.uint32(4)) + odd
 
 
 @macro
@@ -188,19 +197,50 @@ def clamp_amax(amax: Any, amax_floor: Any) -> Any:
 
 
 @macro
+def _over_top(amax, top):
+    """`amax / top`, correctly rounded: the quotient is corrected by its remainder, which is exact."""
+    inverse = T.float32(1.0 / top)
+    quotient = T.ieee_mul(amax, inverse)
+    return T.ieee_fmaf(T.ieee_fmaf(-quotient, T.float32(top), amax), inverse, quotient)
+
+
+@macro
+def _inverse(value):
+    """`1 / value`, correctly rounded for e4m3 numbers: a Newton step from a guess that may be two units off."""
+    guess = T.fast_rcp(value)
+    return T.ieee_fmaf(T.ieee_fmaf(-value, guess, T.float32(1.0)), guess, guess)
+
+
+@macro
+def _top_over(amax, top):
+    """`top / amax`, correctly rounded for the largest number of every format.
+
+    The significand is divided by, so that nothing overflows, the quotient corrected by its exact remainder, and the
+    exponent subtracted.
+    """
+    significand = float_of(bits_of(amax) & T.uint32(0x7FFFFF) | T.uint32(_ONE))
+    inverse = _inverse(significand)
+    quotient = T.ieee_mul(T.float32(top), inverse)
+    rounded = T.ieee_fmaf(T.ieee_fmaf(-significand, quotient, T.float32(top)), inverse, quotient)
+    return float_of(bits_of(rounded) - (bits_of(amax) & T.uint32(0x7F800000)) + T.uint32(_ONE))
+
+
+@macro
 def amax_to_sf(amax, fmt, sf, sf_inv, i):
-    """The stored scale factor of an amax (exponent byte if packed) and the float32 multiplier that quantises."""
-    top = T.float32(fmt.data.max)
+    """The stored scale factor of an amax (exponent byte if packed) and the float32 multiplier that quantises.
+
+    `amax` must be clamped: finite and at least top * 2^-126, so that factor and multiplier are normal numbers.
+    """
     if fmt.power_of_two:
         exponent = _rceil_exponent(amax, fmt)
         sf[i] = T.cast(exponent, T.uint8) if fmt.sf == 'ue8m0x4' else float_of(exponent << T.uint32(23))
         sf_inv[i] = float_of((T.uint32(254) - exponent) << T.uint32(23))
     elif fmt.sf == 'e4m3':
-        sf[i] = T.cast(T.ieee_fdiv(amax, top), T.float8_e4m3fn)
-        sf_inv[i] = T.ieee_fdiv(T.float32(1.0), T.cast(sf[i], T.float32))
+        sf[i] = T.cast(_over_top(amax, fmt.data.max), T.float8_e4m3fn)
+        sf_inv[i] = _inverse(T.cast(sf[i], T.float32))
     else:
-        sf[i] = T.ieee_fdiv(amax, top)
-        sf_inv[i] = T.ieee_fdiv(top, amax)
+        sf[i] = _over_top(amax, fmt.data.max)
+        sf_inv[i] = _top_over(amax, fmt.data.max)
 
 
 def sf_register_dtype(fmt: QuantFormat) -> Any:

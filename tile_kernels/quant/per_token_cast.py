@@ -5,10 +5,11 @@
     sf[t, g]   = a / max(fmt)                               rounded as the format stores it
     y[t, h]    = round(x[t, h] * sf_inv[t, h // G])         to nearest even, saturating
 
-A lane owns 8 channels of `rows` neighbouring rows, a group is G / 8 neighbouring lanes: the amax is found by shuffles,
-nothing is staged and no thread waits for another warp. The lanes of a group share the rest of its work as well: each
-divides for its own rows only and passes the multipliers on. A whole-row group wider than a warp is owned by a block,
-which keeps the row in registers (rows too long for that are read twice, the second time from L2).
+A lane owns several vectors of 8 channels, a group is G / 8 neighbouring lanes: the amax is found by shuffles, nothing
+is staged and no thread waits for another warp. The lanes of a group share the rest of its work as well: each divides
+for some of the vectors only and passes the multipliers on. The vectors of a lane lie along its row, a warp apart, or in
+neighbouring rows, whichever lets a warp write its scale factors as whole sectors. A whole-row group wider than a warp
+is owned by a block, which keeps the row in registers (rows too long for that are read twice, the second time from L2).
 Memory bound: the floor is reading x and writing y and sf once.
 
 Numbers that are not finite are defined: a NaN does not count in the amax and becomes the format's NaN (0x7F; e2m1 has
@@ -35,6 +36,7 @@ from tile_kernels.quant._macros import (
     clamp_amax,
     encode_e2m1,
     lane_amax,
+    lane_max,
     load_lane,
     load_sf_inv,
     scale_lane,
@@ -64,13 +66,30 @@ def _group_lanes(hidden: int, fmt: QuantFormat) -> int:
     return group // LANE if group else 1 << (_lanes(hidden) - 1).bit_length()
 
 
+def _piece(hidden: int, x_dtype: torch.dtype, vector_bytes: int) -> int:
+    """Channels of a lane that alignment lets it load at a time."""
+    return math.gcd(LANE, vector_bytes // x_dtype.itemsize, hidden)
+
+
+def _along_row(hidden: int, fmt: QuantFormat, vectors: int) -> bool:
+    """Whether a lane's vectors lie along its row, a warp apart, and not in neighbouring rows.
+
+    Then the scale factors of a warp are neighbours in memory, unless they are column-major or a warp leaves the row.
+    """
+    lanes = _group_lanes(hidden, fmt)
+    row_lanes = -(-_lanes(hidden) // lanes) * lanes
+    return not fmt.col and row_lanes % (WARP * vectors) == 0
+
+
 def choose_grouped(
     hidden: int, fmt: QuantFormat, x_dtype: torch.dtype, vector_bytes: int, task: str, num_tokens: int
 ) -> dict:
-    """Four rows for each lane, so that many loads are in flight, unless that would leave the GPU half empty."""
-    lanes = num_tokens * _lanes(hidden)
-    rows = 4 if lanes >= 4 << 17 else 2 if lanes >= 2 << 17 else 1
-    return dict(rows=rows, num_threads=256 if rows > 1 else 128)
+    """Many loads in flight, few where rows are few; whole sectors of scale factors; fp4 computes more than it loads."""
+    if num_tokens * _lanes(hidden) < 4 << 17:
+        return dict(vectors=2, num_threads=128)
+    if fmt.col and x_dtype is torch.bfloat16 and _piece(hidden, x_dtype, vector_bytes) == LANE:  # fits into registers
+        return dict(vectors=8, num_threads=128)
+    return dict(vectors=2 if fmt.data.name == 'e2m1' else 4, num_threads=256)
 
 
 def choose_row(
@@ -117,18 +136,21 @@ def _code_registers(fmt: QuantFormat) -> tuple:
 
 @kernel(
     choose=choose_grouped,
-    space=dict(rows=(1, 2, 4, 8), num_threads=(128, 256, 512)),
+    space=dict(vectors=(2, 4, 8), num_threads=(128, 256)),
     pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True},
 )
 def per_token_cast_kernel(
-    hidden: int, fmt: QuantFormat, x_dtype: torch.dtype, vector_bytes: int, task: str, *, rows: int, num_threads: int
+    hidden: int, fmt: QuantFormat, x_dtype: torch.dtype, vector_bytes: int, task: str, *, vectors: int, num_threads: int
 ):
     """Groups of at most a warp. `task`: 'cast', 'sf' (scale factors only) or 'data' (scale factors are given)."""
     lanes = _group_lanes(hidden, fmt)
     num_groups = -(-_lanes(hidden) // lanes)
     row_lanes = num_groups * lanes
-    owned = -(-rows // lanes)
-    piece = math.gcd(LANE, vector_bytes // x_dtype.itemsize, hidden)
+    owned = -(-vectors // lanes)
+    piece = _piece(hidden, x_dtype, vector_bytes)
+    along_row = _along_row(hidden, fmt, vectors)
+    row_step, slot_step = (0, WARP) if along_row else (1, 0)
+    band_rows, band_lanes = (1, row_lanes // vectors) if along_row else (vectors, row_lanes)
     num_tokens, x_pitch = T.dynamic('num_tokens'), T.dynamic('x_pitch')
 
     @T.prim_func
@@ -138,46 +160,57 @@ def per_token_cast_kernel(
         y_sf: sf_tensor(fmt, num_tokens, num_groups),
         amax_floor: T.float32,
     ):
-        with T.Kernel(T.ceildiv(T.ceildiv(num_tokens, rows) * row_lanes, num_threads), threads=num_threads) as pid:
+        with T.Kernel(
+            T.ceildiv(T.ceildiv(num_tokens, band_rows) * band_lanes, num_threads), threads=num_threads
+        ) as pid:
             T.assume(x_pitch % piece == 0)
             T.annotate_min_blocks_per_sm(1024 // num_threads)
+            thread = T.get_thread_binding()
             row = T.alloc_var(T.int32)
             slot = T.alloc_var(T.int32)
-            x_local = T.alloc_local((rows, LANE), T.dtype(x_dtype))
-            amax = T.alloc_local((rows,), T.float32)
+            x_local = T.alloc_local((vectors, LANE), T.dtype(x_dtype))
+            amax = T.alloc_local((vectors,), T.float32)
             sf = T.alloc_local((owned,), sf_register_dtype(fmt))
             own_inv = T.alloc_local((owned,), T.float32)
-            sf_inv = T.alloc_local((rows,), T.float32)
+            sf_inv = T.alloc_local((vectors,), T.float32)
             v_local = T.alloc_local((LANE,), T.float32)
             y_local = T.alloc_local(*_code_registers(fmt))
-            index = pid * num_threads + T.get_thread_binding()
-            row = index // row_lanes * rows
-            slot = index % row_lanes
+            index = pid * num_threads + thread
+            lane = index % band_lanes
+            row = index // band_lanes * band_rows
+            slot = lane // WARP * (WARP * vectors) + lane % WARP if along_row else lane
 
             if hidden % (lanes * LANE) != 0:
                 T.clear(x_local)
-            for i in T.unroll(rows):  # rows past the end repeat the last one and are not stored
-                load_lane(x, x_local, i, T.min(row + i, num_tokens - 1), slot, piece, hidden)
+            for i in T.unroll(vectors):  # rows past the end repeat the last one and are not stored
+                at = slot + i * slot_step
+                T.assume(at < row_lanes)
+                load_lane(x, x_local, i, T.min(row + i * row_step, num_tokens - 1), at, piece, hidden)
 
             if task == 'data':
-                for i in T.unroll(rows):
-                    load_sf_inv(y_sf, fmt, T.min(row + i, num_tokens - 1), slot // lanes, sf_inv, i)
+                for i in T.unroll(vectors):
+                    group = (slot + i * slot_step) // lanes
+                    load_sf_inv(y_sf, fmt, T.min(row + i * row_step, num_tokens - 1), group, sf_inv, i)
             else:
-                T.clear(amax)
-                for i in T.unroll(rows):
-                    lane_amax(x_local, i, amax)
-                scatter_max(amax, rows, slot, 1, lanes)
+                for i in T.unroll(vectors):
+                    amax[i] = lane_max(x_local, i)
+                scatter_max(amax, vectors, thread, 1, lanes)
                 for k in T.unroll(owned):
-                    own = k * lanes + slot % lanes
+                    own = k * lanes + thread % lanes
                     amax_to_sf(clamp_amax(amax[k], amax_floor), fmt, sf, own_inv, k)
-                    if own < rows and row + own < num_tokens:
-                        store_sf(y_sf, fmt, num_groups, row + own, slot // lanes, sf[k])
-                for i in T.unroll(rows):
+                    if own < vectors and row + own * row_step < num_tokens:
+                        group = (slot + own * slot_step) // lanes
+                        store_sf(y_sf, fmt, num_groups, row + own * row_step, group, sf[k])
+                for i in T.unroll(vectors):
                     sf_inv[i] = T.shfl_sync(own_inv[i // lanes], i % lanes, width=lanes)
 
             if task != 'sf':
-                for i in T.unroll(rows):
-                    encode_and_store(x_local, i, fmt, task, sf_inv[i], v_local, y_local, y, row + i, slot, hidden)
+                for i in T.unroll(vectors):
+                    at = slot + i * slot_step
+                    T.assume(at < row_lanes)
+                    encode_and_store(
+                        x_local, i, fmt, task, sf_inv[i], v_local, y_local, y, row + i * row_step, at, hidden
+                    )
 
     return per_token_cast
 
@@ -190,7 +223,7 @@ def per_token_cast_row_kernel(
     num_threads = min(1024, -(-_lanes(hidden) // (vectors * WARP)) * WARP)
     num_passes = -(-_lanes(hidden) // (vectors * num_threads))
     num_warps = num_threads // WARP
-    piece = math.gcd(LANE, vector_bytes // x_dtype.itemsize, hidden)
+    piece = _piece(hidden, x_dtype, vector_bytes)
     num_tokens, x_pitch = T.dynamic('num_tokens'), T.dynamic('x_pitch')
 
     @macro

@@ -45,6 +45,27 @@ def _pack_e2m1(code: Tensor) -> Tensor:
     return (code[..., 0::2] + 16 * code[..., 1::2]).view(torch.int8)
 
 
+def _round_to_e5m6(v: Tensor) -> Tensor:
+    """12-bit codes, the upper bits of a float16; saturating, a NaN is 0x7FF.
+
+    The float16 is the one towards zero. Its upper bits are rounded to nearest even by the bits that a float32 has below
+    them, which is only right for normal numbers; smaller ones are specified to use the same bits.
+    """
+    v = v.clamp(-65024.0, 65024.0)
+    nearest = v.half()
+    towards_zero = nearest.view(torch.int16).int() - (nearest.abs().float() > v.abs()).int()
+    code = (towards_zero & 0xFFFF) >> 4
+    rest = v.view(torch.int32) & 0x1FFFF
+    return torch.where(v.isnan(), 0x7FF, code + (code % 2 + rest > 0x10000).int())
+
+
+def _pack_e5m6(code: Tensor) -> Tensor:
+    """Eight codes to twelve bytes: one string of bits, the first code first, in three little-endian words."""
+    first, second = code.unflatten(-1, (-1, 2)).unbind(-1)
+    stream = torch.stack((first >> 4, (first & 15) << 4 | second >> 8, second & 0xFF), -1).to(torch.uint8)
+    return stream.flatten(-2).unflatten(-1, (-1, 4)).flip(-1).flatten(-2).contiguous()
+
+
 def unpack_from_e2m1fn_x2(x: Tensor, out_dtype: torch.dtype = torch.float32) -> Tensor:
     """The numbers of packed e2m1 bytes: (..., n) int8 or uint8 -> (..., 2n), lower nibble first."""
     if x.dim() == 0:
@@ -218,32 +239,3 @@ def cast_back(x: tuple[Tensor, Tensor], fmt: str, block_size: tuple[int, int] = 
     factors = _load_sf(sf, layout, layout.blocks(*values.shape))
     out = values * _spread(factors, layout, *values.shape)
     return out if fmt == 'fp32' else out.bfloat16()
-
-
-# isort: split
-from tile_kernels.torch.quant_blocks import (  # noqa: E402, F401
-    _pack_e5m6,
-    _round_to_e5m6,
-    cast_back_from_e5m6,
-    cast_to_e5m6,
-    convert,
-    dequantise,
-    per_block_cast,
-    per_block_cast_lossless,
-    per_block_cast_with_precomputed_sf,
-    per_block_cast_with_sf_only,
-    per_channel_cast,
-    per_channel_cast_and_transpose,
-    per_channel_recast,
-    per_token_cast_and_cast_back,
-    transpose_weight_sf,
-)
-from tile_kernels.torch.quant_swiglu import (  # noqa: E402
-    fused_swiglu_quant_fp8,
-    swiglu_backward,
-    swiglu_backward_and_per_token_cast,
-    swiglu_forward,
-    swiglu_forward_and_count,
-    swiglu_forward_and_per_channel_cast_and_transpose,
-    swiglu_forward_and_per_token_cast,
-)

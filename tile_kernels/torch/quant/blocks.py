@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from tile_kernels.core.formats import QuantFormat, QuantTensor
-from tile_kernels.torch.quant import (
+from tile_kernels.torch.quant.tokens import (
     _block_amax,
     _divide,
     _load_sf,
@@ -20,28 +22,10 @@ from tile_kernels.torch.quant import (
     unpack_from_e2m1fn_x2,
 )
 
+FP8_NAMES = {torch.float8_e4m3fn: 'e4m3', torch.float8_e5m2: 'e5m2'}
+
+
 # e5m6 ---------------------------------------------------------------------------------------
-
-
-def _round_to_e5m6(v: Tensor) -> Tensor:
-    """12-bit codes, the upper bits of a float16; saturating, a NaN is 0x7FF.
-
-    The float16 is the one towards zero. Its upper bits are rounded to nearest even by the bits that a float32 has below
-    them, which is only right for normal numbers; smaller ones are specified to use the same bits.
-    """
-    v = v.clamp(-65024.0, 65024.0)
-    nearest = v.half()
-    towards_zero = nearest.view(torch.int16).int() - (nearest.abs().float() > v.abs()).int()
-    code = (towards_zero & 0xFFFF) >> 4
-    rest = v.view(torch.int32) & 0x1FFFF
-    return torch.where(v.isnan(), 0x7FF, code + (code % 2 + rest > 0x10000).int())
-
-
-def _pack_e5m6(code: Tensor) -> Tensor:
-    """Eight codes to twelve bytes: one string of bits, the first code first, in three little-endian words."""
-    first, second = code.unflatten(-1, (-1, 2)).unbind(-1)
-    stream = torch.stack((first >> 4, (first & 15) << 4 | second >> 8, second & 0xFF), -1).to(torch.uint8)
-    return stream.flatten(-2).unflatten(-1, (-1, 4)).flip(-1).flatten(-2).contiguous()
 
 
 def _unpack_e5m6(data: Tensor) -> Tensor:
@@ -142,7 +126,7 @@ def _values(data: Tensor, fmt: QuantFormat) -> Tensor:
     return data.float()
 
 
-def dequantise(x: QuantTensor, dtype: torch.dtype) -> Tensor:
+def dequantise(x: QuantTensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Codes times scale factors in float32, rounded to `dtype`."""
     values = _values(x.data, x.fmt)
     sf = _load_any_sf(x.sf, x.fmt, *values.shape)
@@ -263,3 +247,39 @@ def _pack_rows(sf: Tensor, block: int) -> Tensor:
 def transpose_weight_sf(sf: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Pack the scale factors of weights along k and along n."""
     return _pack_rows(sf, block), _pack_rows(sf.transpose(1, 2), block)
+
+
+def batched_transpose_weight_sf(
+    sf: Sequence[Tensor],
+    block_size: int,
+    transpose_sf1s: Sequence[bool],
+    outs: Sequence[tuple[Tensor, Tensor] | None] | None = None,
+) -> list[tuple[Tensor, Tensor]]:
+    """Packed scale factors of weights for both of their GEMM operands; see `tile_kernels.quant`."""
+    results = []
+    for weight_sf, transposed, out in zip(sf, transpose_sf1s, outs or [None] * len(sf), strict=True):
+        batched = weight_sf if weight_sf.dim() == 3 else weight_sf.unsqueeze(0)
+        row_sf, col_sf = (
+            side.view(*weight_sf.shape[:-2], *side.shape[1:]) for side in transpose_weight_sf(batched, block_size)
+        )
+        pair = row_sf.mT, col_sf if transposed else col_sf.mT
+        results.append(pair if out is None else (out[0].copy_(pair[0]), out[1].copy_(pair[1])))
+    return results
+
+
+# Friendly names -----------------------------------------------------------------------------
+
+
+def per_block_cast_fp8(
+    w: Tensor, block_size: int | tuple[int, int] = 128, dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[Tensor, Tensor]:
+    """Blocks of fp8 codes and their float32 scale factors."""
+    block = (block_size, block_size) if isinstance(block_size, int) else block_size
+    return tuple(per_block_cast(w, QuantFormat.from_flags(FP8_NAMES[dtype], block)))
+
+
+def per_channel_cast_fp8(
+    x: Tensor, group_size: int | None = None, dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[Tensor, Tensor]:
+    """Columns of fp8 codes and float32 scale factors, one for each column or for each `group_size` rows of it."""
+    return tuple(per_channel_cast(x, QuantFormat.from_flags(FP8_NAMES[dtype], (group_size or 0, 1))))

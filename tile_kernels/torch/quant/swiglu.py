@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tile_kernels.core.formats import QuantFormat, QuantTensor
 from tile_kernels.core.knobs import knobs
-from tile_kernels.torch.quant import _divide, _quantise, _scale_factors, _store_sf, cast_back
-from tile_kernels.torch.quant_blocks import dequantise, per_channel_cast, per_channel_cast_and_transpose
+from tile_kernels.torch.quant.blocks import dequantise, per_channel_cast, per_channel_cast_and_transpose
+from tile_kernels.torch.quant.tokens import _divide, _quantise, _scale_factors, _store_sf, cast_back
 
 # Rows ---------------------------------------------------------------------------------------
 

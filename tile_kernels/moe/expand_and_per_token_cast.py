@@ -1,0 +1,301 @@
+"""Expand and quantise in one pass: every token is read and quantised once, and written to each of its places.
+
+    (q, sf)[t] = per-token cast of x[t]                     in groups of fmt.sf_block[1] channels
+    y[p], y_sf[p] = q[t], sf[t]                             p = token_topk_to_pos[t, k] >= 0
+    y[p], y_sf[p] = 0                                       where pos_to_expert[p] < 0
+
+`row_threads` threads own a token, 8 neighbouring channels are a lane's, and a group is found by shuffles; codes stay in
+registers while they are written num_topk times. Scale factors meet in shared memory, from where they are written in
+rows; column-major ones go to scratch, and a second launch gathers those of neighbouring places.
+Memory bound: the floor is reading x and writing y and y_sf.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from tile_kernels.core import check
+from tile_kernels.core.cases import grid
+from tile_kernels.core.formats import QuantFormat, QuantTensor
+from tile_kernels.core.jit import kernel
+from tile_kernels.core.lang import T, macro
+from tile_kernels.core.launch import launch
+from tile_kernels.core.op import op
+from tile_kernels.moe._rows import (
+    BITS,
+    CONVERTED_ROW_PASS_CONFIGS,
+    WARP,
+    check_places,
+    clear_rows,
+    find_padding,
+    note_token,
+    row_threads_for,
+    row_vectors,
+)
+from tile_kernels.moe._samples import random_places
+from tile_kernels.moe._sf_columns import TILE_PLACES, gather_sf_columns, sf_type, tile_shape
+from tile_kernels.quant._macros import (
+    LANE,
+    amax_to_sf,
+    clamp_amax,
+    encode_e2m1,
+    lane_amax,
+    load_lane,
+    scale_lane,
+    sf_register_dtype,
+    shuffle_steps,
+)
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DATA = ('e4m3', 'e5m2', 'e2m1')
+GROUPS = (16, 32, 64, 128)
+
+# Config -------------------------------------------------------------------------------------
+
+
+def choose(hidden: int, fmt: QuantFormat, x_dtype: torch.dtype, piece: int, num_topk: int, num_expanded: int) -> dict:
+    """Up to eight lanes' worth of channels for each thread, all of them in flight before the first is quantised."""
+    return dict(row_threads=row_threads_for(hidden // LANE), num_threads=256)
+
+
+def _sf_size(fmt: QuantFormat, num_groups: int) -> int:
+    """Bytes of the units in which scale factors are moved: those stored, or words of several in a row."""
+    size = fmt.sf_dtype.itemsize
+    return size if fmt.col or size == 4 else math.gcd(num_groups, 4)
+
+
+# Kernel -------------------------------------------------------------------------------------
+
+
+@macro
+def quantise_lanes(x_local, fmt, amax_floor, amax, sf, sf_inv, v_local, y_local, code_local):
+    """Codes and scale factors of a thread's lanes; neighbouring lanes of a group share their amax."""
+    vectors, width = code_local.shape
+    T.clear(amax)
+    for v in T.unroll(vectors):
+        lane_amax(x_local, v, amax)
+    for step in T.unroll(shuffle_steps(fmt.sf_block[1] // LANE)):
+        for v in T.unroll(vectors):
+            amax[v] = T.max(amax[v], T.shfl_xor(amax[v], 1 << step))
+    for v in T.unroll(vectors):
+        amax_to_sf(clamp_amax(amax[v], amax_floor), fmt, sf, sf_inv, v)
+        if fmt.data.name == 'e2m1':
+            encode_e2m1(x_local, v, sf_inv[v], fmt.power_of_two, v_local, y_local)
+        else:
+            scale_lane(x_local, v, sf_inv[v], v_local)
+            for e in T.vectorized(LANE):
+                y_local[e] = T.cast(v_local[e], T.dtype(fmt.data.torch))
+        codes = T.view(y_local, (width,), T.uint8)
+        for e in T.vectorized(width):
+            code_local[v, e] = codes[e]
+
+
+@macro
+def store_codes(code_local, y, row, first, row_threads):
+    """Write the codes of the lanes first, first + row_threads, ... of a row, in pieces that divide its length."""
+    vectors, width = code_local.shape
+    piece = math.gcd(int(width), int(y.shape[1]))
+    for v in T.unroll(vectors):
+        for p in T.unroll(width // piece):
+            if (first + v * row_threads) * width + p * piece < y.shape[1]:
+                for e in T.vectorized(piece):
+                    y[row, (first + v * row_threads) * width + p * piece + e] = code_local[v, p * piece + e]
+
+
+@kernel(
+    choose=choose,
+    space=dict(row_threads=(32, 64, 128, 256), num_threads=(128, 256, 512)),
+    pass_configs=CONVERTED_ROW_PASS_CONFIGS,
+)
+def expand_and_per_token_cast_kernel(
+    hidden: int,
+    fmt: QuantFormat,
+    x_dtype: torch.dtype,
+    piece: int,
+    num_topk: int,
+    *,
+    row_threads: int,
+    num_threads: int,
+):
+    """Rows of `hidden` channels read `piece` at a time; `sf_rows` and `pos_to_token` are scratch of column-major sf."""
+    stored, width = fmt.data.stored(hidden), fmt.data.stored(LANE)
+    group_lanes = fmt.sf_block[1] // LANE
+    num_groups = -(-hidden // fmt.sf_block[1])
+    sf_slots = -(-num_groups // fmt.sf_pack) * fmt.sf_pack  # of a row, those of groups that do not exist included
+    sf_size = _sf_size(fmt, num_groups)
+    sf_words = sf_slots * fmt.sf_dtype.itemsize // fmt.sf_pack // sf_size
+    sf_dtype = T.dtype(BITS[sf_size])
+    vectors = row_vectors(num_groups * group_lanes, row_threads)
+    rows = max(1, num_threads // row_threads)
+    num_threads = rows * row_threads
+    code_registers = ((1,), T.uint32) if fmt.data.name == 'e2m1' else ((LANE,), T.dtype(fmt.data.torch))
+    num_tokens, num_expanded, x_pitch = (T.dynamic(name) for name in ('num_tokens', 'num_expanded', 'x_pitch'))
+
+    @T.prim_func
+    def expand_and_per_token_cast(
+        x: T.StridedTensor((num_tokens, hidden), (x_pitch, 1), T.dtype(x_dtype)),
+        token_topk_to_pos: T.Tensor((num_tokens, num_topk), T.int32),
+        pos_to_expert: T.Tensor((num_expanded,), T.int32),
+        pos_to_token: T.Tensor((num_expanded,), T.int32),
+        sf_rows: T.Tensor((num_tokens, sf_words), sf_dtype),
+        y: T.Tensor((num_expanded, stored), T.uint8),
+        y_sf: sf_type(num_expanded, sf_words, sf_dtype, fmt.col),
+        amax_floor: T.float32,
+    ):
+        pad_blocks = T.ceildiv(num_expanded, num_threads)
+        with T.Kernel(pad_blocks + T.ceildiv(num_tokens, rows), threads=num_threads) as pid:
+            T.assume(x_pitch % piece == 0)
+            x_local = T.alloc_local((vectors, LANE), T.dtype(x_dtype))
+            amax = T.alloc_local((vectors,), T.float32)
+            sf = T.alloc_local((vectors,), sf_register_dtype(fmt))
+            sf_inv = T.alloc_local((vectors,), T.float32)
+            v_local = T.alloc_local((LANE,), T.float32)
+            y_local = T.alloc_local(*code_registers)
+            code_local = T.alloc_local((vectors, width), T.uint8)
+            pos_local = T.alloc_local((num_topk,), T.int32)
+            zero_local = T.alloc_local((4, math.gcd(stored, 16)), T.uint8)
+            zero_sf_local = T.alloc_local((1, 1), sf_dtype)
+            sf_shared = T.alloc_shared((rows, sf_slots), sf_register_dtype(fmt))
+            sf_words_shared = T.view(sf_shared, (rows, sf_words), sf_dtype)
+            tx = T.get_thread_binding()
+
+            if pid < pad_blocks:
+                place = pid * num_threads + tx // WARP * WARP
+                padding = find_padding(pos_to_expert, place)
+                clear_rows(y, place, padding, zero_local)
+                if not fmt.col:
+                    clear_rows(y_sf, place, padding, zero_sf_local)
+            else:
+                row = tx // row_threads
+                token = (pid - pad_blocks) * rows + row
+                if token < num_tokens:
+                    for k in T.unroll(num_topk):
+                        pos_local[k] = token_topk_to_pos[token, k]
+                    if tx % row_threads < sf_slots - num_groups:
+                        sf_shared[row, num_groups + tx % row_threads] = T.cast(0, sf_shared.dtype)
+                    for part in T.serial(T.ceildiv(num_groups * group_lanes, vectors * row_threads)):
+                        first = part * vectors * row_threads + tx % row_threads
+                        T.clear(x_local)
+                        for v in T.unroll(vectors):
+                            load_lane(x, x_local, v, token, first + v * row_threads, piece, hidden)
+                        quantise_lanes(x_local, fmt, amax_floor, amax, sf, sf_inv, v_local, y_local, code_local)
+                        for v in T.unroll(vectors):
+                            group = (first + v * row_threads) // group_lanes
+                            if tx % group_lanes == 0 and group < num_groups:
+                                sf_shared[row, group] = sf[v]
+                        for k in T.unroll(num_topk):
+                            if pos_local[k] >= 0 and pos_local[k] < num_expanded:
+                                store_codes(code_local, y, pos_local[k], first, row_threads)
+                T.sync_threads()
+                if token < num_tokens:
+                    for i in T.serial(T.ceildiv(sf_words, row_threads)):
+                        word = i * row_threads + tx % row_threads
+                        if word < sf_words:
+                            if fmt.col:
+                                sf_rows[token, word] = sf_words_shared[row, word]
+                            else:
+                                for k in T.unroll(num_topk):
+                                    if pos_local[k] >= 0 and pos_local[k] < num_expanded:
+                                        y_sf[pos_local[k], word] = sf_words_shared[row, word]
+                    if fmt.col:
+                        note_token(token, token_topk_to_pos, row_threads, pos_to_token)
+
+        if fmt.col:
+            with T.Kernel(T.ceildiv(num_expanded, TILE_PLACES), threads=num_threads) as pid:
+                token_shared = T.alloc_shared((TILE_PLACES,), T.int32)
+                tile_shared = T.alloc_shared(tile_shape(sf_words), sf_dtype)
+                gather_sf_columns(
+                    sf_rows,
+                    pos_to_token,
+                    pos_to_expert,
+                    y_sf,
+                    pid * TILE_PLACES,
+                    num_threads,
+                    token_shared,
+                    tile_shared,
+                )
+
+    return expand_and_per_token_cast
+
+
+# Op -----------------------------------------------------------------------------------------
+
+
+@op(outputs='y y_sf')
+def expand_and_per_token_cast(
+    x: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor, fmt: QuantFormat
+) -> QuantTensor:
+    """Quantise every token once and copy its codes and scale factors to each of its places in expert order.
+
+    Bit for bit what `quant.per_token_cast` followed by `expand_to_fused_with_sf` gives, without the way through memory.
+
+    Args:
+        x: (num_tokens, hidden) bfloat16, float16 or float32; rows may lie apart.
+        token_topk_to_pos: (num_tokens, num_topk) int32, negative where a slot has no place.
+        pos_to_expert: (num_expanded,) int32; its sign says whether a place is taken.
+        fmt: e4m3, e5m2 or e2m1 with scale blocks of one token and 16, 32, 64 or 128 channels, in any storage.
+
+    Returns:
+        The quantised (num_expanded, hidden) tensor; codes and scale factors are 0 where pos_to_expert is negative.
+    """
+    num_tokens, hidden = check.shape(x, 'x', 'num_tokens hidden', dtype=DTYPES)
+    num_topk, num_expanded = check_places(token_topk_to_pos, pos_to_expert, num_tokens)
+    check.unit_stride(x, 'x')
+    check.same_device(x=x, token_topk_to_pos=token_topk_to_pos, pos_to_expert=pos_to_expert)
+    check.one_of(fmt.data.name, DATA, 'data of fmt')
+    check.one_of(fmt.sf_block, [(1, group) for group in GROUPS], 'scale block of fmt')
+    y = fmt.empty(num_expanded, hidden, x.device)
+    pos_to_token = sf_rows = None
+    if fmt.col:
+        pos_to_token = torch.empty_like(pos_to_expert)
+        sf_rows = torch.empty((num_tokens, y.sf.shape[1]), dtype=BITS[y.sf.element_size()], device=x.device)
+    piece = math.gcd(LANE, check.vector_bytes(x) // x.element_size(), hidden)
+    static = (hidden, fmt, x.dtype, piece, num_topk)
+    maps = (token_topk_to_pos, pos_to_expert, pos_to_token)
+    results = (y.data.view(torch.uint8), y.sf.view(BITS[_sf_size(fmt, fmt.blocks(1, hidden)[1])]))
+    launch(expand_and_per_token_cast_kernel, static, x, *maps, sf_rows, *results, fmt.amax_floor, size=num_expanded)
+    return y
+
+
+# Cases --------------------------------------------------------------------------------------
+
+
+def _make(
+    num_tokens: int,
+    num_topk: int,
+    hidden: int,
+    dtype: torch.dtype,
+    fmt: str,
+    pitch: int = 0,
+    num_experts: int = 8,
+    padding: int = 3,
+    unrouted: float = 0.2,
+) -> dict:
+    token_topk_to_pos, pos_to_expert = random_places(num_tokens, num_topk, num_experts, unrouted, padding)
+    x = torch.randn(num_tokens, hidden + pitch, dtype=dtype)[:, pitch:]
+    return dict(x=x, token_topk_to_pos=token_topk_to_pos, pos_to_expert=pos_to_expert, fmt=QuantFormat.parse(fmt))
+
+
+FORMATS = [
+    'e4m3_1x128_f32',
+    'e4m3_1x32_f32p2_col',
+    'e4m3_1x128_ue8m0x4',
+    'e4m3_1x128_ue8m0x4_col',
+    'e2m1_1x32_ue8m0x4_col',
+    'e2m1_1x16_e4m3',
+    'e5m2_1x64_f32_col',
+]
+
+expand_and_per_token_cast.cases(
+    make=_make,
+    match='bitwise',
+    smoke=grid(num_tokens=[0, 1, 21], num_topk=[6], hidden=[256], dtype=[torch.bfloat16], fmt=FORMATS[:2])
+    + grid(num_tokens=[9], num_topk=[3], hidden=[336], dtype=[torch.bfloat16, torch.float32], fmt=FORMATS)  # tails
+    + grid(num_tokens=[5], num_topk=[9], hidden=[66], dtype=[torch.float16], fmt=FORMATS[3:6], pitch=[1])
+    + grid(num_tokens=[3], num_topk=[2], hidden=[17408], dtype=[torch.bfloat16], fmt=FORMATS[2:4]),  # several parts
+    full=grid(num_tokens=[4001], num_topk=[2, 8], hidden=[576, 2048, 7168], dtype=[torch.bfloat16], fmt=FORMATS),
+    bench=grid(num_tokens=[4096], num_topk=[8], hidden=[7168], dtype=[torch.bfloat16], fmt=FORMATS, padding=[0])
+    + grid(num_tokens=[64], num_topk=[8], hidden=[7168], dtype=[torch.bfloat16], fmt=FORMATS[:1], padding=[0])
+    + grid(num_tokens=[4001], num_topk=[6], hidden=[576, 2048], dtype=[torch.bfloat16], fmt=FORMATS[:1], padding=[0]),
+)

@@ -1,0 +1,190 @@
+"""Count how often each group (or expert) was chosen, as integers or as the load fraction of an auxiliary loss.
+
+    count[g] = number of slots with group_idx = g           negative numbers count nowhere
+    f[e]     = count[e] * num_experts / (num_tokens * num_aux_topk)
+
+Each block counts a run of slots in shared memory and writes its counts; a second launch adds them up. Few slots are one
+block and one launch. Nothing has to be cleared beforehand, and integers make the result independent of any order.
+"""
+
+import torch
+from torch import Tensor
+
+from tile_kernels.core import check
+from tile_kernels.core.cases import grid
+from tile_kernels.core.jit import kernel
+from tile_kernels.core.lang import T, macro
+from tile_kernels.core.launch import launch
+from tile_kernels.core.op import op
+from tile_kernels.moe._samples import random_choice
+
+MAX_BLOCKS = 128
+MAX_GROUPS = 8192
+INT32_MAX = 2**31 - 1
+
+#: Slots that a thread has in flight.
+ROUNDS = 8
+
+# Config -------------------------------------------------------------------------------------
+
+
+def choose(num_groups: int, num_topk: int, index_dtype: torch.dtype, fraction: bool, num_slots: int) -> dict:
+    """Eight slots for each thread; the more blocks, the more there is to add up."""
+    num_blocks = next((n for n in (1, 16, 64) if num_slots <= n * 4096), 128)
+    return dict(num_blocks=min(num_blocks, 128 if num_groups <= 512 else 16), num_threads=512)
+
+
+# Kernel -------------------------------------------------------------------------------------
+
+
+@macro
+def write_count(out, group, count, fraction, even):
+    """The result of a group: the count, or the fraction; `even` slots are an even load of all groups (0: no tokens)."""
+    if fraction:
+        load = T.cast(count, T.float32) * T.float32(out.shape[0])
+        out[group] = T.ieee_fdiv(load, T.cast(T.max(even, 1), T.float32))
+    else:
+        out[group] = count
+
+
+@kernel(
+    choose=choose,
+    space=dict(num_blocks=(1, 16, 64, 128), num_threads=(256, 512, 1024)),
+    pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True},
+)
+def group_count_kernel(
+    num_groups: int, num_topk: int, index_dtype: torch.dtype, fraction: bool, *, num_blocks: int, num_threads: int
+):
+    """Counts of `num_groups` groups; `partial` is scratch."""
+    num_tokens = T.dynamic('num_tokens')
+
+    @T.prim_func
+    def group_count(
+        group_idx: T.Tensor((num_tokens, num_topk), T.dtype(index_dtype)),
+        partial: T.Tensor((num_groups, MAX_BLOCKS), T.int32),
+        out: T.Tensor((num_groups,), T.float32 if fraction else T.int32),
+        num_aux_topk: T.int32,
+    ):
+        num_slots = num_tokens * num_topk
+        with T.Kernel(num_blocks, threads=num_threads) as pid:
+            count_shared = T.alloc_shared((num_groups,), T.int32)
+            index_local = T.alloc_local((ROUNDS,), T.dtype(index_dtype))
+            tx = T.get_thread_binding()
+
+            for i in T.serial(T.ceildiv(num_groups, num_threads)):
+                if i * num_threads + tx < num_groups:
+                    count_shared[i * num_threads + tx] = 0
+            T.sync_threads()
+            for step in T.serial(T.ceildiv(num_slots, num_blocks * num_threads * ROUNDS)):
+                for i in T.unroll(ROUNDS):
+                    slot = ((step * ROUNDS + i) * num_blocks + pid) * num_threads + tx
+                    index_local[i] = -1
+                    if slot < num_slots:
+                        index_local[i] = group_idx[slot // num_topk, slot % num_topk]
+                for i in T.unroll(ROUNDS):
+                    if index_local[i] >= 0 and index_local[i] < num_groups:
+                        T.atomic_add(count_shared[T.cast(index_local[i], T.int32)], 1)
+            T.sync_threads()
+            for i in T.serial(T.ceildiv(num_groups, num_threads)):
+                group = i * num_threads + tx
+                if group < num_groups:
+                    if num_blocks == 1:
+                        write_count(out, group, count_shared[group], fraction, num_tokens * num_aux_topk)
+                    else:
+                        partial[group, pid] = count_shared[group]
+
+        if num_blocks > 1:
+            warps = 4
+            with T.Kernel(T.ceildiv(num_groups, warps), threads=warps * 32) as pid:
+                tx = T.get_thread_binding()
+                group = pid * warps + tx // 32
+                count = T.alloc_var(T.int32, init=0)
+                for i in T.unroll(T.ceildiv(num_blocks, 32)):
+                    if group < num_groups and i * 32 + tx % 32 < num_blocks:
+                        count += partial[group, i * 32 + tx % 32]
+                count = T.warp_reduce_sum(count)
+                if group < num_groups and tx % 32 == 0:
+                    write_count(out, group, count, fraction, num_tokens * num_aux_topk)
+
+    return group_count
+
+
+# Ops ----------------------------------------------------------------------------------------
+
+
+def _count(index: Tensor, name: str, num_groups: int, num_aux_topk: int = 0) -> Tensor:
+    """Counts of the groups of (num_tokens, num_topk) indices, or fractions if `num_aux_topk` is given."""
+    num_tokens, num_topk = check.shape(index, name, 'num_tokens num_topk', dtype=(torch.int64, torch.int32))
+    check.contiguous(index, name)
+    check.at_least(num_groups, 1, 'number of groups')
+    check.at_most(num_groups, MAX_GROUPS, 'number of groups')
+    check.at_most(num_tokens * num_topk, INT32_MAX, 'number of slots')
+    fraction = num_aux_topk > 0
+    out = torch.empty(num_groups, dtype=torch.float32 if fraction else torch.int32, device=index.device)
+    partial = torch.empty((num_groups, MAX_BLOCKS), dtype=torch.int32, device=index.device)
+    static = (num_groups, num_topk, index.dtype, fraction)
+    size = torch.sym_max(num_tokens * num_topk, 1)  # without slots there are still zeros to write
+    launch(group_count_kernel, static, index, partial, out, num_aux_topk, size=size)
+    return out
+
+
+@op(outputs='count')
+def group_count(group_idx: Tensor, num_groups: int) -> Tensor:
+    """Count how often each group occurs.
+
+    Args:
+        group_idx: (num_tokens, num_topk) int64 or int32, contiguous; numbers that are no group are ignored.
+        num_groups: up to 8192.
+
+    Returns:
+        (num_groups,) int32.
+    """
+    return _count(group_idx, 'group_idx', num_groups)
+
+
+@op(outputs='fraction')
+def aux_fi(topk_idx: Tensor, num_experts: int, num_aux_topk: int) -> Tensor:
+    """Load fraction of each expert, f of the auxiliary balance loss; 1 everywhere if the load is even.
+
+    Args:
+        topk_idx: (num_tokens, num_topk) int64 or int32, contiguous; numbers that are no expert are ignored.
+        num_experts: up to 8192.
+        num_aux_topk: choices per token that count as an even load.
+
+    Returns:
+        (num_experts,) float32, count * num_experts / (num_tokens * num_aux_topk); 0 without tokens. Deterministic.
+    """
+    check.at_least(num_aux_topk, 1, 'num_aux_topk')
+    return _count(topk_idx, 'topk_idx', num_experts, num_aux_topk)
+
+
+# Cases --------------------------------------------------------------------------------------
+
+
+def _choice(num_tokens: int, num_topk: int, num_groups: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    return random_choice(num_tokens, num_topk, num_groups, unrouted=0.3).to(dtype)
+
+
+SMOKE = grid(num_tokens=[0, 1, 77], num_topk=[6], num_groups=[8]) + grid(
+    num_tokens=[900], num_topk=[9], num_groups=[72, 600], dtype=[torch.int64, torch.int32]
+)
+BENCH = grid(num_tokens=[64, 18483, 21839], num_topk=[8], num_groups=[32, 256])
+
+group_count.cases(
+    make=lambda num_groups, **case: dict(group_idx=_choice(num_groups=num_groups, **case), num_groups=num_groups),
+    match='bitwise',
+    smoke=SMOKE,
+    full=grid(num_tokens=[4001, 100003], num_topk=[2, 9], num_groups=[8, 72, 8192]),
+    bench=BENCH,
+)
+aux_fi.cases(
+    make=lambda num_groups, num_topk, **case: dict(
+        topk_idx=_choice(num_groups=num_groups, num_topk=num_topk, **case),
+        num_experts=num_groups,
+        num_aux_topk=num_topk,
+    ),
+    match='bitwise',
+    smoke=SMOKE,
+    full=grid(num_tokens=[4001, 100003], num_topk=[2, 9], num_groups=[8, 72, 8192]),
+    bench=BENCH,
+)

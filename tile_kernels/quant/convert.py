@@ -1,0 +1,257 @@
+"""Conversions of single numbers: dtype to dtype, rounded to nearest even or stochastically, and unpacked fp4.
+
+    y[i] = round(x[i])                                      fp8 saturates, as in all casts
+
+Stochastic rounding of v between neighbours a <= |v| < b of the target: |v| goes to b if (|v| - a) / (b - a) + u >= 1,
+else to a, with u in [0, 1) made of random bits; on average nothing is lost. Random bits are a hash of four consecutive
+numbers and their place, so equal tensors round equally, on every GPU:
+
+    h  = 0x5671D42B b[0] + 0x9995E499 b[1] + 0xACE1B8A5 b[2] + 0xE153538D b[3] + i // 4      b: float32 bits
+    h ^= h >> 23;  h *= 0x7FEB352D;  h ^= h >> 16;  h *= 0x846CA68B
+    r  = h ^ (h >> 11);  s = 0xD35A2D97 h;  s ^= s >> 11                                      all modulo 2^32
+
+e4m3 takes for the number 4 q + e the top 24 bits of r rotated left by 8 e (what is discarded of |v| beyond 24 bits
+does not count), bfloat16 the upper and lower halves of r, then of s. Infinities and NaN are converted as usual.
+
+A lane owns 16 bytes of the wider side. Memory bound: the floor is reading x and writing y once.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from tile_kernels.core import check
+from tile_kernels.core.cases import grid
+from tile_kernels.core.jit import kernel
+from tile_kernels.core.lang import T, macro
+from tile_kernels.core.launch import launch
+from tile_kernels.core.op import op
+from tile_kernels.quant._blocks import decode
+from tile_kernels.quant._macros import bits_of, float_of
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
+STOCHASTIC = (
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float8_e4m3fn),
+    (torch.bfloat16, torch.float8_e4m3fn),
+)
+
+#: float32 bits of 2^-6, the least normal e4m3 number, and of 448, the largest.
+E4M3_NORMAL, E4M3_MAX = 0x3C800000, 0x43E00000
+
+
+# Config -------------------------------------------------------------------------------------
+
+
+def choose(source: str | torch.dtype, target: torch.dtype, vector_bytes: int, stochastic: bool, size: int) -> dict:
+    """Four vectors for each thread, so that many loads are in flight, unless that would leave the GPU half empty."""
+    return dict(vectors=4 if size >= 1 << 23 else 1, num_threads=256)
+
+
+# Kernel -------------------------------------------------------------------------------------
+
+
+def _mix(a, b, c, d, place):
+    """The hash of four consecutive numbers, before its last step."""
+    words = zip((a, b, c, d), (0x5671D42B, 0x9995E499, 0xACE1B8A5, 0xE153538D), strict=True)
+    h = place
+    for value, factor in words:
+        h = h + bits_of(value) * T.uint32(factor)
+    h = (h ^ (h >> T.uint32(23))) * T.uint32(0x7FEB352D)
+    return (h ^ (h >> T.uint32(16))) * T.uint32(0x846CA68B)
+
+
+def _finish(h):
+    return h ^ (h >> T.uint32(11))
+
+
+def _is_finite(v):
+    return (bits_of(v) & T.uint32(0x7F800000)) != T.uint32(0x7F800000)
+
+
+def _to_bf16(v, random):
+    """`v` rounded stochastically to a bfloat16, with 16 random bits at the top of a word; as float32."""
+    rounded = (bits_of(v) + (random >> T.uint32(16))) & T.uint32(0xFFFF0000)
+    return T.if_then_else(_is_finite(v), float_of(rounded), v)
+
+
+def _to_e4m3(v, random):
+    """`v` rounded stochastically to an e4m3 number, with 24 random bits at the top of a word; as float32."""
+    magnitude = bits_of(v) & T.uint32(0x7FFFFFFF)
+    normal = T.min((magnitude + (random >> T.uint32(12))) & T.uint32(0xFFF00000), T.uint32(E4M3_MAX))
+    steps = T.cast(T.min(T.abs(v), T.float32(2.0**-6)) * T.float32(2.0**33), T.uint32)  # of 2^-9, with 24 more bits
+    subnormal = T.cast((steps + (random >> T.uint32(8))) >> T.uint32(24), T.float32) * T.float32(2.0**-9)
+    rounded = T.if_then_else(magnitude < T.uint32(E4M3_NORMAL), bits_of(subnormal), normal)
+    signed = float_of(rounded | bits_of(v) & T.uint32(0x80000000))
+    return T.if_then_else(_is_finite(v), signed, v)
+
+
+@macro
+def round_four(v_local, first, place, target):
+    """Round four consecutive numbers stochastically; the results are exact in the target."""
+    word = T.alloc_var(T.uint32)
+    word = _mix(v_local[first], v_local[first + 1], v_local[first + 2], v_local[first + 3], place)
+    if target is torch.bfloat16:
+        for e in T.unroll(2):
+            v_local[first + e] = _to_bf16(v_local[first + e], _finish(word) << T.cast(16 * e, T.uint32))
+        word = word * T.uint32(0xD35A2D97)
+        for e in T.unroll(2):
+            v_local[first + 2 + e] = _to_bf16(v_local[first + 2 + e], _finish(word) << T.cast(16 * e, T.uint32))
+    else:
+        word = _finish(word)
+        for e in T.unroll(4):
+            v_local[first + e] = _to_e4m3(v_local[first + e], word)
+            word = word << T.uint32(8) | word >> T.uint32(24)
+
+
+@kernel(
+    choose=choose,
+    space=dict(vectors=(1, 2, 4, 8), num_threads=(128, 256, 512)),
+    pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True},
+)
+def convert_kernel(
+    source: str | torch.dtype,
+    target: torch.dtype,
+    vector_bytes: int,
+    stochastic: bool,
+    *,
+    vectors: int,
+    num_threads: int,
+):
+    """A flat tensor of `source`, a dtype or 'e2m1' for bytes of two, to one of `target`."""
+    packed = source == 'e2m1'
+    x_dtype = torch.uint8 if packed else source
+    pack = 2 if packed else 1
+    lane = 16 // max(target.itemsize, x_dtype.itemsize)
+    width = lane // pack
+    piece = math.gcd(width, vector_bytes // x_dtype.itemsize)
+    count = T.dynamic('count', 'int64')
+
+    @T.prim_func
+    def convert(x: T.Tensor((count,), T.dtype(x_dtype)), y: T.Tensor((count * pack,), T.dtype(target))):
+        blocks = T.cast(T.ceildiv(count, width * vectors * num_threads), 'int32')
+        with T.Kernel(blocks, threads=num_threads) as pid:
+            slot = T.alloc_var(T.int64)
+            codes = T.alloc_local((vectors, width), T.dtype(x_dtype))
+            v_local = T.alloc_local((lane,), T.float32)
+            y_local = T.alloc_local((lane,), T.dtype(target))
+            slot = T.cast(pid, 'int64') * (vectors * num_threads) + T.get_thread_binding()
+
+            T.clear(codes)
+            for k in T.unroll(vectors):
+                if (slot + k * num_threads) * width + width <= count:
+                    for p in T.unroll(width // piece):
+                        for e in T.vectorized(piece):
+                            codes[k, p * piece + e] = x[(slot + k * num_threads) * width + p * piece + e]
+                else:
+                    for e in T.unroll(width):
+                        if (slot + k * num_threads) * width + e < count:
+                            codes[k, e] = x[(slot + k * num_threads) * width + e]
+
+            for k in T.unroll(vectors):
+                decode(codes, k, source if packed else '', v_local)
+                if stochastic:
+                    for q in T.unroll(lane // 4):
+                        place = T.cast((slot + k * num_threads) * (lane // 4) + q, T.uint32)
+                        round_four(v_local, 4 * q, place, target)
+                for e in T.vectorized(lane):
+                    y_local[e] = T.cast(v_local[e], T.dtype(target))
+                if (slot + k * num_threads) * width + width <= count:
+                    for e in T.vectorized(lane):
+                        y[(slot + k * num_threads) * lane + e] = y_local[e]
+                else:
+                    for e in T.unroll(lane):
+                        if (slot + k * num_threads) * lane + e < count * pack:
+                            y[(slot + k * num_threads) * lane + e] = y_local[e]
+
+    return convert
+
+
+# Ops ----------------------------------------------------------------------------------------
+
+
+@op(outputs='y')
+def convert(x: Tensor, dtype: torch.dtype, stochastic: bool = False) -> Tensor:
+    """Convert every number of `x` to another dtype.
+
+    Args:
+        x: contiguous, of any shape: bfloat16, float16, float32, float8_e4m3fn or float8_e5m2.
+        dtype: one of these. fp8 saturates; others overflow to infinity.
+        stochastic: round up or down at random, so that nothing is lost on average (the module says how); float32 to
+            bfloat16 or float8_e4m3fn, bfloat16 to float8_e4m3fn. Equal tensors round equally.
+
+    Returns:
+        A contiguous tensor of the shape of `x`.
+    """
+    check.dtype(x, 'x', DTYPES)
+    check.one_of(dtype, DTYPES, 'dtype')
+    check.contiguous(x, 'x')
+    if stochastic and (x.dtype, dtype) not in STOCHASTIC:
+        check.fail('stochastic', 'must be False for this pair of dtypes', f'{x.dtype} to {dtype}')
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    flat = x.view(-1)
+    launch(convert_kernel, (x.dtype, dtype, check.vector_bytes(flat), stochastic), flat, y.view(-1))
+    return y
+
+
+@op(outputs='y')
+def unpack_from_e2m1fn_x2(x: Tensor, out_dtype: torch.dtype = torch.float32) -> Tensor:
+    """The numbers of packed fp4.
+
+    Args:
+        x: (..., n) int8 or uint8, contiguous, two codes to a byte.
+        out_dtype: bfloat16, float16, float32, float8_e4m3fn or float8_e5m2, which all hold every fp4 number.
+
+    Returns:
+        (..., 2 n), contiguous; the lower nibble of a byte comes first.
+    """
+    check.dtype(x, 'x', (torch.int8, torch.uint8))
+    check.one_of(out_dtype, DTYPES, 'out_dtype')
+    if x.dim() == 0:
+        check.fail('x', 'must have at least one dimension', check.describe(x))
+    check.contiguous(x, 'x')
+    y = torch.empty((*x.shape[:-1], 2 * x.shape[-1]), dtype=out_dtype, device=x.device)
+    flat = x.view(-1).view(torch.uint8)
+    launch(convert_kernel, ('e2m1', out_dtype, check.vector_bytes(flat), False), flat, y.view(-1))
+    return y
+
+
+# Cases --------------------------------------------------------------------------------------
+
+
+def _numbers(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Numbers of many magnitudes, some beyond what the targets hold."""
+    x = torch.randn(shape) * torch.exp2(torch.randint(-24, 16, shape))
+    return x.to(dtype) if dtype.itemsize > 1 else x.clamp(-400, 400).to(dtype)
+
+
+def _make(shape: tuple[int, ...], source: torch.dtype, target: torch.dtype, stochastic: bool = False) -> dict:
+    return dict(x=_numbers(shape, source), dtype=target, stochastic=stochastic)
+
+
+BF16, F16, F32, E4M3, E5M2 = DTYPES
+PAIRS = [(a, b) for a in DTYPES for b in DTYPES]
+convert.cases(
+    make=_make,
+    match='bitwise',
+    smoke=[dict(shape=(3, 67), source=a, target=b) for a, b in PAIRS[1::3]]
+    + [dict(shape=(5, 29), source=a, target=b, stochastic=True) for a, b in STOCHASTIC]
+    + grid(shape=[(0, 4), ()], source=[F32], target=[BF16]),
+    full=[dict(shape=(4001, 1091), source=a, target=b) for a, b in PAIRS]
+    + [dict(shape=(4001, 7168), source=a, target=b, stochastic=True) for a, b in STOCHASTIC]
+    + grid(shape=[(300001, 7168)], source=[BF16], target=[E4M3]),  # past 2^31 elements
+    bench=grid(shape=[(4096, 7168), (16384, 7168)], source=[F32], target=[BF16, E4M3], stochastic=[False, True])
+    + grid(shape=[(4096, 7168)], source=[BF16], target=[E4M3], stochastic=[False, True])
+    + grid(shape=[(4096, 7168)], source=[E4M3], target=[BF16, F32]),
+)
+unpack_from_e2m1fn_x2.cases(
+    make=lambda shape, dtype, target: dict(
+        x=torch.randint(0, 256, shape, dtype=torch.uint8).view(dtype), out_dtype=target
+    ),
+    match='bitwise',
+    smoke=grid(shape=[(3, 67), (0, 8), (16,)], dtype=[torch.int8], target=[F32, BF16])
+    + grid(shape=[(2, 5, 3)], dtype=[torch.uint8], target=[E4M3]),
+    full=grid(shape=[(4001, 1091)], dtype=[torch.int8], target=DTYPES),
+    bench=grid(shape=[(4096, 3584)], dtype=[torch.int8], target=[F32, BF16]),
+)

@@ -1,0 +1,211 @@
+"""Dequantise: the numbers of a quantised matrix, in blocks of any extent and scale factors of any layout.
+
+    y[t, h] = code[t, h] * sf[t // M, h // N]               M, N = x.fmt.sf_block; in float32, then rounded to `dtype`
+
+A lane owns 16 bytes of the result in each of `rows` neighbouring rows and reads the codes and scale factors it needs;
+neighbouring lanes share scale factors through the L1 cache. Memory bound: the floor is reading x and writing y once.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from tile_kernels.core import check
+from tile_kernels.core.cases import grid
+from tile_kernels.core.formats import QuantFormat, QuantTensor
+from tile_kernels.core.jit import kernel
+from tile_kernels.core.lang import T, macro
+from tile_kernels.core.launch import launch
+from tile_kernels.core.op import op
+from tile_kernels.quant._blocks import decode, load_codes, sf_value
+from tile_kernels.quant._macros import store_lane
+from tile_kernels.quant.per_block_cast import check_sf
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+# Config -------------------------------------------------------------------------------------
+
+
+def _lane(fmt: QuantFormat, dtype: torch.dtype) -> int:
+    """Channels of a lane: 16 bytes of the result, and whole groups of a packed format."""
+    return max(16 // dtype.itemsize, fmt.data.pack)
+
+
+def choose(hidden: int, fmt: QuantFormat, dtype: torch.dtype, vector_bytes: int, num_tokens: int) -> dict:
+    """Several rows for each lane, so that many loads are in flight, unless that would leave the GPU half empty."""
+    lanes = num_tokens * -(-hidden // _lane(fmt, dtype))
+    rows = 4 if lanes >= 4 << 18 else 2 if lanes >= 2 << 17 else 1
+    return dict(rows=rows, num_threads=256 if rows > 1 else 128)
+
+
+# Kernel -------------------------------------------------------------------------------------
+
+
+def _sf_tensor(fmt: QuantFormat, num_cols: int):
+    """Parameter type of the scale factors, row-major or column-major."""
+    shape = (T.dynamic('sf_rows'), num_cols)
+    if fmt.col:
+        return T.StridedTensor(shape, (1, T.dynamic('sf_pitch')), T.dtype(fmt.sf_dtype))
+    return T.Tensor(shape, T.dtype(fmt.sf_dtype))
+
+
+@macro
+def load_factors(x_sf, fmt, i, row, col, hidden, factors):
+    """The scale factors of a row of a lane: one if its channels share one, else one for each channel."""
+    height, width = fmt.sf_block
+    sf_row = row // height if height else 0
+    channels = factors.shape[1]
+    if channels == 1:
+        if col < hidden:
+            factors[i, 0] = sf_value(x_sf, fmt, sf_row, col // width if width else 0)
+    elif width == 1 and fmt.sf_pack == 1 and not fmt.col and hidden % channels == 0:
+        if col < hidden:
+            for e in T.vectorized(channels):
+                factors[i, e] = sf_value(x_sf, fmt, sf_row, col + e)
+    else:
+        for e in T.unroll(channels):
+            if col + e < hidden:
+                factors[i, e] = sf_value(x_sf, fmt, sf_row, (col + e) // width)
+
+
+@kernel(
+    choose=choose,
+    space=dict(rows=(1, 2, 4, 8), num_threads=(128, 256, 512)),
+    pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True},
+)
+def dequantise_kernel(
+    hidden: int, fmt: QuantFormat, dtype: torch.dtype, vector_bytes: int, *, rows: int, num_threads: int
+):
+    """Lanes of 16 bytes of the result; a scale factor of all rows of a lane is read once."""
+    lane = _lane(fmt, dtype)
+    row_lanes, stored, width = -(-hidden // lane), fmt.data.stored(hidden), fmt.data.stored(lane)
+    sf_height, sf_width = fmt.sf_block
+    own_rows = 1 if sf_height % rows == 0 else rows
+    own_factors = 1 if sf_width % lane == 0 else lane
+    piece = math.gcd(width, vector_bytes // fmt.data.torch.itemsize, stored)
+    num_tokens, x_pitch = T.dynamic('num_tokens'), T.dynamic('x_pitch')
+
+    @T.prim_func
+    def dequantise(
+        x: T.StridedTensor((num_tokens, stored), (x_pitch, 1), T.dtype(fmt.data.torch)),
+        x_sf: _sf_tensor(fmt, fmt.sf_shape(1, hidden)[1]),
+        y: T.Tensor((num_tokens, hidden), T.dtype(dtype)),
+    ):
+        with T.Kernel(T.ceildiv(T.ceildiv(num_tokens, rows) * row_lanes, num_threads), threads=num_threads) as pid:
+            T.assume(x_pitch % piece == 0)
+            row = T.alloc_var(T.int32)
+            slot = T.alloc_var(T.int32)
+            codes = T.alloc_local((rows, width), T.dtype(fmt.data.torch))
+            factors = T.alloc_local((own_rows, own_factors), T.float32)
+            v_local = T.alloc_local((lane,), T.float32)
+            y_local = T.alloc_local((lane,), T.dtype(dtype))
+            index = pid * num_threads + T.get_thread_binding()
+            row = index // row_lanes * rows
+            slot = index % row_lanes
+
+            T.clear(codes)
+            T.clear(factors)
+            for i in T.unroll(rows):
+                if row + i < num_tokens:
+                    load_codes(x, codes, i, row + i, slot, piece)
+            for i in T.unroll(own_rows):
+                if row + i < num_tokens:
+                    load_factors(x_sf, fmt, i, row + i, slot * lane, hidden, factors)
+
+            for i in T.unroll(rows):
+                decode(codes, i, fmt.data.name, v_local)
+                for e in T.unroll(lane):
+                    v_local[e] = v_local[e] * factors[i % own_rows, e % own_factors]
+                for e in T.vectorized(lane):
+                    y_local[e] = T.cast(v_local[e], T.dtype(dtype))
+                if row + i < num_tokens:
+                    store_lane(y, y_local, row + i, slot, math.gcd(lane, hidden), hidden, lane)
+
+    return dequantise
+
+
+# Op -----------------------------------------------------------------------------------------
+
+
+@op(outputs='y')
+def dequantise(x: QuantTensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """The numbers that a quantised matrix stands for: code * sf.
+
+    Args:
+        x: (num_tokens, hidden) of any format: data e4m3, e5m2, e2m1 or e5m6 with dense rows and any row stride, one
+            scale factor for each block of `x.fmt.sf_block`, in the layout of `x.fmt`.
+        dtype: bfloat16, float16 or float32.
+
+    Returns:
+        (num_tokens, hidden), contiguous. The product is taken in float32 and rounded once, to nearest even. The
+        exponent byte 0 of a packed scale factor stands for 2^-127.
+    """
+    num_tokens, _ = check.shape(x.data, 'x', 'num_tokens stored', dtype=x.fmt.data.torch)
+    check.unit_stride(x.data, 'x')
+    check.one_of(dtype, DTYPES, 'dtype')
+    hidden = x.shape[1]
+    check.at_least(hidden, 1, 'hidden')
+    check.multiple(hidden, x.fmt.data.pack, 'hidden')
+    check_sf(x.sf, 'x.sf', x.fmt, num_tokens, hidden)
+    check.same_device(x=x.data, x_sf=x.sf)
+    y = torch.empty((num_tokens, hidden), dtype=dtype, device=x.device)
+    launch(dequantise_kernel, (hidden, x.fmt, dtype, check.vector_bytes(x.data)), x.data, x.sf, y)
+    return y
+
+
+# Cases --------------------------------------------------------------------------------------
+
+
+def _make(num_tokens: int, hidden: int, fmt: str, dtype: torch.dtype, pad: int = 0) -> dict:
+    """Random codes (no NaN) and scale factors of a format; `pad` container elements lie between rows."""
+    layout = QuantFormat.parse(fmt)
+    stored = layout.data.stored(hidden)
+    codes = torch.randint(0, 256, (num_tokens, stored + pad), dtype=torch.uint8)
+    if layout.data.bits == 8:
+        codes = codes % 0x7C  # below infinity and NaN of e5m2
+    elif layout.data.name == 'e5m6':
+        codes = codes & 0xBB  # no code has all five bits of an exponent
+    sf = layout.empty_sf(num_tokens, hidden, codes.device)
+    if layout.sf == 'ue8m0x4':
+        sf.copy_(torch.randint(0x60606060, 0x7F7F7F7F, sf.shape, dtype=torch.int32))
+    elif layout.sf == 'f32p2':
+        sf.copy_(torch.exp2(torch.randint(-20, 20, sf.shape).float()))
+    else:
+        sf.copy_((torch.rand(sf.shape) + 0.01).to(sf.dtype))
+    return dict(x=QuantTensor(codes.view(layout.data.torch).narrow(1, pad, stored), sf, layout), dtype=dtype)
+
+
+BF16, F16, F32 = [torch.bfloat16], [torch.float16], [torch.float32]
+LAYOUTS = ('f32', 'f32_col', 'f32p2', 'ue8m0x4', 'ue8m0x4_col', 'e4m3', 'e4m3_col')
+dequantise.cases(
+    make=_make,
+    match='bitwise',
+    smoke=grid(num_tokens=[0, 1, 5], hidden=[128], fmt=['e4m3_1x128_f32'], dtype=BF16)
+    + grid(
+        num_tokens=[37], hidden=[264], fmt=['e4m3_32x32_ue8m0x4_col', 'e2m1_1x16_e4m3', 'e5m6_1xall_f32'], dtype=BF16
+    )
+    + grid(num_tokens=[37], hidden=[102], fmt=['e2m1_32x128_ue8m0x4', 'e5m2_128x1_f32', 'e4m3_32x1_ue8m0x4'], dtype=F32)
+    + grid(num_tokens=[9], hidden=[72], fmt=['e5m6_1x128_f32p2', 'e5m2_allx1_f32', 'e4m3_128x1_f32_col'], dtype=F32)
+    + grid(num_tokens=[5], hidden=[100], fmt=['e4m3_1xall_f32_col', 'e2m1_1x6_f32'], dtype=F16, pad=[1]),
+    full=grid(
+        num_tokens=[4001],
+        hidden=[7168, 1088],
+        fmt=[f'{d}_{b}_{sf}' for d in ('e4m3', 'e5m2', 'e2m1') for b in ('1x32', '1x128', '128x128') for sf in LAYOUTS],
+        dtype=BF16 + F32,
+    )
+    + grid(
+        num_tokens=[4001], hidden=[1090], fmt=['e4m3_128x1_f32', 'e2m1_1x32_f32', 'e4m3_32x1_ue8m0x4'], dtype=BF16 + F32
+    )
+    + grid(num_tokens=[4001], hidden=[7168], fmt=['e5m6_1xall_f32', 'e4m3_1xall_f32'], dtype=BF16 + F32)
+    + grid(num_tokens=[300001], hidden=[7168], fmt=['e4m3_1x128_f32'], dtype=BF16),  # past 2^31 elements
+    bench=grid(num_tokens=[64, 4096, 16384], hidden=[7168], fmt=['e4m3_1x128_f32'], dtype=BF16 + F32)
+    + grid(
+        num_tokens=[4096],
+        hidden=[7168],
+        fmt=['e4m3_1x128_ue8m0x4_col', 'e2m1_1x32_f32', 'e4m3_128x128_f32', 'e4m3_128x1_f32', 'e5m6_1xall_f32'],
+        dtype=BF16,
+    )
+    + grid(num_tokens=[32001], hidden=[1344, 576], fmt=['e4m3_1x128_f32'], dtype=BF16 + F32),
+)

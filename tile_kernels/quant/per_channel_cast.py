@@ -1,0 +1,392 @@
+"""Per-channel casts: quantise every channel of a matrix in groups of consecutive rows, gathered and turned if wanted.
+
+    r[n, h]    = x[pos_to_token[n], h]                      x itself without a map; 0 where the map names no row;
+                                                            of a quantised x: code * sf
+    amax[i, h] = max |r[iM : (i+1)M, h]|                    M = fmt.sf_block[0], the last group may be shorter
+    a[i, h]    = min(max(amax[i, h], amax_floor), FLT_MAX)
+    sf[i, h]   = a / max(fmt)                               rounded as the format stores it
+    y[n, h]    = round(r[n, h] * sf_inv[n // M, h])         to nearest even, saturating
+
+A thread block owns a tile of 128 channels in registers, so a row is read once. Warps meet in shared memory twice: for
+the amax of a channel, and for the multiplier that one thread computes from it for all. A transposed result is turned
+in 8 x 8 pieces in registers and put together in shared memory, so that both sides of memory see whole rows.
+One group of all rows needs two passes: the amax of every tile is merged by integer atomics (positive floats order like
+their bits, so the result does not depend on the order), then the tiles are scaled.
+Memory bound. Numbers that are not finite are treated as by `per_token_cast`.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from tile_kernels.core import check
+from tile_kernels.core.cases import grid
+from tile_kernels.core.errors import ArgumentError
+from tile_kernels.core.formats import QuantFormat, QuantTensor
+from tile_kernels.core.jit import kernel
+from tile_kernels.core.lang import T
+from tile_kernels.core.launch import launch
+from tile_kernels.core.op import op
+from tile_kernels.quant._blocks import HEIGHTS, ROW_LANES, TILE_COLS, WARP, resident_blocks, tile_rows
+from tile_kernels.quant._macros import LANE, amax_to_sf, clamp_amax, sf_register_dtype, sf_tensor, store_lane
+from tile_kernels.quant.per_block_cast import check_sf
+from tile_kernels.quant.per_channel_cast_device import (
+    TURNING_ROWS,
+    TURNING_THREADS,
+    VECTOR_BYTES,
+    channel_amax,
+    encode_row,
+    load_rows,
+    store_channel_sf,
+    turn_and_store,
+)
+from tile_kernels.quant.per_token_cast import DTYPES, per_token_cast
+
+FP8 = ('e4m3', 'e5m2')
+
+
+# Config -------------------------------------------------------------------------------------
+
+
+def choose(
+    hidden: int,
+    fmt: QuantFormat,
+    source: torch.dtype | QuantFormat,
+    vector_bytes: int,
+    store_bytes: int,
+    gathered: bool,
+    task: str,
+    num_tokens: int,
+) -> dict:
+    """Eight rows for each lane, so that many loads are in flight; flat groups of a small problem get flat tiles."""
+    resident_threads = 512 if isinstance(source, QuantFormat) or source.itemsize == 4 else 768
+    if not store_bytes and fmt.sf_block[0] == 32 and num_tokens * hidden < 1 << 22:
+        return dict(rows=4, num_threads=128, resident_threads=resident_threads)
+    return dict(rows=8, num_threads=256, resident_threads=resident_threads)
+
+
+# Kernel -------------------------------------------------------------------------------------
+
+
+@kernel(
+    choose=choose,
+    space=dict(rows=(4, 8), num_threads=(128, 256, 512), resident_threads=(512, 768, 1024)),
+    pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True},
+)
+def per_channel_cast_kernel(
+    hidden: int,
+    fmt: QuantFormat,
+    source: torch.dtype | QuantFormat,
+    vector_bytes: int,
+    store_bytes: int,
+    gathered: bool,
+    task: str,
+    *,
+    rows: int,
+    num_threads: int,
+    resident_threads: int,
+):
+    """One tile for each thread block.
+
+    `source` is what x holds. `store_bytes` is 0, or the bytes that stores to a transposed result may have. `task`:
+    'cast', or the passes of one group of all rows, 'amax' (merge into `amax`) and 'scale' (use `amax`).
+    """
+    if store_bytes and (rows, num_threads) != (TURNING_ROWS, TURNING_THREADS):
+        raise ArgumentError(f'a transposed tile has {TURNING_ROWS} rows a lane and {TURNING_THREADS} threads')
+    quantised = isinstance(source, QuantFormat)
+    x_dtype = source.data.torch if quantised else source
+    tile_m = tile_rows(rows, num_threads, fmt.sf_block[0] or 1)
+    height = fmt.sf_block[0] or tile_m
+    groups, warps, tiles_n = tile_m // height, height // (2 * rows), -(-hidden // TILE_COLS)
+    per_thread = -(-groups * TILE_COLS // num_threads)
+    piece = math.gcd(LANE, vector_bytes // x_dtype.itemsize, hidden)
+    num_tokens, sf_rows, x_pitch = T.dynamic('num_tokens'), T.dynamic('sf_rows'), T.dynamic('x_pitch')
+    num_rows = T.dynamic('num_rows') if gathered else num_tokens
+    source_groups = -(-hidden // source.sf_block[1]) if quantised else 1
+    x_sf_type = sf_tensor(source, num_tokens, source_groups) if quantised else T.Tensor((num_tokens, 1), T.float32)
+
+    @T.prim_func
+    def per_channel_cast(
+        x: T.StridedTensor((num_tokens, hidden), (x_pitch, 1), T.dtype(x_dtype)),
+        x_sf: x_sf_type,
+        pos_to_token: T.Tensor((num_rows,), T.int32),
+        y: T.Tensor((hidden, num_rows) if store_bytes else (num_rows, hidden), T.dtype(fmt.data.torch)),
+        y_sf: T.Tensor((sf_rows, hidden), T.dtype(fmt.sf_dtype)),
+        amax_bits: T.Tensor((hidden,), T.int32),
+        amax_floor: T.float32,
+    ):
+        with T.Kernel(T.ceildiv(num_rows, tile_m) * tiles_n, threads=num_threads) as pid:
+            T.assume(x_pitch % piece == 0)
+            T.assume(num_rows % max(store_bytes, 1) == 0)
+            T.annotate_min_blocks_per_sm(resident_blocks(resident_threads, num_threads))
+            pid_m = T.alloc_var(T.int32)
+            pid_n = T.alloc_var(T.int32)
+            tokens = T.alloc_local((rows,), T.int32)
+            source_codes = T.alloc_local((rows, LANE), T.dtype(x_dtype))
+            x_local = T.alloc_local((rows, LANE), T.float32 if quantised else T.dtype(x_dtype))
+            amax = T.alloc_local((LANE,), T.float32)
+            group_amax = T.alloc_var(T.float32)
+            amax_shared = T.alloc_shared((num_threads // WARP, TILE_COLS), T.float32)
+            sf = T.alloc_local((1,), sf_register_dtype(fmt))
+            own_inv = T.alloc_local((1,), T.float32)
+            sf_inv = T.alloc_local((LANE,), T.float32)
+            y_local = T.alloc_local((rows, LANE), T.dtype(fmt.data.torch))
+            row_local = T.alloc_local((LANE,), T.dtype(fmt.data.torch))
+            thread = T.get_thread_binding()
+            lane, team, warp = thread % ROW_LANES, thread // ROW_LANES, thread // WARP
+            pid_m = pid // tiles_n
+            pid_n = pid % tiles_n
+            row, col = pid_m * tile_m, pid_n * TILE_COLS
+            slot = pid_n * ROW_LANES + lane
+
+            for i in T.unroll(rows):
+                tokens[i] = -1
+                if row + team * rows + i < num_rows:
+                    tokens[i] = pos_to_token[row + team * rows + i] if gathered else row + team * rows + i
+            load_rows(x, x_sf, tokens, source, slot, piece, hidden, source_codes, x_local)
+
+            if task != 'scale':
+                channel_amax(x_local, amax)
+                if thread % WARP < ROW_LANES:
+                    for e in T.vectorized(LANE):
+                        amax_shared[warp, lane * LANE + e] = amax[e]
+                T.sync_threads()
+            for k in T.unroll(per_thread):
+                index = k * num_threads + thread
+                group, channel = index // TILE_COLS, index % TILE_COLS
+                exists = col + channel < hidden and row + group * height < num_rows
+                if index < groups * TILE_COLS:
+                    group_amax = T.float32(0.0)
+                    if task == 'scale':
+                        if col + channel < hidden:
+                            group_amax = T.reinterpret(amax_bits[col + channel], T.float32)
+                    else:
+                        for w in T.unroll(warps):
+                            group_amax = T.max(group_amax, amax_shared[group * warps + w, channel])
+                    if task == 'amax':
+                        if exists:
+                            T.atomic_max(amax_bits[col + channel], T.reinterpret(group_amax, T.int32))
+                    else:
+                        amax_to_sf(clamp_amax(group_amax, amax_floor), fmt, sf, own_inv, 0)
+                        amax_shared[group * warps, channel] = own_inv[0]  # whose amax only this thread reads
+                        if exists and (task == 'cast' or row == 0):
+                            num_groups = T.ceildiv(num_rows, height) if task == 'cast' else 1
+                            store_channel_sf(y_sf, fmt, num_groups, row // height + group, col + channel, sf[0])
+
+            if task != 'amax':
+                T.sync_threads()
+                for e in T.vectorized(LANE):
+                    sf_inv[e] = amax_shared[team * rows // height * warps, lane * LANE + e]
+                if store_bytes:
+                    tile_shared = T.alloc_shared((TILE_COLS, 16, 2), T.uint32)
+                    for i in T.unroll(rows):
+                        encode_row(x_local, i, sf_inv, row_local)
+                        for e in T.vectorized(LANE):
+                            y_local[i, e] = row_local[e]
+                    turn_and_store(y, y_local, team, lane, tile_shared, pid_m, pid_n, store_bytes)
+                else:
+                    for i in T.unroll(rows):
+                        encode_row(x_local, i, sf_inv, row_local)
+                        if row + team * rows + i < num_rows:
+                            store_lane(y, row_local, row + team * rows + i, slot, math.gcd(LANE, hidden), hidden, LANE)
+
+    return per_channel_cast
+
+
+# Ops ----------------------------------------------------------------------------------------
+
+
+def _check_format(fmt: QuantFormat, hidden: int) -> None:
+    check.at_least(hidden, 1, 'hidden')
+    check.one_of(fmt.data.name, FP8, 'fmt.data')
+    check.one_of(fmt.sf_block[0], (*HEIGHTS, 0), 'fmt.sf_block[0]')
+    check.equal(fmt.sf_block[1], 1, 'fmt.sf_block[1]')
+    check.equal(fmt.col, False, 'fmt.col')
+
+
+def _check_map(pos_to_token: Tensor | None, x: Tensor) -> int:
+    """Rows of the result."""
+    if pos_to_token is None:
+        return x.shape[0]
+    (num_rows,) = check.shape(pos_to_token, 'pos_to_token', 'num_rows', dtype=torch.int32)
+    check.contiguous(pos_to_token, 'pos_to_token')
+    check.same_device(x=x, pos_to_token=pos_to_token)
+    return num_rows
+
+
+def _cast(
+    x: Tensor, x_sf: Tensor | None, source: torch.dtype | QuantFormat, pos_to_token: Tensor | None, fmt: QuantFormat
+) -> QuantTensor:
+    """Allocate the result and launch the one pass, or the two of a group of all rows."""
+    hidden, num_rows = x.shape[1], _check_map(pos_to_token, x)
+    y = fmt.empty(num_rows, hidden, x.device)
+    static = (hidden, fmt, source, check.vector_bytes(x), 0, pos_to_token is not None)
+    rows, floor = (x, x_sf, pos_to_token), fmt.amax_floor
+    if fmt.sf_block[0]:
+        launch(per_channel_cast_kernel, (*static, 'cast'), *rows, *y, None, floor, size=num_rows)
+    else:
+        amax_bits = torch.zeros(hidden, dtype=torch.int32, device=x.device)
+        launch(per_channel_cast_kernel, (*static, 'amax'), *rows, None, None, amax_bits, floor, size=num_rows)
+        launch(per_channel_cast_kernel, (*static, 'scale'), *rows, *y, amax_bits, floor, size=num_rows)
+    return y
+
+
+@op(outputs='y y_sf')
+def per_channel_cast(x: Tensor, fmt: QuantFormat, pos_to_token: Tensor | None = None) -> QuantTensor:
+    """Quantise each channel of `x`, or of rows gathered from it, in groups of `fmt.sf_block[0]` rows.
+
+    Args:
+        x: (num_tokens, hidden) bfloat16, float16 or float32, rows dense, any row stride.
+        fmt: what to store, e.g. ``QuantFormat.parse('e4m3_128x1_f32')``: data e4m3 or e5m2, groups of 32, 128 or
+            ``all`` rows, scale factors row-major; packed ones hold four groups of rows of a channel.
+        pos_to_token: (num_rows,) int32, the row of `x` that each row of the result is; a number that is no row of `x`
+            (such as -1) makes a row of zeros.
+
+    Returns:
+        ``QuantTensor``: data (num_rows, hidden) and sf (ceil(num_rows / group), hidden), or a quarter as many rows of
+        packed ones, whose bytes without a group are 0.
+
+    A last group shorter than the others uses its own rows only. Rounding and numbers that are not finite are as in
+    `per_token_cast`. No rows give empty results.
+    """
+    check.shape(x, 'x', 'num_tokens hidden', dtype=DTYPES)
+    check.unit_stride(x, 'x')
+    _check_format(fmt, x.shape[1])
+    return _cast(x, None, x.dtype, pos_to_token, fmt)
+
+
+@op(outputs='y y_sf')
+def per_channel_recast(x: QuantTensor, fmt: QuantFormat, pos_to_token: Tensor | None = None) -> QuantTensor:
+    """`per_channel_cast` of a quantised `x`: (code * sf), rounded to float32, is quantised per channel.
+
+    Args:
+        x: (num_tokens, hidden) e4m3 or e5m2 with one scale factor for each row and 32, 64 or 128 channels, any layout.
+        fmt: as for `per_channel_cast`.
+        pos_to_token: as for `per_channel_cast`.
+
+    Returns:
+        As `per_channel_cast`.
+    """
+    num_tokens, hidden = check.shape(x.data, 'x', 'num_tokens hidden', dtype=x.fmt.data.torch)
+    check.unit_stride(x.data, 'x')
+    check.one_of(x.fmt.data.name, FP8, 'x.fmt.data')
+    check.equal(x.fmt.sf_block[0], 1, 'x.fmt.sf_block[0]')
+    check.one_of(x.fmt.sf_block[1], (32, 64, 128), 'x.fmt.sf_block[1]')
+    check_sf(x.sf, 'x.sf', x.fmt, num_tokens, hidden)
+    check.same_device(x=x.data, x_sf=x.sf)
+    _check_format(fmt, hidden)
+    return _cast(x.data, x.sf, x.fmt, pos_to_token, fmt)
+
+
+@op(outputs='y y_sf')
+def per_channel_cast_and_transpose(x: Tensor, fmt: QuantFormat) -> tuple[Tensor, Tensor]:
+    """Quantise each channel of `x` in groups of rows and store the codes transposed.
+
+    Args:
+        x: (num_tokens, hidden) bfloat16, float16 or float32, rows dense, any row stride.
+        fmt: as for `per_channel_cast`, with groups of 32 or 128 rows.
+
+    Returns:
+        Codes (hidden, num_tokens), contiguous, and sf (ceil(num_tokens / group), hidden) as of `per_channel_cast`.
+    """
+    num_tokens, hidden = check.shape(x, 'x', 'num_tokens hidden', dtype=DTYPES)
+    check.unit_stride(x, 'x')
+    _check_format(fmt, hidden)
+    check.one_of(fmt.sf_block[0], HEIGHTS, 'fmt.sf_block[0]')
+    y, y_sf = fmt.empty_data(hidden, num_tokens, x.device), fmt.empty_sf(num_tokens, hidden, x.device)
+    store_bytes = math.gcd(VECTOR_BYTES, num_tokens) if type(num_tokens) is int else VECTOR_BYTES
+    static = (hidden, fmt, x.dtype, check.vector_bytes(x), store_bytes, False, 'cast')
+    launch(per_channel_cast_kernel, static, x, None, None, y, y_sf, None, fmt.amax_floor)
+    return y, y_sf
+
+
+# Cases --------------------------------------------------------------------------------------
+
+
+def _make(num_tokens: int, hidden: int, dtype: torch.dtype, fmt: str, gather: int | None = None) -> dict:
+    magnitude = torch.exp2(torch.randint(-12, 12, (num_tokens, 1))).to(dtype)
+    x = torch.randn(num_tokens, hidden, dtype=dtype) * magnitude
+    x[:, : min(4, hidden // 2)] = 0
+    return dict(x=x, fmt=QuantFormat.parse(fmt), pos_to_token=_map(num_tokens, gather))
+
+
+def _map(num_tokens: int, gather: int | None) -> Tensor | None:
+    """Random rows with a hole now and then, and one number past the end."""
+    if gather is None:
+        return None
+    rows = torch.randint(-1, num_tokens, (gather,), dtype=torch.int32)
+    rows[::5] = -1
+    rows[-1] = num_tokens
+    return rows
+
+
+def _make_quantised(num_tokens: int, hidden: int, source: str, fmt: str, gather: int | None = None) -> dict:
+    x_fmt = QuantFormat.parse(source)
+    x = per_token_cast(torch.randn(num_tokens, hidden), x_fmt)
+    return dict(x=x, fmt=QuantFormat.parse(fmt), pos_to_token=_map(num_tokens, gather))
+
+
+def _make_plain(num_tokens: int, hidden: int, dtype: torch.dtype, fmt: str) -> dict:
+    x = _make(num_tokens, hidden, dtype, fmt)['x']
+    return dict(x=x, fmt=QuantFormat.parse(fmt))
+
+
+BF16, F16, F32 = [torch.bfloat16], [torch.float16], [torch.float32]
+per_channel_cast.cases(
+    make=_make,
+    match='bitwise',
+    smoke=grid(num_tokens=[0, 1], hidden=[128], dtype=BF16, fmt=['e4m3_128x1_f32'])
+    + grid(num_tokens=[133], hidden=[264], dtype=BF16, fmt=['e4m3_128x1_f32p2', 'e5m2_32x1_ue8m0x4'])  # tails
+    + grid(num_tokens=[40], hidden=[99], dtype=F32, fmt=['e4m3_32x1_f32', 'e4m3_allx1_f32'])
+    + grid(num_tokens=[150], hidden=[100], dtype=F16, fmt=['e4m3_allx1_ue8m0x4'], gather=[140])
+    + grid(num_tokens=[20], hidden=[136], dtype=BF16, fmt=['e4m3_128x1_f32'], gather=[131]),
+    full=grid(
+        num_tokens=[4001],
+        hidden=[7168, 1090],
+        dtype=BF16 + F16 + F32,
+        fmt=[f'{d}_{h}x1_{sf}' for d in FP8 for h in (32, 128, 'all') for sf in ('f32', 'f32p2', 'ue8m0x4')],
+    )
+    + grid(num_tokens=[4001], hidden=[7168], dtype=BF16, fmt=['e4m3_128x1_f32'], gather=[16001])
+    + grid(num_tokens=[300001], hidden=[7168], dtype=BF16, fmt=['e4m3_128x1_f32']),  # past 2^31 elements
+    bench=grid(num_tokens=[64, 4096, 16384], hidden=[7168], dtype=BF16, fmt=['e4m3_128x1_f32'])
+    + grid(num_tokens=[4096], hidden=[7168], dtype=BF16, fmt=['e4m3_32x1_ue8m0x4', 'e4m3_allx1_f32'])
+    + grid(num_tokens=[32001], hidden=[1344, 576], dtype=BF16, fmt=['e4m3_128x1_f32'])
+    + grid(num_tokens=[8001], hidden=[4096], dtype=F32, fmt=['e4m3_128x1_f32'])
+    + grid(num_tokens=[4096], hidden=[7168], dtype=BF16, fmt=['e4m3_128x1_f32'], gather=[16384]),
+)
+per_channel_recast.cases(
+    make=_make_quantised,
+    match='bitwise',
+    smoke=grid(num_tokens=[0], hidden=[128], source=['e4m3_1x128_f32'], fmt=['e4m3_128x1_f32'])
+    + grid(num_tokens=[37], hidden=[264], source=['e4m3_1x128_f32'], fmt=['e4m3_128x1_f32'], gather=[133])
+    + grid(
+        num_tokens=[37], hidden=[100], source=['e5m2_1x32_ue8m0x4_col'], fmt=['e4m3_32x1_ue8m0x4', 'e4m3_allx1_f32']
+    ),
+    full=grid(
+        num_tokens=[4001],
+        hidden=[7168, 1090],
+        source=['e4m3_1x128_f32', 'e4m3_1x32_ue8m0x4_col', 'e4m3_1x32_f32_col', 'e5m2_1x64_ue8m0x4'],
+        fmt=['e4m3_128x1_f32', 'e4m3_32x1_ue8m0x4'],
+        gather=[None, 8192],
+    ),
+    bench=grid(
+        num_tokens=[4096], hidden=[7168], source=['e4m3_1x128_f32'], fmt=['e4m3_128x1_f32'], gather=[None, 16384]
+    ),
+)
+per_channel_cast_and_transpose.cases(
+    make=_make_plain,
+    match='bitwise',
+    smoke=grid(num_tokens=[0, 1, 134], hidden=[136], dtype=BF16, fmt=['e4m3_128x1_f32'])
+    + grid(num_tokens=[144], hidden=[99], dtype=F32, fmt=['e4m3_32x1_ue8m0x4', 'e5m2_128x1_f32p2'])
+    + grid(num_tokens=[40], hidden=[130], dtype=F16, fmt=['e4m3_32x1_f32']),
+    full=grid(
+        num_tokens=[4096, 4001, 4002, 4004, 4008],
+        hidden=[7168, 1090],
+        dtype=BF16 + F32,
+        fmt=['e4m3_128x1_f32', 'e4m3_32x1_f32p2', 'e5m2_32x1_ue8m0x4'],
+    ),
+    bench=grid(num_tokens=[4096, 16384], hidden=[7168], dtype=BF16, fmt=['e4m3_128x1_f32'])
+    + grid(num_tokens=[4096], hidden=[7168, 576], dtype=BF16, fmt=['e4m3_32x1_f32'])
+    + grid(num_tokens=[4001], hidden=[7168], dtype=BF16, fmt=['e4m3_128x1_f32']),
+)
