@@ -41,11 +41,14 @@ SIGNATURE_WIDTH = 100
 #: The device README speaks about.
 README_DEVICE = 'H200'
 
+#: Smaller problems are bound by latency, and a share of a copy says little about them.
+LARGE_BYTES = 32 << 20
+
 
 def pages(root: Path = ROOT) -> dict[Path, str]:
     """Every generated file with its text."""
     records = measured(root / 'benchmarks' / 'results')
-    ops = list(load_ops().values())
+    ops = sorted(load_ops().values(), key=lambda op: op.name)
     made = {root / 'docs' / 'ops' / f'{op.name}.md': op_page(op, records) for op in ops}
     made[root / 'docs' / 'settings.md'] = settings_page()
     made[root / 'README.md'] = readme(root / 'README.md', ops, records)
@@ -243,30 +246,37 @@ def readme(path: Path, ops: Sequence[Op], records: Sequence[Record]) -> str:
         )
     gradients = [op.backward for op in ops]
     rows = [
-        (_link(op), headline(op), _link(op.backward) if op.backward is not None else '', best_share(op, records))
+        (_link(op), headline(op), 'yes' if op.backward is not None else '', *shares(op, records))
         for op in ops
         if op not in gradients
     ]
     head, rest = text.split(BEGIN)
-    table = markdown(('op', 'what it does', 'backward', f'% of copy on {README_DEVICE}'), rows)
-    return f'{head}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}'
+    table = markdown(('op', 'what it does', 'backward', f'% of copy, {README_DEVICE}', 'least, µs'), rows)
+    return f'{head}{BEGIN}\n{table}\n\n{occasion(records)}\n{END}{rest.split(END)[1]}'
 
 
 def _link(op: Op) -> str:
     return f'[{op.name}](docs/ops/{op.name}.md)'
 
 
-def best_share(op: Op, records: Iterable[Record]) -> str:
-    """The best share of a copy this op was measured with, and when."""
-    own = [
-        record
-        for record in records
-        if record['op'] == op.name and README_DEVICE in record['device'] and record['pct_of_copy'] is not None
-    ]
+def shares(op: Op, records: Iterable[Record]) -> tuple[str, str]:
+    """Worst and best share of a copy over the cases that move enough bytes, and the least time in a CUDA graph."""
+    own = [r for r in records if r['op'] == op.name and README_DEVICE in r['device'] and r['pct_of_copy'] is not None]
+    large = sorted(r['pct_of_copy'] for r in own if r['gbps'] * r['us'] * 1e3 >= LARGE_BYTES)
+    span = '' if not large else f'{large[0]:.0f}' if len(large) == 1 else f'{large[0]:.0f}–{large[-1]:.0f}'
+    return span, f'{min(r["graph_us"] for r in own):.1f}' if own else ''
+
+
+def occasion(records: Iterable[Record]) -> str:
+    """When and from which commit the numbers come."""
+    own = [r for r in records if README_DEVICE in r['device']]
     if not own:
-        return ''
-    best = max(own, key=lambda record: record['pct_of_copy'])
-    return f'{best["pct_of_copy"]:.0f} ({best["date"][:10]}, {best["commit"]})'
+        return 'Not measured yet.'
+    last = max(own, key=lambda r: r['date'])
+    return (
+        f'Worst and best case that moves at least {LARGE_BYTES >> 20} MB; least time of any case in a CUDA graph. '
+        f'{last["device"]}, {last["date"][:10]}, commit {last["commit"]}; every case is on the page of its op.'
+    )
 
 
 def markdown(heading: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

@@ -56,11 +56,19 @@ def test_a_changed_page_and_one_without_an_op_are_stale(root):
     assert not orphan.exists() and docs.stale(root) == []
 
 
-def test_readme_states_the_best_measured_share_and_keeps_the_rest(root):
+def test_readme_states_what_was_measured_and_keeps_the_rest(root):
     docs.write(root)
     text = (root / 'README.md').read_text()
     assert text.startswith('before\n') and text.endswith('after\n') and 'old' not in text
-    assert '| [tests.double](docs/ops/tests.double.md) | Twice the input. |  | 98 (2026-02-02, def5678) |' in text
+    assert '| [tests.double](docs/ops/tests.double.md) | Twice the input. |  |  | 1.5 |' in text
+    assert '2026-02-02, commit def5678' in text
+
+
+def test_small_problems_have_no_share_of_a_copy(root):
+    op = docs.load_ops()['tests.double']
+    record = {'op': op.name, 'device': 'NVIDIA H200', 'pct_of_copy': 98.4, 'us': 20.0, 'gbps': 4000.0, 'graph_us': 18.0}
+    assert docs.shares(op, [record, record | {'pct_of_copy': 90.0}]) == ('90–98', '18.0')
+    assert docs.shares(op, [record | {'us': 2.0}]) == ('', '18.0')
 
 
 def test_readme_needs_its_marks(root):
