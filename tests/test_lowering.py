@@ -41,7 +41,8 @@ BENCH = variants('bench')
 
 
 def test_every_kernel_has_a_bench_case():
-    assert {launch.kernel.name for launch in BENCH.values()} == set(kernels)
+    own = {name for name, kernel in kernels.items() if kernel.__module__.startswith('tile_kernels.')}
+    assert {launch.kernel.name for launch in BENCH.values()} == own
 
 
 @pytest.mark.parametrize('launch', BENCH.values(), ids=name)

@@ -1,6 +1,7 @@
 """Write what the GPU computes for every smoke case to tests/interpreter/gpu_outputs.json, for the interpreter to equal.
 
-python tools/gpu_outputs.py [--out FILE]
+python tools/gpu_outputs.py --write-inputs FILE        # where the tests run: random inputs differ between releases
+python tools/gpu_outputs.py --inputs FILE [--out FILE] # on the GPU machine
 """
 
 from __future__ import annotations
@@ -12,24 +13,29 @@ from pathlib import Path
 
 import torch
 
-import tile_kernels
 from tile_kernels.testing import contract
-from tile_kernels.testing.differential import run_case
+from tile_kernels.testing.differential import arguments_of, run_case
 
 DEFAULT = Path(__file__).parent.parent / 'tests' / 'interpreter' / 'gpu_outputs.json'
 
 
 def main() -> int:
-    """Run every smoke case on the GPU."""
+    """Make the inputs, or run every smoke case on the GPU with them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('--write-inputs', type=Path)
+    parser.add_argument('--inputs', type=Path)
     parser.add_argument('--out', type=Path, default=DEFAULT)
-    out = parser.parse_args().out
-    for family in tile_kernels.FAMILIES:
-        getattr(tile_kernels, family)
-    entries = {str(case): run_case(case, 'cuda') for case in contract.contract_cases('smoke')}
+    args = parser.parse_args()
+    cases = {str(case): case for case in contract.contract_cases('smoke')}
+    if args.write_inputs:
+        torch.save({name: arguments_of(case) for name, case in cases.items()}, args.write_inputs)
+        print(f'inputs of {len(cases)} cases written to {args.write_inputs}')
+        return 0
+    inputs = torch.load(args.inputs, weights_only=False) if args.inputs else {}
+    entries = {name: run_case(case, 'cuda', inputs.get(name)) for name, case in cases.items()}
     record = {'device': torch.cuda.get_device_name(), 'torch': torch.__version__, 'cases': entries}
-    out.write_text(json.dumps(record, indent=0, sort_keys=True) + '\n')
-    print(f'{len(entries)} cases written to {out}')
+    args.out.write_text(json.dumps(record, indent=0, sort_keys=True) + '\n')
+    print(f'{len(entries)} cases written to {args.out}')
     return 0
 
 

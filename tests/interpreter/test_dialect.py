@@ -30,7 +30,8 @@ LAUNCHES = launches_of_every_kernel()
 
 
 def test_every_kernel_is_scanned():
-    assert {launch.kernel.name for launch in LAUNCHES.values()} == set(kernels)
+    own = {name for name, kernel in kernels.items() if kernel.__module__.startswith('tile_kernels.')}
+    assert {launch.kernel.name for launch in LAUNCHES.values()} == own
 
 
 @pytest.mark.parametrize('launch', LAUNCHES.values(), ids=LAUNCHES)
