@@ -19,18 +19,27 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 CLI = [sys.executable, '-m', 'tile_kernels']
 PYTEST = [sys.executable, '-m', 'pytest', '-q', '-x', '--no-header', '-p', 'no:cacheprovider']
-#: An environment may have plugin autoloading off; naming a plugin twice is harmless.
+#: Named, with autoloading off: the same plugins wherever this runs.
 PLUGINS = ['-p', 'xdist.plugin', '-p', 'tile_kernels.testing.plugin']
 
 
-def commands(step: str, ops: list[str], out: Path) -> list[list[str]]:
+def device() -> str:
+    """The GPU as results files name it: `NVIDIA H200` is `h200`."""
+    query = ['nvidia-smi', '--query-gpu=name', '--format=csv,noheader', '--id=0']
+    name = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    return name.strip().lower().removeprefix('nvidia ').replace(' ', '-')
+
+
+def commands(step: str, ops: list[str], out: Path, inputs: list[str]) -> list[list[str]]:
     """The commands of a step."""
     workers = ['-n', str(min(8, os.cpu_count() or 1))]
     sanitizer = shutil.which('compute-sanitizer') or 'compute-sanitizer'
     smoke = [sys.executable, str(ROOT / 'tools' / 'smoke.py'), *ops]
+    if step == 'bench':  # twice: the difference is the spread
+        return [[*CLI, 'bench', *ops, '--json', str(out / f'{device()}.jsonl')]] * 2
     return {
         'doctor': [[*CLI, 'doctor']],
-        'outputs': [[sys.executable, 'tools/gpu_outputs.py', '--out', str(out / 'gpu_outputs.json')]],
+        'outputs': [[sys.executable, 'tools/gpu_outputs.py', *inputs, '--out', str(out / 'gpu_outputs.json')]],
         'precompile': [[*CLI, 'precompile', *ops, '--jobs', str(os.cpu_count() or 1)]],
         'test': [
             [
@@ -48,7 +57,6 @@ def commands(step: str, ops: list[str], out: Path) -> list[list[str]]:
             [sanitizer, '--tool', tool, '--error-exitcode', '9', *smoke]
             for tool in ('memcheck', 'racecheck', 'initcheck')
         ],
-        'bench': [[*CLI, 'bench', *ops, '--json', str(out / f'bench-{run}.jsonl')] for run in (1, 2)],
         'sweep': [[*CLI, 'bench', '--sweep', *ops, '--json', str(out / 'sweep.jsonl')]],
     }[step]
 
@@ -58,16 +66,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('ops', nargs='*', help='restrict precompile, sanitize and bench to these ops')
     parser.add_argument('--out', type=Path, default=ROOT / 'benchmarks' / 'results')
+    parser.add_argument('--inputs', type=Path, help='inputs for the step outputs, from tools/gpu_outputs.py')
     parser.add_argument('--steps', default='doctor,precompile,test,sanitize,bench')
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    inputs = ['--inputs', str(arguments.inputs)] if arguments.inputs else []
 
+    environment = {**os.environ, 'PYTEST_DISABLE_PLUGIN_AUTOLOAD': '1'}
     summary = []
     for step in arguments.steps.split(','):
-        for command in commands(step, arguments.ops, arguments.out):
+        for command in commands(step, arguments.ops, arguments.out, inputs):
             print(f'\n=== {step}: {" ".join(command)}', flush=True)
             start = time.perf_counter()
-            code = subprocess.run(command, cwd=ROOT, check=False).returncode
+            code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
             summary.append((step, code, time.perf_counter() - start))
     print()
     for step, code, seconds in summary:
