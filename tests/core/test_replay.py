@@ -70,6 +70,39 @@ def test_views_of_arguments_are_repeated(sample, stub):
     assert torch.equal(replay(other), sample.spread_twin(other, 2))
 
 
+def test_workspaces_between_launches_are_allocated_anew(sample, stub):
+    def body(x):
+        rows = x.new_empty(2, 3, 2, 32)  # two workspaces in one allocation
+        y = x.new_empty(3, 2, 32)
+        launch(sample.spread_kernel, (32, 2), x, rows[1], 2.0)
+        launch(sample.spread_kernel, (32, 2), rows[1, :, 0], y, 3.0)
+        return y
+
+    x = torch.randn(3, 32)
+    result, replay = record(body, (x,), {}, [x])
+    other = torch.randn(3, 32)
+    assert torch.equal(result, sample.spread_twin(x, 2, 2.0) * 3.0)
+    assert torch.equal(replay(other), sample.spread_twin(other, 2, 2.0) * 3.0)
+
+
+def test_memory_from_elsewhere_is_not_replayed(sample, stub):
+    table = torch.zeros(3, 2, 32)
+
+    def body(x):
+        launch(sample.spread_kernel, (32, 2), x, table, 2.0)
+        return x.new_empty(3)
+
+    x = torch.randn(3, 32)
+    assert record(body, (x,), {}, [x])[1] is None
+
+
+def test_an_input_view_with_another_offset_keeps_its_place(sample, stub):
+    base = torch.randn(9, 32)
+    _, replay = record(lambda t: sample.spread.fn(t.unsqueeze(0)[0], 2), (base[:3],), {}, [base[:3]])
+    later = base[5:8]
+    assert torch.equal(replay(later), sample.spread_twin(later, 2))
+
+
 def test_padding_and_formats_of_quantised_results_are_kept(sample, stub):
     fmt = QuantFormat.parse('e4m3_1x32_f32_col')
 

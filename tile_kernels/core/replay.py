@@ -27,13 +27,16 @@ from tile_kernels.core.launch import recording
 
 aten = torch.ops.aten
 
-#: What a replayed body may ask PyTorch for: memory, and other views of it.
-_HARMLESS = {
+#: What a replayed body may ask PyTorch for: memory, ...
+_ALLOCATIONS = {
     aten.empty.memory_format,
     aten.empty_strided.default,
     aten.new_empty.default,
     aten.new_empty_strided.default,
     aten.empty_like.default,
+}
+#: ... and other views of it.
+_VIEWS = {
     aten.as_strided.default,
     aten.detach.default,
     aten.select.int,
@@ -49,13 +52,20 @@ _HARMLESS = {
 
 
 class _Watch(TorchDispatchMode):
-    """Notes whether anything but allocations and views was asked for."""
+    """Notes what is allocated, and whether anything but memory and views was asked for."""
 
-    harmless = True
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocated: list[Tensor] = []
+        self.harmless = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.harmless = self.harmless and func in _HARMLESS
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func in _ALLOCATIONS:
+            self.allocated.append(result)
+        elif func not in _VIEWS:
+            self.harmless = False
+        return result
 
 
 def record(body: Callable, args: tuple, kwargs: dict[str, Any], inputs: list[Tensor]) -> tuple[Any, Callable | None]:
@@ -65,27 +75,28 @@ def record(body: Callable, args: tuple, kwargs: dict[str, Any], inputs: list[Ten
     results = () if result is None else result if isinstance(result, tuple) else (result,)
     if not watch.harmless or len(inputs) == 0 or any(not isinstance(r, Tensor) for r in results):
         return result, None
-    return result, _Writer(inputs, results).function(launches, result)
+    return result, _Writer(inputs, results, watch.allocated).function(launches, result)
 
 
 class _Writer:
-    """Writes the replaying function: names for tensors, lines for what happened to them."""
+    """Writes the replaying function: names for inputs (t), outputs (o) and workspaces (w), lines for what they met."""
 
-    def __init__(self, inputs: list[Tensor], outputs: tuple[Tensor, ...]) -> None:
-        self.known = {f't{i}': t for i, t in enumerate(inputs)} | {f'o{i}': t for i, t in enumerate(outputs)}
-        self.num_inputs = len(inputs)
-        self.outputs = outputs
+    def __init__(self, inputs: list[Tensor], outputs: tuple[Tensor, ...], allocated: list[Tensor]) -> None:
+        self.inputs = {f't{i}': t for i, t in enumerate(inputs)}
+        self.outputs = {f'o{i}': t for i, t in enumerate(outputs)}
+        taken = {_storage(t) for t in outputs}
+        workspaces = [t for t in allocated if t.numel() and _storage(t) not in taken]
+        self.workspaces = {f'w{i}': t for i, t in enumerate(workspaces)}
         self.constants: dict[str, Any] = {'empty_strided': torch.empty_strided, 'empty': torch.empty}
 
     def function(self, launches: list[tuple[Callable, tuple]], result: Any) -> Callable | None:
         """The function, or None if a tensor of the call cannot be named."""
-        storages = [t.untyped_storage().data_ptr() for t in self.known.values() if t.numel()]
-        if len(set(storages[self.num_inputs :])) < len(storages[self.num_inputs :]) or any(
-            o.untyped_storage().data_ptr() in storages[: self.num_inputs] for o in self.outputs if o.numel()
-        ):
+        given = {_storage(t) for t in self.inputs.values() if t.numel()}
+        made = [_storage(t) for t in self.outputs.values() if t.numel()]
+        if len(set(made)) < len(made) or given.intersection(made):
             return None  # an output that shares memory is no fresh allocation
-        lines = [f'def replay({", ".join(f"t{i}" for i in range(self.num_inputs))}):']
-        lines += [self._allocation(f'o{i}', output) for i, output in enumerate(self.outputs)]
+        lines = [f'def replay({", ".join(self.inputs)}):']
+        lines += [self._allocation(name, t) for name, t in (self.outputs | self.workspaces).items()]
         for i, (bound, args) in enumerate(launches):
             words = [word for value in args if (word := self._argument(value)) is not None]
             if len(words) < len(args):
@@ -113,15 +124,20 @@ class _Writer:
         """An argument of a launch as an expression of the names."""
         if not isinstance(value, Tensor):
             return self._constant(value)
-        for name, tensor in self.known.items():
+        named = self.inputs | self.outputs | self.workspaces
+        for name, tensor in named.items():
             if value is tensor:
                 return name
-        for name, tensor in self.known.items():
-            if value.data_ptr() != tensor.data_ptr() or tensor.numel() == 0:
+        layout = f'{tuple(value.shape)}, {value.stride()}'
+        for name, tensor in named.items():
+            if tensor.numel() == 0 or _storage(value) != _storage(tensor):
                 continue
-            if value.dtype == tensor.dtype:
-                return f'{name}.as_strided({tuple(value.shape)}, {value.stride()})'
-            if value.shape == tensor.shape and value.stride() == tensor.stride():
+            same_start = value.data_ptr() == tensor.data_ptr()
+            if value.dtype == tensor.dtype and name not in self.inputs:
+                return f'{name}.as_strided({layout}, {value.storage_offset()})'
+            if value.dtype == tensor.dtype and same_start:  # where an input starts in its memory is not part of a call
+                return f'{name}.as_strided({layout})'
+            if same_start and value.shape == tensor.shape and value.stride() == tensor.stride():
                 return f'{name}.view({self._constant(value.dtype)})'
         return None
 
@@ -132,6 +148,10 @@ class _Writer:
         if isinstance(result, tuple):
             return f'({", ".join(names)},)'
         return names[0] if names else 'None'
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
 
 
 def _extent(x: Tensor) -> int:

@@ -1,0 +1,61 @@
+"""A replayed call of any op gives what its body gives, with bound functions that interpret the kernel."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tile_kernels import QuantTensor, knobs
+from tile_kernels.core import launch
+from tile_kernels.core.replay import record
+from tile_kernels.testing import assert_equal, contract
+
+
+@pytest.fixture(autouse=True)
+def interpreting(monkeypatch):
+    """Bind kernels on CPU tensors to the interpreter, so that launches can be recorded without a GPU."""
+
+    def bind(kernel, static, size, first, rest):
+        config = kernel.config(static, size)
+
+        def bound(*args):
+            with _disable_current_modes():  # a kernel writes memory without asking PyTorch
+                launch._interpret(kernel, static, config, args)
+
+        return bound
+
+    monkeypatch.setattr(launch, '_bind', bind)
+    with knobs(interpret=True):
+        yield
+
+
+def tensors_of(arguments):
+    found = []
+    for value in arguments.values():
+        found += list(value) if isinstance(value, QuantTensor) else [value] if isinstance(value, Tensor) else []
+    return found
+
+
+def one_and_last(cases):
+    by_op = {}
+    for case in cases:
+        by_op.setdefault(case.op.name, []).append(case)
+    return [case for own in by_op.values() for case in {str(c): c for c in (own[len(own) // 2], own[-1])}.values()]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason='on a GPU the contract checks replayed calls')
+@pytest.mark.parametrize('case', one_and_last(contract.contract_cases('smoke')), ids=str)
+def test_replay_equals_body(case):
+    op = case.op
+    arguments = op.case_set.arguments(op.name, case.case)
+    _, replay = record(op.fn, (), arguments, tensors_of(arguments))
+    if replay is None:
+        pytest.skip('the body does more than allocate and launch')
+    fresh, again = (op.case_set.arguments(op.name, case.case) for _ in range(2))
+    expected = contract._outcome(op, op.fn, fresh)
+    found = contract._outcome(op, lambda **given: replay(*tensors_of(given)), again)
+    for name, tensor in expected.items():
+        if op.case_set.match == 'bitwise' or not tensor.is_floating_point():
+            assert_equal(found[name], tensor)
+        else:
+            torch.testing.assert_close(found[name], tensor, equal_nan=True)
