@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from torch.testing._internal.optests.generate_tests import OpCheckError
 
 from tile_kernels.core.cases import grid
 from tile_kernels.core.formats import QuantFormat, QuantTensor
@@ -111,7 +112,7 @@ def test_an_undeclared_write_is_found():
     def twin(x):
         return x.mul_(2).clone()
 
-    with pytest.raises(torch.testing._internal.optests.generate_tests.OpCheckError, match='mutated'):
+    with pytest.raises(OpCheckError, match='mutated'):
         contract.check_opcheck(declare(double, twin), dict(rows=3))
 
 
