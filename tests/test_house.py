@@ -42,3 +42,11 @@ def test_device_names_are_not_written_into_ops():
     pattern = re.compile(r"device=['\"]cuda['\"]")
     families = [p for p in FILES if p.parent.name in tile_kernels.FAMILIES]
     assert not [p.relative_to(ROOT) for p in families if pattern.search(p.read_text())]
+
+
+@pytest.mark.parametrize('op', ops.values(), ids=ops)
+def test_token_counts_choose_among_few_variants(op):
+    sizes = sorted({int(1.3**i) for i in range(80)})
+    for launch in op.trace_case(op.case_set.bench[0]):
+        chosen = {tuple(launch.kernel.config(launch.static, size).items()) for size in sizes}
+        assert len(chosen) <= 5

@@ -84,19 +84,19 @@ def test_a_launch_that_would_compile_during_capture_is_refused():
 
 
 def test_runtime_values_never_compile():
-    def sweep():
-        for num_tokens in (4096, 8192, 6001):
+    def sweep(*sizes):
+        for num_tokens in sizes:
             for stride in (2048, 4096):
                 x = torch.randn(num_tokens, stride, device='cuda', dtype=torch.bfloat16)[:, :2048]
                 tile_kernels.quant.per_token_cast(x, 'e4m3', 128)
-        logits = torch.randn(4096, 256, device='cuda')
-        for factor in (1.0, 2.5):
-            tile_kernels.moe.topk_gating(logits, 8, routed_scaling_factor=factor)
+            logits = torch.randn(num_tokens, 256, device='cuda')
+            for factor in (1.0, num_tokens / 1000):
+                tile_kernels.moe.topk_gating(logits, 8, routed_scaling_factor=factor)
 
-    sweep()
+    sweep(64, 4096, 16384)  # one of each size class
     before = compile_count()
     with knobs(num_sms=100):
-        sweep()
+        sweep(1, 63, 700, 4097, 6001, 8200, 20001)
     assert compile_count() == before
 
 
