@@ -240,10 +240,17 @@ class Op:
         for key in ('CPU', 'CUDA'):
             _library.impl(name, self._run_flat, key)
         torch.library.register_fake(f'tile_kernels::{name}', self._fake_flat, lib=_library)
-        if not any(p.mutated for p in self.params):
+        if self.backward is not None:
             torch.library.register_autograd(
                 f'tile_kernels::{name}', self._backward, setup_context=self._setup_context, lib=_library
             )
+        elif not any(p.mutated for p in self.params):
+            _library.impl(name, self._below_autograd, 'Autograd', with_keyset=True)
+
+    def _below_autograd(self, keyset: torch._C.DispatchKeySet, *flat: Any) -> Any:
+        """Without a backward, results are not differentiable: nothing is recorded."""
+        with torch._C._AutoDispatchBelowAutograd():
+            return self.operator.redispatch(keyset & torch._C._after_autograd_keyset, *flat)
 
     def _run_flat(self, *flat: Any) -> Any:
         return self._plain(self.execute(**self._unflatten(flat)))
