@@ -5,7 +5,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tile_kernels import QuantFormat, knobs
 from tile_kernels.core.formats import QuantTensor
 from tile_kernels.core.launch import launch
-from tile_kernels.core.replay import record
+from tile_kernels.core.replay import BODY, MISS, record
 
 
 @pytest.fixture
@@ -44,18 +44,18 @@ def test_a_body_that_computes_is_not_replayed(sample, stub):
 
     x = torch.randn(5, 32)
     result, replay = record(body, (x,), {}, [x])
-    assert replay is None and torch.equal(result, sample.spread_twin(x, 2) * 2)
+    assert replay(x) is BODY and torch.equal(result, sample.spread_twin(x, 2) * 2)
 
 
 @pytest.mark.parametrize('prepare', [lambda x: x.clone(), lambda x: x.to(torch.float64).float(), lambda x: x + 0])
 def test_a_body_that_prepares_its_input_is_not_replayed(sample, stub, prepare):
     x = torch.randn(5, 32)
-    assert record(lambda t: sample.spread.fn(prepare(t), 2), (x,), {}, [x])[1] is None
+    assert record(lambda t: sample.spread.fn(prepare(t), 2), (x,), {}, [x])[1](x) is BODY
 
 
 def test_an_output_that_aliases_an_input_is_not_replayed():
     x = torch.randn(5, 32)
-    assert record(lambda t: t.view(-1), (x,), {}, [x])[1] is None
+    assert record(lambda t: t.view(-1), (x,), {}, [x])[1](x) is BODY
 
 
 def test_views_of_arguments_are_repeated(sample, stub):
@@ -93,7 +93,7 @@ def test_memory_from_elsewhere_is_not_replayed(sample, stub):
         return x.new_empty(3)
 
     x = torch.randn(3, 32)
-    assert record(body, (x,), {}, [x])[1] is None
+    assert record(body, (x,), {}, [x])[1](x) is BODY
 
 
 def test_an_input_view_with_another_offset_keeps_its_place(sample, stub):
@@ -101,6 +101,36 @@ def test_an_input_view_with_another_offset_keeps_its_place(sample, stub):
     _, replay = record(lambda t: sample.spread.fn(t.unsqueeze(0)[0], 2), (base[:3],), {}, [base[:3]])
     later = base[5:8]
     assert torch.equal(replay(later), sample.spread_twin(later, 2))
+
+
+@pytest.mark.parametrize(
+    'other',
+    [
+        torch.randn(5, 33)[:, :32],
+        torch.randn(6, 32),
+        torch.randn(5, 32).double(),
+        torch.randn(5 * 32 + 1)[1:].view(5, 32),
+        torch.randn(5, 32).requires_grad_(),
+        torch.nn.Parameter(torch.randn(5, 32), requires_grad=False),
+        torch.empty(5, 32, device='meta'),
+    ],
+    ids=['strides', 'shape', 'dtype', 'alignment', 'gradient', 'type', 'device'],
+)
+def test_a_call_unlike_the_recorded_one_is_not_repeated(sample, stub, other):
+    x = torch.randn(5, 32)
+    _, replay = record(sample.spread.fn, (x, 2), {}, [x])
+    calls = len(stub)
+    assert replay(other) is MISS and len(stub) == calls
+    assert replay(torch.randn(5, 32)) is not MISS
+
+
+def test_misaligned_tensors_are_told_apart(sample, stub):
+    def at(offset):
+        return torch.randn(5 * 32 + offset)[offset:].view(5, 32)
+
+    _, replay = record(lambda x, y: sample.spread.fn(x, 2), (at(1), at(0)), {}, [at(1), at(0)])
+    assert replay(at(1), at(0)) is not MISS and replay(at(5), at(0)) is not MISS
+    assert replay(at(0), at(1)) is MISS and replay(at(1), at(1)) is MISS and replay(at(2), at(0)) is MISS
 
 
 def test_padding_and_formats_of_quantised_results_are_kept(sample, stub):

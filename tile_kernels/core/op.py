@@ -31,7 +31,7 @@ from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.formats import QuantFormat, QuantTensor
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.launch import Launch, on_current_device, state, tracing
-from tile_kernels.core.replay import record
+from tile_kernels.core.replay import BODY, MISS, record
 
 #: A tensor argument the op writes in place.
 Mut = Annotated[Tensor, 'mutated']
@@ -46,8 +46,10 @@ _functorch_active = torch._C._are_functorch_transforms_active
 #: Types of arguments that are no tensors.
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, QuantFormat, QuantTensor))
 
-#: Calls an op remembers before it forgets them all: shapes come and go.
+#: Kinds of calls an op remembers before it forgets them all: shapes come and go.
 _MAX_REPLAYS = 4096
+#: Ways of a kind (strides, alignments, autocast or not) it remembers.
+_MAX_WAYS = 8
 
 _SCHEMA_TYPES = {
     Tensor: 'Tensor',
@@ -139,8 +141,8 @@ class Op:
         self.name = f'{self.family}.{name}'
         self.case_set: Cases | None = None
         self._twin = twin
-        #: Call key -> True after a first call, then the replaying function, or False if there is none.
-        self._replays: dict[tuple, Any] = {}
+        #: Options and first shape -> functions that replay such calls; none yet after the first.
+        self._replays: dict[tuple, list[Callable]] = {}
         hints = typing.get_type_hints(fn, include_extras=True)
         signature = inspect.signature(fn)
         self.params = [_param(p, hints[p.name]) for p in signature.parameters.values()]
@@ -159,47 +161,49 @@ class Op:
             return self._wrap(_Transformable.apply(self, *self._flatten(args, kwargs)), args, kwargs)
         key: list[Any] = [knobs.epoch, *kwargs] if kwargs else [knobs.epoch]
         tensors: list[Tensor] = []
-        wants_grad = False
         for value in (*args, *kwargs.values()) if kwargs else args:
             kind = type(value)
             if kind is Tensor or kind is Parameter:
-                if value.requires_grad:
-                    wants_grad = True
                 tensors.append(value)
-                key += value.shape, value.dtype, value.get_device() << 4 | value.data_ptr() & 15
-                if not value.is_contiguous():
-                    key.append(value.stride())
+                key.append(Tensor)
             elif kind is QuantTensor:
                 tensors += value
-                for part in value:
-                    key += part.shape, part.stride(), part.dtype, part.get_device() << 4 | part.data_ptr() & 15
-                key.append(value.fmt)
+                key += QuantTensor, value.fmt
             elif kind in _PLAIN:
                 key.append(value)
             elif isinstance(value, Tensor):  # a subclass knows more than we do: the dispatcher decides
                 return self._through_operator(args, kwargs)
             else:  # the checks of the body will say what is wrong with it
                 return self.execute(*args, **kwargs)
-        if wants_grad and self.backward is not None and torch.is_grad_enabled():
+        if not tensors:
+            return self.execute(*args, **kwargs)
+        first = tensors[0]
+        may_differentiate = self.backward is not None and torch.is_grad_enabled()
+        call = (*key, first.shape, may_differentiate)
+        ways = self._replays.get(call)
+        if ways and not state.watchers and on_current_device(first.get_device()):
+            for replay in ways:
+                result = replay(*tensors)
+                if result is not MISS:
+                    return self.fn(*args, **kwargs) if result is BODY else result
+        if may_differentiate and any(t.requires_grad for t in tensors):
             return self._wrap(_Differentiable.apply(self, *self._flatten(args, kwargs)), args, kwargs)
-        if tensors and tensors[0].is_cuda:
-            return self._repeat(tuple(key), tensors, args, kwargs)
-        return self.execute(*args, **kwargs)
+        return self._learn(call, tensors, args, kwargs) if first.is_cuda else self.execute(*args, **kwargs)
 
-    def _repeat(self, key: tuple, tensors: list[Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run the body; from the third call with the same key on, what its second call did is repeated instead."""
-        known = self._replays.get(key)
-        if known is None or known is False or state.watchers or not on_current_device(tensors[0].get_device()):
-            if known is None:
-                if len(self._replays) >= _MAX_REPLAYS:
-                    self._replays.clear()
-                self._replays[key] = True
+    def _learn(self, call: tuple, tensors: list[Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run the body; what the second such call does, later ones repeat."""
+        ways = self._replays.get(call)
+        if ways is None:
+            if len(self._replays) >= _MAX_REPLAYS:
+                self._replays.clear()
+            self._replays[call] = []
+        if ways is None or state.watchers or not on_current_device(tensors[0].get_device()):
             return self.fn(*args, **kwargs)
-        if known is True:
-            result, function = record(self.fn, args, kwargs, tensors)
-            self._replays[key] = function or False
-            return result
-        return known(*tensors)
+        result, replay = record(self.fn, args, kwargs, tensors)
+        if len(ways) >= _MAX_WAYS:
+            ways.clear()
+        ways.append(replay)
+        return result
 
     def execute(self, *args: Any, **kwargs: Any) -> Any:
         """Run the op without autograd: the body, or on CPU tensors its checks and then the twin."""

@@ -4,13 +4,17 @@ The body of an op is a function of shapes, strides, dtypes, alignments and optio
 with the same ones is recorded, and from then on a generated function of a few lines stands in for it:
 
     def replay(t0):
+        if not guard(t0) or t0.data_ptr() & 15:
+            return MISS
         o0 = empty_strided((4096, 7168), (7168, 1), dtype=float8_e4m3fn, device=cuda0)
         o1 = empty_strided((4096, 56), (56, 1), dtype=float32, device=cuda0)
         f0(t0, o0, o1, 0.0001)
         return QuantTensor(o0, o1, fmt)
 
-This keeps host time at that of the allocations and the launch, however much a body checks. A body that does anything
-with tensors besides allocating, viewing and launching is not replayed: a dispatch mode watches while it is recorded.
+This keeps host time at that of the allocations and the launch, however much a body checks. The guard is the one that
+`torch.compile` puts before its graphs: one call compares types, dtypes, devices, shapes and strides of all tensors. A
+body that does anything with tensors besides allocating, viewing and launching is not replayed: a dispatch mode watches
+while it is recorded, and the function answers BODY.
 """
 
 from __future__ import annotations
@@ -20,12 +24,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tile_kernels.core.formats import QuantTensor
 from tile_kernels.core.launch import recording
 
 aten = torch.ops.aten
+
+#: What a replaying function answers to tensors it was not written for, ...
+MISS = object()
+#: ... and to those it was written for if only the body can do what the body does.
+BODY = object()
 
 #: What a replayed body may ask PyTorch for: memory, ...
 _ALLOCATIONS = {
@@ -68,14 +78,14 @@ class _Watch(TorchDispatchMode):
         return result
 
 
-def record(body: Callable, args: tuple, kwargs: dict[str, Any], inputs: list[Tensor]) -> tuple[Any, Callable | None]:
-    """Run `body` once; its result, and a function of `inputs` that repeats the call (None if none can)."""
+def record(body: Callable, args: tuple, kwargs: dict[str, Any], inputs: list[Tensor]) -> tuple[Any, Callable]:
+    """Run `body` once; its result, and a function that repeats the call for tensors like `inputs`."""
     with recording() as launches, _Watch() as watch:
         result = body(*args, **kwargs)
     results = () if result is None else result if isinstance(result, tuple) else (result,)
-    if not watch.harmless or len(inputs) == 0 or any(not isinstance(r, Tensor) for r in results):
-        return result, None
-    return result, _Writer(inputs, results, watch.allocated).function(launches, result)
+    repeatable = watch.harmless and all(isinstance(r, Tensor) for r in results)
+    writer = _Writer(inputs, results if repeatable else (), watch.allocated)
+    return result, writer.function(launches if repeatable else None, result)
 
 
 class _Writer:
@@ -87,24 +97,46 @@ class _Writer:
         taken = {_storage(t) for t in outputs}
         workspaces = [t for t in allocated if t.numel() and _storage(t) not in taken]
         self.workspaces = {f'w{i}': t for i, t in enumerate(workspaces)}
-        self.constants: dict[str, Any] = {'empty_strided': torch.empty_strided, 'empty': torch.empty}
+        self.constants: dict[str, Any] = {
+            'empty_strided': torch.empty_strided,
+            'empty': torch.empty,
+            'guard': _guard(inputs),
+            'MISS': MISS,
+            'BODY': BODY,
+        }
 
-    def function(self, launches: list[tuple[Callable, tuple]], result: Any) -> Callable | None:
-        """The function, or None if a tensor of the call cannot be named."""
+    def function(self, launches: list[tuple[Callable, tuple]] | None, result: Any) -> Callable:
+        """The function; without `launches`, or if a tensor of the call cannot be named, it answers BODY."""
+        work = None if launches is None else self._work(launches, result)
+        lines = [
+            f'def replay({", ".join(self.inputs)}):',
+            f'    if not guard({", ".join(self.inputs)}) or {self._misaligned()}:',
+            '        return MISS',
+            *(work or ['    return BODY']),
+        ]
+        exec('\n'.join(lines), self.constants)
+        return self.constants['replay']
+
+    def _misaligned(self) -> str:
+        """True where an address is not as far from a multiple of 16 bytes as that of the recorded call."""
+        offsets = {name: t.data_ptr() & 15 for name, t in self.inputs.items()}
+        if not any(offsets.values()):
+            return f'({" | ".join(f"{name}.data_ptr()" for name in offsets)}) & 15'
+        return ' or '.join(f'{name}.data_ptr() & 15 != {offset}' for name, offset in offsets.items())
+
+    def _work(self, launches: list[tuple[Callable, tuple]], result: Any) -> list[str] | None:
+        """Lines that allocate, launch and return."""
         given = {_storage(t) for t in self.inputs.values() if t.numel()}
         made = [_storage(t) for t in self.outputs.values() if t.numel()]
         if len(set(made)) < len(made) or given.intersection(made):
             return None  # an output that shares memory is no fresh allocation
-        lines = [f'def replay({", ".join(self.inputs)}):']
-        lines += [self._allocation(name, t) for name, t in (self.outputs | self.workspaces).items()]
+        lines = [self._allocation(name, t) for name, t in (self.outputs | self.workspaces).items()]
         for i, (bound, args) in enumerate(launches):
             words = [word for value in args if (word := self._argument(value)) is not None]
             if len(words) < len(args):
                 return None
             lines.append(f'    {self._constant(bound, f"f{i}")}({", ".join(words)})')
-        lines.append(f'    return {self._result(result)}')
-        exec('\n'.join(lines), self.constants)
-        return self.constants['replay']
+        return [*lines, f'    return {self._result(result)}']
 
     def _constant(self, value: Any, name: str | None = None) -> str:
         name = name or f'c{len(self.constants)}'
@@ -148,6 +180,13 @@ class _Writer:
         if isinstance(result, tuple):
             return f'({", ".join(names)},)'
         return names[0] if names else 'None'
+
+
+def _guard(tensors: list[Tensor]) -> Callable[..., bool]:
+    """Whether tensors have the types, dtypes, devices, shapes and strides of these and need gradients as they do."""
+    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    guards: Any = TensorGuards  # its stub names one list where it takes one for each tensor
+    return guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
 def _storage(x: Tensor) -> int:
