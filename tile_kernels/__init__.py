@@ -15,12 +15,12 @@ from tile_kernels.core.knobs import knobs
 from tile_kernels.precompile import precompile
 
 # isort: split
-from tile_kernels import moe, quant, transpose  # registers every operator
+from tile_kernels import gemm, moe, quant, transpose  # registers every operator
 
 __version__ = '0.1.0'
 
 #: Subpackages that hold ops.
-FAMILIES = ('moe', 'quant', 'transpose')
+FAMILIES = ('gemm', 'moe', 'quant', 'transpose')
 
 #: Loaded when first used.
 _LAZY = ('config', 'utils', 'torch', 'testing', 'interpreter')
@@ -45,6 +45,7 @@ __all__ = [
     'UnsupportedError',
     'compile_count',
     'explain',
+    'gemm',
     'knobs',
     'moe',
     'precompile',
