@@ -1,0 +1,159 @@
+"""The layer against a plain PyTorch mixture of experts: forward, every gradient, compile, export, checkpointing."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tile_kernels import ArgumentError
+from tile_kernels.modeling import MoELayer
+
+DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
+
+
+def plain(layer, x, gate_weight=None):
+    """What the layer means, one expert after the other in float32 sums of half-precision operands."""
+    rows = x.reshape(-1, x.shape[-1]).to(layer.compute_dtype)
+    weight = layer.gate.weight if gate_weight is None else gate_weight
+    scores = (rows.float() @ weight.float().T).softmax(-1)
+    weights, chosen = scores.topk(layer.gate.topk)
+    weights = weights / weights.sum(-1, keepdim=True)
+    y = torch.zeros(rows.shape, device=x.device)
+    for expert in range(layer.num_experts):
+        token, k = (chosen == expert).nonzero(as_tuple=True)
+        y = y.index_add(0, token, weights[token, k, None] * swiglu_mlp(layer, rows[token], expert).float())
+    if layer.shared_experts is not None:
+        shared = layer.shared_experts
+        gate, up = (rows @ shared.gate_up_proj.weight.to(rows.dtype).T).chunk(2, -1)
+        y = y + ((F.silu(gate.float()) * up.float()).to(rows.dtype) @ shared.down_proj.weight.to(rows.dtype).T)
+    return y.to(layer.compute_dtype).to(x.dtype).reshape(x.shape)
+
+
+def swiglu_mlp(layer, rows, expert):
+    gate, up = (rows @ layer.experts.gate_up_proj[expert].to(rows.dtype).T).chunk(2, -1)
+    hidden = (F.silu(gate.float()) * up.float()).to(rows.dtype)
+    return hidden @ layer.experts.down_proj[expert].to(rows.dtype).T
+
+
+def make(num_tokens=37, **options):
+    torch.manual_seed(0)
+    layer = MoELayer(6, 2, 64, intermediate_dim=48, device=DEVICE, **options)
+    return layer, torch.randn(num_tokens, 64, device=DEVICE, dtype=torch.bfloat16)
+
+
+def gradients(run, layer, x):
+    layer.zero_grad()
+    x = x.clone().requires_grad_()
+    y = run(x)
+    torch.manual_seed(1)
+    y.backward(torch.randn(y.shape, device=y.device).to(y.dtype))
+    return y, x.grad, {name: p.grad.clone() for name, p in layer.named_parameters()}
+
+
+def assert_near(actual, expected):
+    """Half-precision results of sums in different orders: small against the largest element."""
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    bound = 2e-2 * expected.float().abs().max() + 1e-6
+    assert (actual.float() - expected.float()).abs().max() <= bound
+
+
+@pytest.mark.parametrize('options', [{}, {'num_shared_experts': 2}, {'dtype': torch.float32}], ids=str)
+def test_forward_and_every_gradient_equal_plain_pytorch(options):
+    layer, x = make(**options)
+    y, dx, dw = gradients(layer, layer, x)
+    y_plain, dx_plain, dw_plain = gradients(lambda t: plain(layer, t), layer, x)
+    assert_near(y, y_plain)
+    assert_near(dx, dx_plain)
+    assert dw.keys() == dw_plain.keys()
+    for name in dw:
+        assert_near(dw[name], dw_plain[name])
+
+
+def test_leading_shapes_empty_batches_and_a_given_gate_weight():
+    layer, x = make(num_tokens=12)
+    assert_near(layer(x.view(3, 4, 64)), layer(x).view(3, 4, 64))
+    assert layer(x[:0]).shape == (0, 64)
+    other = torch.randn(6, 64, device=DEVICE, dtype=torch.bfloat16)
+    assert_near(layer(x, other), plain(layer, x, other))
+
+
+def test_state_dict_round_trip():
+    layer, x = make(num_shared_experts=1, balance_rate=0.1)
+    state = layer.state_dict()
+    assert set(state) == {
+        'gate.weight',
+        'gate.e_score_correction_bias',
+        'experts.gate_up_proj',
+        'experts.down_proj',
+        'shared_experts.gate_up_proj.weight',
+        'shared_experts.down_proj.weight',
+    }
+    other, _ = make(num_shared_experts=1, balance_rate=0.1)
+    other.reset_parameters()
+    other.load_state_dict(copy.deepcopy(state))
+    assert torch.equal(other(x), layer(x))
+
+
+def test_the_bias_moves_against_the_load_and_not_the_weights():
+    layer, x = make(balance_rate=0.5)
+    layer(x)
+    load = layer.tokens_per_expert.clone()
+    assert load.sum() == x.shape[0] * 2
+    layer.update_bias()
+    bias = layer.gate.e_score_correction_bias
+    assert torch.equal(bias, 0.5 * torch.sign(load.float().mean() - load)) and not layer.tokens_per_expert.any()
+    layer.eval()
+    layer(x)
+    assert not layer.tokens_per_expert.any()
+
+
+def test_compiles_without_graph_breaks_for_any_number_of_tokens():
+    layer, x = make()
+    layer.eval()
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
+    for num_tokens in (37, 20, 5):
+        tokens = x[:num_tokens].clone()
+        with torch.no_grad():
+            assert torch.equal(compiled(tokens), layer(tokens))
+    assert len(graphs) == 1
+
+
+def test_checkpointing_export_and_autocast():
+    layer, x = make()
+    _, dx, dw = gradients(layer, layer, x)
+    checkpointed = lambda t: torch.utils.checkpoint.checkpoint(layer, t, use_reentrant=False)
+    _, dx_again, dw_again = gradients(checkpointed, layer, x)
+    assert torch.equal(dx, dx_again) and all(torch.equal(dw[name], dw_again[name]) for name in dw)
+    layer.eval()
+    exported = torch.export.export(layer, (x,), dynamic_shapes=({0: torch.export.Dim('tokens', min=2, max=4096)},))
+    with torch.no_grad():
+        assert torch.equal(exported.module()(x[:9]), layer(x[:9]))
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            assert torch.equal(layer(x), layer(x.float()).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'sentence'),
+    [
+        (dict(num_experts=4, topk=5, hidden_dim=64), 'topk must be at most 4, got 5'),
+        (dict(num_experts=4, topk=0, hidden_dim=64), 'topk must be at least 1, got 0'),
+        (dict(num_experts=4, topk=1, hidden_dim=63), 'hidden_dim must be a multiple of 8, got 63'),
+    ],
+)
+def test_bad_arguments_are_told(arguments, sentence):
+    with pytest.raises(ArgumentError, match=sentence):
+        MoELayer(**arguments)
+
+
+def test_a_wrong_width_is_told():
+    layer, x = make()
+    with pytest.raises(ArgumentError, match=r'x must be \(\.\.\., 64\)'):
+        layer(x[:, :32])
