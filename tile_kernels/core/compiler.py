@@ -131,15 +131,15 @@ def compile_library(prim_func: Any, pass_configs: dict[str, Any], arch: str, pat
 
 
 @functools.cache
-def _load_runtime() -> None:
-    """Make the CUDA module loader known without importing TileLang: its runtime library registers it when loaded."""
+def _load_runtime(name: str) -> None:
+    """Make what compiled kernels call known without importing TileLang: its libraries register it when loaded."""
     if 'tilelang' in sys.modules:
         return
     spec = importlib.util.find_spec('tilelang')
     if spec is None or spec.origin is None:
         require_tilelang()
         return
-    library = Path(spec.origin).parent / 'lib' / 'libtvm_runtime.so'
+    library = Path(spec.origin).parent / 'lib' / name
     if library.exists():
         ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
     else:
@@ -148,7 +148,8 @@ def _load_runtime() -> None:
 
 def load_function(path: Path) -> Callable[..., None]:
     """The host entry of a compiled library: checks its arguments in C and launches on torch's current stream."""
-    _load_runtime()
+    describes_tensors = b'__tvm_tensormap_create' in path.read_bytes()  # for TMA; that is not in the small runtime
+    _load_runtime('libtilelang.so' if describes_tensors else 'libtvm_runtime.so')
     import tvm_ffi
 
     return tvm_ffi.load_module(str(path))['main']

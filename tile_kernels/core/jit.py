@@ -54,6 +54,7 @@ def kernel(
     space: dict[str, tuple] | None = None,
     pass_configs: dict[str, Any] | None = None,
     min_arch: int = MIN_ARCH,
+    max_arch: int | None = None,
 ) -> Callable[[Callable], Kernel]:
     """Declare a kernel builder.
 
@@ -62,10 +63,11 @@ def kernel(
         space: the values each config entry may take; what the tuner walks.
         pass_configs: names of `PassConfigKey` members on top of the house defaults.
         min_arch: lowest compute capability (90 for Hopper) the kernel supports.
+        max_arch: highest one, for a kernel made of instructions that only one generation has.
     """
 
     def declare(builder: Callable) -> Kernel:
-        made = Kernel(builder, choose, space or {}, pass_configs or {}, min_arch)
+        made = Kernel(builder, choose, space or {}, pass_configs or {}, min_arch, max_arch)
         kernels[made.name] = made
         return made
 
@@ -82,6 +84,7 @@ class Kernel:
         space: dict[str, tuple],
         pass_configs: dict[str, Any],
         min_arch: int,
+        max_arch: int | None,
     ) -> None:
         self.__doc__ = builder.__doc__
         self.__module__ = builder.__module__
@@ -90,6 +93,7 @@ class Kernel:
         self.space = space
         self.pass_configs = pass_configs
         self.min_arch = min_arch
+        self.max_arch = max_arch
         self.name = builder.__name__
         #: (static, size, device index) -> bound function, the table `launch` looks into.
         self.bound: dict[tuple, Callable] = {}
@@ -108,7 +112,7 @@ class Kernel:
 
     def supports(self, arch: str) -> bool:
         """Whether the kernel claims to run on `arch`."""
-        return arch_number(arch) >= self.min_arch
+        return self.min_arch <= arch_number(arch) <= (self.max_arch or arch_number(arch))
 
     def tir(self, *static: Any, **config: Any) -> Any:
         """The tile-level PrimFunc."""
@@ -146,7 +150,8 @@ class Kernel:
                 'build it with tile-kernels precompile'
             )
         if not self.supports(arch):
-            raise UnsupportedError(f'{self.name} needs sm_{self.min_arch} or newer, the GPU is {arch}')
+            newest = '' if self.max_arch is None else f' and at most sm_{self.max_arch}'
+            raise UnsupportedError(f'{self.name} needs sm_{self.min_arch} or newer{newest}, the GPU is {arch}')
         func = self.tir(*static, **config)
         self._in_words(static, config, lambda: self._compile(func, static, config, arch, path))
         return path if path.exists() else self._unwritable[path]

@@ -4,14 +4,6 @@
 
 Rows of a group are neighbours; where the groups end is known to the device alone. Rows behind the last group give 0.
 
-A tile of `block_m` rows never crosses the end of a group. Group g owns the tiles from
-
-    first(g) = group_end[g - 1] // block_m + g
-
-on, which leaves it one more than it can need: the ranges are disjoint whatever the sizes, and a thread block finds its
-group by bisection of `first` with no pass over the groups before it. A tile past the end of its group does nothing.
-The rows a tile reads behind the end of its group belong to others; their products are not stored.
-
 Compute bound for many rows; for few rows a group the floor is reading b once.
 """
 
@@ -21,13 +13,13 @@ from torch import Tensor
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T, macro
+from tile_kernels.core.lang import T
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
-from tile_kernels.gemm.grouped_gemm_dw import EXPLICIT_BARRIERS, WARPGROUP, grouped_gemm_dw_kernel
+from tile_kernels.gemm._groups import EXPLICIT_BARRIERS, WARPGROUP, check_operands, locate_tile, num_tiles, random_ends
+from tile_kernels.gemm.grouped_gemm_dw import grouped_gemm_dw_kernel
 
 DTYPES = (torch.bfloat16, torch.float16)
-MAX_GROUPS = 4096
 BLOCK_K = 64
 
 # Config -------------------------------------------------------------------------------------
@@ -43,22 +35,12 @@ def choose(n: int, k: int, num_groups: int, b_is_nk: bool, dtype: torch.dtype, n
 # Kernel -------------------------------------------------------------------------------------
 
 
-@macro
-def find_group(group_end, tile, num_groups: int, block_m: int, group):
-    """`group` = the last one whose first tile is not behind `tile`; `num_groups` stands for the rows behind all."""
-    group[0] = 0
-    for step in T.unroll((num_groups + 1).bit_length()):
-        later = group[0] + (1 << ((num_groups + 1).bit_length() - 1 - step))
-        first_tile = T.truncdiv(group_end[T.min(later, num_groups) - 1], block_m) + later
-        if later <= num_groups and first_tile <= tile:
-            group[0] = later
-
-
 @kernel(
     choose=choose,
     space=dict(block_m=(64, 128), block_n=(128, 256), ring=(3, 4, 6)),
     pass_configs=EXPLICIT_BARRIERS,
     min_arch=90,
+    max_arch=90,
 )
 def grouped_gemm_kernel(
     n: int, k: int, num_groups: int, b_is_nk: bool, dtype: torch.dtype, *, block_m: int, block_n: int, ring: int
@@ -81,7 +63,7 @@ def grouped_gemm_kernel(
         d: T.Tensor((num_rows, n), elem),
     ):
         with T.Kernel(
-            T.ceildiv(n, block_n), T.truncdiv(num_rows, block_m) + num_groups + 1, threads=consumers + WARPGROUP
+            T.ceildiv(n, block_n), num_tiles(num_rows, num_groups, block_m), threads=consumers + WARPGROUP
         ) as (pid_n, pid_m):
             a_shared = T.alloc_shared((ring, block_m, BLOCK_K), elem)
             b_shared = T.alloc_shared((ring, *b_tile), elem)
@@ -89,13 +71,10 @@ def grouped_gemm_kernel(
             acc_frag = T.alloc_fragment((block_m, block_n), T.float32)
             full = T.alloc_barrier([WARPGROUP] * ring)
             free = T.alloc_barrier([consumers] * ring)
-            found = T.alloc_local((1,), T.int32)
-            find_group(group_end, pid_m, num_groups, block_m, found)
-            group = found[0]
-            start = T.if_then_else(group > 0, group_end[T.max(group, 1) - 1], 0)
-            end = T.if_then_else(group < num_groups, T.min(group_end[T.min(group, num_groups - 1)], num_rows), num_rows)
-            row = start + (pid_m - T.truncdiv(start, block_m) - group) * block_m
-            steps = T.if_then_else(group < num_groups and row < end, T.ceildiv(k, BLOCK_K), 0)
+            tile = T.alloc_local((4,), T.int32)
+            locate_tile(group_end, pid_m, num_rows, num_groups, block_m, tile)
+            group, row, end = tile[0], tile[1], tile[2]
+            steps = tile[3] * T.ceildiv(k, BLOCK_K)
             col = pid_n * block_n
 
             if T.get_thread_binding() >= consumers:
@@ -149,20 +128,6 @@ def grouped_gemm_kernel(
 # Ops ----------------------------------------------------------------------------------------
 
 
-def check_operands(num_groups: int, group_end: Tensor, extents: tuple[int, ...], **operands: Tensor) -> None:
-    """What the loads of a grouped product need of its operands, and where its groups end."""
-    check.at_most(num_groups, MAX_GROUPS, 'num_groups')
-    check.shape(group_end, 'group_end', 'num_groups', dtype=torch.int32, num_groups=num_groups)
-    check.contiguous(group_end, 'group_end')
-    for extent in extents:
-        check.multiple(extent, 8, 'the row length of every operand')
-    for name, x in operands.items():
-        check.contiguous(x, name)
-        if check.vector_bytes(x) < 16:
-            check.fail(name, 'must begin at a multiple of 16 bytes', check.describe(x), hint=f'pass {name}.clone()')
-    check.same_device(**operands, group_end=group_end)
-
-
 @op(outputs='da db')
 def grouped_gemm_bwd(dd: Tensor, a: Tensor, b: Tensor, group_end: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of `grouped_gemm`: da[r] = dd[r] @ b[g] and db[g] = dd[rows of g].T @ a[rows of g].
@@ -210,13 +175,6 @@ def grouped_gemm(a: Tensor, b: Tensor, group_end: Tensor) -> Tensor:
 
 
 # Cases --------------------------------------------------------------------------------------
-
-
-def random_ends(num_rows: int, num_groups: int, alignment: int = 1, behind: int = 0) -> Tensor:
-    """Ends of groups of random sizes, some of them empty; `behind` rows follow the last."""
-    cuts = torch.rand(num_groups).cumsum(0)
-    ends = (cuts / cuts[-1:] * ((num_rows - behind) // alignment)).round().int() * alignment
-    return torch.where(torch.arange(num_groups) % 3 == 1, ends.roll(1), ends).sort().values.int()
 
 
 def _make(num_rows: int, n: int, k: int, num_groups: int, dtype: torch.dtype, **ends) -> dict:

@@ -10,12 +10,9 @@ import torch
 
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T
+from tile_kernels.gemm._groups import EXPLICIT_BARRIERS, WARPGROUP
 
 BLOCK_ROWS = 64
-WARPGROUP = 128
-
-#: Warps with different roles meet at barriers of their own; one for all threads would stop them for ever.
-EXPLICIT_BARRIERS = {'TL_DISABLE_THREAD_STORAGE_SYNC': True, 'TL_DISABLE_SHARED_MEMORY_REUSE': True}
 
 # Config -------------------------------------------------------------------------------------
 
@@ -33,6 +30,7 @@ def choose(n: int, k: int, num_groups: int, dtype: torch.dtype, num_groups_: int
     space=dict(block_n=(64, 128), block_k=(128, 256), ring=(2, 3, 4)),
     pass_configs=EXPLICIT_BARRIERS,
     min_arch=90,
+    max_arch=90,
 )
 def grouped_gemm_dw_kernel(
     n: int, k: int, num_groups: int, dtype: torch.dtype, *, block_n: int, block_k: int, ring: int
