@@ -16,11 +16,13 @@ from tile_kernels.precompile import precompile
 
 # isort: split
 from tile_kernels import gemm, moe, quant, transpose  # registers every operator
+from tile_kernels import engram, moe, quant, transpose  # registers every operator
 
 __version__ = '0.1.0'
 
 #: Subpackages that hold ops.
 FAMILIES = ('gemm', 'moe', 'quant', 'transpose')
+FAMILIES = ('engram', 'moe', 'quant', 'transpose')
 
 #: Loaded when first used.
 _LAZY = ('config', 'utils', 'torch', 'testing', 'interpreter')
@@ -44,6 +46,7 @@ __all__ = [
     'TileKernelsError',
     'UnsupportedError',
     'compile_count',
+    'engram',
     'explain',
     'gemm',
     'knobs',

@@ -1,0 +1,87 @@
+"""What the Engram gate and its gradient share on the host: checks, alignment, samples."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tile_kernels.core import check
+from tile_kernels.engram._rows import MAX_HIDDEN, row_layout
+
+BF16, F32 = torch.bfloat16, torch.float32
+MAX_STREAMS = 8
+
+#: Slots of a row that a thread of the gradient holds.
+VECTORS = 4
+
+#: Threads that all partial sums of the weight gradient together keep busy: 512 on each of 128 SMs.
+BUSY_THREADS = 65536
+
+
+def check_gate(
+    x: Tensor, k: Tensor, v: Tensor, weight_fused: Tensor, image_token_mask: Tensor | None
+) -> tuple[int, int, int]:
+    """Check the inputs of the gate; returns num_tokens, num_streams, hidden."""
+    num_tokens, num_streams, hidden = check.shape(x, 'hidden_states', 'num_tokens num_streams hidden', dtype=BF16)
+    known = {'num_tokens': num_tokens, 'hidden': hidden}
+    check.shape(k, 'k', 'num_tokens num_streams hidden', dtype=BF16, num_streams=num_streams, **known)
+    check.shape(v, 'v', 'num_tokens hidden', dtype=BF16, **known)
+    check.shape(weight_fused, 'weight_fused', 'num_streams hidden', dtype=F32, num_streams=num_streams, hidden=hidden)
+    if image_token_mask is not None:
+        check.shape(image_token_mask, 'image_token_mask', 'num_tokens', dtype=torch.bool, num_tokens=num_tokens)
+        check.contiguous(image_token_mask, 'image_token_mask')
+    check.at_least(num_streams, 1, 'num_streams')
+    check.at_most(num_streams, MAX_STREAMS, 'num_streams')
+    check.multiple(hidden, 64, 'hidden')
+    check.at_least(hidden, 64, 'hidden')
+    check.at_most(hidden, MAX_HIDDEN, 'hidden')
+    check.contiguous(x, 'hidden_states')
+    check.contiguous(weight_fused, 'weight_fused')
+    check.unit_stride(k, 'k')
+    check.unit_stride(v, 'v')
+    check.same_device(hidden_states=x, k=k, v=v, weight_fused=weight_fused, image_token_mask=image_token_mask)
+    return num_tokens, num_streams, hidden
+
+
+def num_partials_for(num_tokens: int, num_streams: int, hidden: int) -> int:
+    """Partial sums of the weight gradient: enough blocks to fill a GPU, none without a token (but at least one)."""
+    row_threads, _ = row_layout(hidden, VECTORS)
+    return torch.sym_max(1, torch.sym_min(num_tokens, max(1, BUSY_THREADS // (row_threads * num_streams))))
+
+
+def as_bytes(image_token_mask: Tensor | None) -> Tensor | None:
+    """A mask as the kernels read it."""
+    return None if image_token_mask is None else image_token_mask.view(torch.uint8)
+
+
+def is_packed(args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a call passes keys and values in one tensor: `kv, weight_fused, ...` instead of `k, v, ...`."""
+    if len(args) > 1:
+        return isinstance(args[1], Tensor) and args[1].dtype is F32
+    return 'k' not in kwargs and 'v' not in kwargs
+
+
+def split_packed(kv: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys (num_tokens, num_streams, hidden) and values (num_tokens, hidden) of their packed form, as views."""
+    num_tokens, num_streams, hidden = check.shape(x, 'hidden_states', 'num_tokens num_streams hidden')
+    known = {'num_tokens': num_tokens, 'hidden': hidden}
+    check.shape(kv, 'kv', 'num_tokens num_rows hidden', dtype=BF16, num_rows=num_streams + 1, **known)
+    return kv[:, :num_streams], kv[:, num_streams]
+
+
+def random_gate(num_tokens: int, hidden: int, num_streams: int = 4, layout: str = 'dense', images: float = 0.0) -> dict:
+    """Inputs of a gate; k and v are `dense`, `packed` in one tensor, or `odd`: rows that no wide access may touch."""
+    x = torch.randn(num_tokens, num_streams, hidden, dtype=BF16)
+    k = torch.randn(num_tokens, num_streams, hidden, dtype=BF16)
+    v = torch.randn(num_tokens, hidden, dtype=BF16)
+    if layout == 'packed':
+        k, v = split_packed(torch.cat([k, v[:, None]], dim=1), x)
+    if layout == 'odd':
+        k, v = (torch.nn.functional.pad(t, (1, 1))[..., 1:-1] for t in (k, v))
+    return dict(
+        x=x,
+        k=k,
+        v=v,
+        weight_fused=torch.randn(num_streams, hidden),
+        image_token_mask=torch.rand(num_tokens) < images if images else None,
+    )
