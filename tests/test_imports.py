@@ -11,8 +11,9 @@ PACKAGE = Path(__file__).parent.parent / 'tile_kernels'
 #: What each part may import of this package; `*` marks everything.
 ALLOWED = {
     'core': {'core', 'interpreter'},  # launch reaches the interpreter when it runs a kernel on a CPU
-    'torch': {'core', 'torch', 'moe'},
+    'torch': {'core', 'torch', 'moe', 'engram'},
     'interpreter': {'interpreter', 'core'},
+    'engram': {'core', 'engram'},
     'moe': {'core', 'moe', 'quant'},  # routing builds on casts
     'quant': {'core', 'quant'},
     'transpose': {'core', 'transpose'},

@@ -1,11 +1,25 @@
 """Engram: conditional memory, looked up by hashes of the last tokens and gated into the residual streams."""
 
+from tile_kernels.engram.fused_weight import fused_weight
 from tile_kernels.engram.gate import engram_gate_fwd
 from tile_kernels.engram.gate_bwd import engram_gate_bwd
+from tile_kernels.engram.hash import engram_hash
+from tile_kernels.engram.sinkhorn import (
+    engram_sinkhorn_finalize,
+    engram_sinkhorn_step,
+    engram_sinkhorn_step_reduce,
+)
+from tile_kernels.engram.sinkhorn_momentum import engram_sinkhorn_momentum_update
 from tile_kernels.engram.sum_partials import grad_w_reduce
 
 __all__ = [
     'engram_gate_bwd',
     'engram_gate_fwd',
+    'engram_hash',
+    'engram_sinkhorn_finalize',
+    'engram_sinkhorn_momentum_update',
+    'engram_sinkhorn_step',
+    'engram_sinkhorn_step_reduce',
+    'fused_weight',
     'grad_w_reduce',
 ]

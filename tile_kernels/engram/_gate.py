@@ -6,16 +6,13 @@ import torch
 from torch import Tensor
 
 from tile_kernels.core import check
-from tile_kernels.engram._rows import MAX_HIDDEN, row_layout
+from tile_kernels.engram._rows import MAX_HIDDEN
 
 BF16, F32 = torch.bfloat16, torch.float32
 MAX_STREAMS = 8
 
-#: Slots of a row that a thread of the gradient holds.
-VECTORS = 4
-
-#: Threads that all partial sums of the weight gradient together keep busy: 512 on each of 128 SMs.
-BUSY_THREADS = 65536
+#: Channels whose gradients are under way at a time: 512 threads on each of 128 SMs, 32 channels each.
+BUSY_CHANNELS = 2**21
 
 
 def check_gate(
@@ -45,8 +42,7 @@ def check_gate(
 
 def num_partials_for(num_tokens: int, num_streams: int, hidden: int) -> int:
     """Partial sums of the weight gradient: enough blocks to fill a GPU, none without a token (but at least one)."""
-    row_threads, _ = row_layout(hidden, VECTORS)
-    return torch.sym_max(1, torch.sym_min(num_tokens, max(1, BUSY_THREADS // (row_threads * num_streams))))
+    return torch.sym_max(1, torch.sym_min(num_tokens, max(1, BUSY_CHANNELS // (num_streams * hidden))))
 
 
 def as_bytes(image_token_mask: Tensor | None) -> Tensor | None:

@@ -1,7 +1,7 @@
-"""Device code of the ops that own rows: a row is cut into slots of eight channels, one block of threads shares it.
+"""Device code of the ops that own rows: a row is cut into slots of eight channels, `row_threads` threads share it.
 
-Slot i of a row belongs to thread i % row_threads. A thread holds its slots in registers, `row_local[vectors, SLOT]`,
-so that every load of a row is under way before the first value is needed.
+Slot i of a row belongs to thread i % row_threads of them. A thread holds its slots in registers, `row_local[vectors,
+SLOT]`, so that every load of a row is under way before the first value is needed.
 """
 
 from tile_kernels.core.lang import T, macro
@@ -47,7 +47,7 @@ def load_row(x, token, stream, row_threads, piece, row_local):
     if hidden % (SLOT * vectors * row_threads) != 0:
         T.clear(row_local)
     for i in T.unroll(vectors):
-        slot = i * row_threads + T.get_thread_binding()
+        slot = i * row_threads + T.get_thread_binding() % row_threads
         if slot < hidden // SLOT:
             for p in T.unroll(SLOT // piece):
                 for e in T.vectorized(piece):
@@ -67,7 +67,7 @@ def store_slot(slot_local, y, token, stream, slot, piece):
 def store_row(row_local, y, token, stream, row_threads):
     """Write the slots of a thread of row (token, stream), which is aligned."""
     for i in T.unroll(row_local.shape[0]):
-        slot = i * row_threads + T.get_thread_binding()
+        slot = i * row_threads + T.get_thread_binding() % row_threads
         if slot < y.shape[2] // SLOT:
             for e in T.vectorized(SLOT):
                 y[token, stream, slot * SLOT + e] = row_local[i, e]
@@ -80,7 +80,7 @@ def load_weights(weight, stream, row_threads, piece, weight_local):
     if hidden % (SLOT * vectors * row_threads) != 0:
         T.clear(weight_local)
     for i in T.unroll(vectors):
-        slot = i * row_threads + T.get_thread_binding()
+        slot = i * row_threads + T.get_thread_binding() % row_threads
         if slot < hidden // SLOT:
             for p in T.unroll(SLOT // half):
                 for e in T.vectorized(half):
@@ -88,22 +88,23 @@ def load_weights(weight, stream, row_threads, piece, weight_local):
 
 
 @macro
-def sum_over_block(sums, parts_shared, turn):
-    """Add up `sums` over all threads of the block, in the same order in all of them.
+def sum_over_row(sums, parts_shared, turn, row_threads):
+    """Add up `sums` over the threads of a row, in the same order in all of them.
 
-    `turn` says which half of `parts_shared[2, warps, sums]` to use: with alternating halves one barrier is enough.
+    `turn` says which half of `parts_shared[2, warps of the block, sums]` to use: with alternating halves one barrier is
+    enough. All threads of the block must come along unless a row is that of a single warp.
     """
-    warps, count = parts_shared.shape[1], sums.shape[0]
-    thread = T.get_thread_binding()
+    count, row_warps = sums.shape[0], row_threads // WARP
+    warp = T.get_thread_binding() // WARP
     for j in T.unroll(count):
         sums[j] = T.warp_reduce_sum(sums[j])
-    if warps > 1:
-        if thread % WARP == 0:
+    if row_warps > 1:
+        if T.get_thread_binding() % WARP == 0:
             for j in T.unroll(count):
-                parts_shared[turn, thread // WARP, j] = sums[j]
+                parts_shared[turn, warp, j] = sums[j]
         T.sync_threads()
         for j in T.unroll(count):
             sums[j] = T.float32(0.0)
-        for w in T.unroll(warps):
+        for w in T.unroll(row_warps):
             for j in T.unroll(count):
-                sums[j] = sums[j] + parts_shared[turn, w, j]
+                sums[j] = sums[j] + parts_shared[turn, warp // row_warps * row_warps + w, j]

@@ -103,7 +103,7 @@ def grown(gradient, total, weight):
 def sum_of_partials(partial: Tensor, out: Tensor | None = None) -> Tensor:
     """The sum over the first dimension, written to `out` if it is given."""
     out = partial.new_empty(partial.shape[1:]) if out is None else out
-    flat = partial.view(partial.shape[0], -1)
+    flat = partial.view(partial.shape[0], out.numel())
     width = 4 if check.vector_bytes(flat) == 16 else 1
     launch(sum_partials_kernel, (width, None, None), flat, None, None, out.view(-1), None, None, size=flat.shape[1])
     return out
