@@ -4,6 +4,7 @@ from tile_kernels.engram.fused_weight import fused_weight
 from tile_kernels.engram.gate import engram_gate_fwd
 from tile_kernels.engram.gate_bwd import engram_gate_bwd
 from tile_kernels.engram.hash import engram_hash
+from tile_kernels.engram.short_conv import short_conv
 from tile_kernels.engram.sinkhorn import (
     engram_sinkhorn_finalize,
     engram_sinkhorn_step,
@@ -22,4 +23,5 @@ __all__ = [
     'engram_sinkhorn_step_reduce',
     'fused_weight',
     'grad_w_reduce',
+    'short_conv',
 ]
