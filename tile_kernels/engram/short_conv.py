@@ -75,6 +75,12 @@ def convolve(x_local, weight_local, at, dilation, a_local):
 
 
 @macro
+def sigmoid_of(a):
+    """1 / (1 + exp(-a)), to two units in the last place: an exact division would cost more than the memory."""
+    return T.fast_rcp(T.float32(1.0) + T.exp(-a))
+
+
+@macro
 def forget(x_local, count):
     """Move on by `count` tokens."""
     for i in T.unroll(x_local.shape[0] - count):
@@ -99,14 +105,14 @@ def short_conv_kernel(channels: int, taps: int, dilation: int, *, run: int, chun
         y: T.Tensor((batch_size, num_tokens, channels), T.bfloat16),
     ):
         with T.Kernel(
-            T.ceildiv(channels // SLOT, num_threads), T.ceildiv(num_tokens, run) * batch_size, threads=num_threads
-        ) as (pid, part):
+            T.ceildiv(channels // SLOT, num_threads), T.ceildiv(num_tokens, run), batch_size, threads=num_threads
+        ) as (pid, part, batch):
             x_local = T.alloc_local((reach + chunk, SLOT), T.bfloat16)
             y_local = T.alloc_local((SLOT,), T.bfloat16)
             weight_local = T.alloc_local((taps, SLOT), T.float32)
             a_local = T.alloc_local((SLOT,), T.float32)
             slot = pid * num_threads + T.get_thread_binding()
-            batch, first = part % batch_size, part // batch_size * run
+            first = part * run
 
             if slot < channels // SLOT:
                 T.clear(x_local)
@@ -117,7 +123,7 @@ def short_conv_kernel(channels: int, taps: int, dilation: int, *, run: int, chun
                     for i in T.unroll(chunk):
                         convolve(x_local, weight_local, reach + i, dilation, a_local)
                         for e in T.vectorized(SLOT):
-                            y_local[e] = T.cast(a_local[e] * T.sigmoid(a_local[e]), T.bfloat16)
+                            y_local[e] = T.cast(a_local[e] * sigmoid_of(a_local[e]), T.bfloat16)
                         if first + step * chunk + i < num_tokens:
                             for e in T.vectorized(SLOT):
                                 y[batch, first + step * chunk + i, slot * SLOT + e] = y_local[e]
@@ -132,9 +138,9 @@ def short_conv_kernel(channels: int, taps: int, dilation: int, *, run: int, chun
     pass_configs=PASS_CONFIGS,
 )
 def short_conv_bwd_kernel(channels: int, taps: int, dilation: int, *, chunk: int, num_threads: int):
-    """`dweight_partial[part]` holds the sums over the tokens of a run of a sequence."""
+    """`dweight_partial[batch, part]` holds the sums over the tokens of a run of a sequence."""
     reach = (taps - 1) * dilation
-    batch_size, num_tokens, num_partials = T.dynamic('batch_size'), T.dynamic('num_tokens'), T.dynamic('num_partials')
+    batch_size, num_tokens, num_runs = T.dynamic('batch_size'), T.dynamic('num_tokens'), T.dynamic('num_runs')
 
     @T.prim_func
     def short_conv_bwd(
@@ -142,12 +148,13 @@ def short_conv_bwd_kernel(channels: int, taps: int, dilation: int, *, chunk: int
         x: T.Tensor((batch_size, num_tokens, channels), T.bfloat16),
         weight: T.Tensor((channels, taps), T.float32),
         dx: T.Tensor((batch_size, num_tokens, channels), T.bfloat16),
-        dweight_partial: T.Tensor((num_partials, channels, taps), T.float32),
+        dweight_partial: T.Tensor((batch_size, num_runs, channels, taps), T.float32),
     ):
-        with T.Kernel(
-            T.ceildiv(channels // SLOT_BWD, num_threads), T.ceildiv(num_tokens, RUN_BWD) * batch_size,
-            threads=num_threads,
-        ) as (pid, part):  # fmt: skip
+        with T.Kernel(T.ceildiv(channels // SLOT_BWD, num_threads), num_runs, batch_size, threads=num_threads) as (
+            pid,
+            part,
+            batch,
+        ):
             x_local = T.alloc_local((reach + chunk, SLOT_BWD), T.bfloat16)
             dy_local = T.alloc_local((chunk, SLOT_BWD), T.bfloat16)
             da_local = T.alloc_local((reach + chunk, SLOT_BWD), T.float32)
@@ -158,7 +165,7 @@ def short_conv_bwd_kernel(channels: int, taps: int, dilation: int, *, chunk: int
             a_local = T.alloc_local((SLOT_BWD,), T.float32)
             sigmoid = T.alloc_var(T.float32)
             slot = pid * num_threads + T.get_thread_binding()
-            batch, first = part % batch_size, part // batch_size * RUN_BWD
+            first = part * RUN_BWD
             last = T.min(first + RUN_BWD, num_tokens)
 
             if slot < channels // SLOT_BWD:
@@ -175,7 +182,7 @@ def short_conv_bwd_kernel(channels: int, taps: int, dilation: int, *, chunk: int
                     for i in T.unroll(chunk):
                         convolve(x_local, weight_local, reach + i, dilation, a_local)
                         for e in T.unroll(SLOT_BWD):
-                            sigmoid = T.sigmoid(a_local[e])
+                            sigmoid = sigmoid_of(a_local[e])
                             da_local[reach + i, e] = (
                                 T.cast(dy_local[i, e], T.float32)
                                 * sigmoid
@@ -202,7 +209,7 @@ def short_conv_bwd_kernel(channels: int, taps: int, dilation: int, *, chunk: int
                     forget(da_local, chunk)
                 for e in T.unroll(SLOT_BWD):
                     for j in T.unroll(taps):
-                        dweight_partial[part, slot * SLOT_BWD + e, j] = dweight_local[j, e]
+                        dweight_partial[batch, part, slot * SLOT_BWD + e, j] = dweight_local[j, e]
 
     return short_conv_bwd
 
@@ -247,10 +254,11 @@ def short_conv_bwd(dy: Tensor, x: Tensor, weight: Tensor, dilation: int = 1) -> 
     check.same_device(x=x, dy=dy)
     check.equal(check.vector_bytes(dy), 16, 'alignment of dy')
     dx = torch.empty_like(x)
-    num_partials = batch_size * -(-num_tokens // RUN_BWD)
-    partial = weight.new_empty(num_partials, channels, taps)
-    launch(short_conv_bwd_kernel, (channels, taps, dilation), dy, x, weight, dx, partial, size=num_partials)
-    return dx, sum_of_partials(partial)
+    num_runs = -(-num_tokens // RUN_BWD)
+    partial = weight.new_empty(batch_size, num_runs, channels, taps)
+    size = batch_size * num_tokens
+    launch(short_conv_bwd_kernel, (channels, taps, dilation), dy, x, weight, dx, partial, size=size)
+    return dx, sum_of_partials(partial.view(batch_size * num_runs, channels, taps))
 
 
 @op(outputs='y', backward=short_conv_bwd)
