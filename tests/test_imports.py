@@ -14,6 +14,7 @@ ALLOWED = {
     'torch': {'core', 'torch', 'moe', 'engram'},
     'interpreter': {'interpreter', 'core'},
     'engram': {'core', 'engram'},
+    'modeling': {'core', 'engram', 'modeling'},
     'moe': {'core', 'moe', 'quant'},  # routing builds on casts
     'quant': {'core', 'quant'},
     'transpose': {'core', 'transpose'},

@@ -25,7 +25,7 @@ FAMILIES = ('gemm', 'moe', 'quant', 'transpose')
 FAMILIES = ('engram', 'moe', 'quant', 'transpose')
 
 #: Loaded when first used.
-_LAZY = ('config', 'utils', 'torch', 'testing', 'interpreter')
+_LAZY = ('config', 'modeling', 'utils', 'torch', 'testing', 'interpreter')
 
 _CONFIG = (
     'get_device_num_sms',

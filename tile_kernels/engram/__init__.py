@@ -4,6 +4,7 @@ from tile_kernels.engram.fused_weight import fused_weight
 from tile_kernels.engram.gate import engram_gate_fwd
 from tile_kernels.engram.gate_bwd import engram_gate_bwd
 from tile_kernels.engram.hash import engram_hash
+from tile_kernels.engram.projection import engram_gate_backward, engram_gate_forward, engram_weight_grad
 from tile_kernels.engram.short_conv import short_conv
 from tile_kernels.engram.sinkhorn import (
     engram_sinkhorn_finalize,
@@ -14,13 +15,16 @@ from tile_kernels.engram.sinkhorn_momentum import engram_sinkhorn_momentum_updat
 from tile_kernels.engram.sum_partials import grad_w_reduce
 
 __all__ = [
+    'engram_gate_backward',
     'engram_gate_bwd',
+    'engram_gate_forward',
     'engram_gate_fwd',
     'engram_hash',
     'engram_sinkhorn_finalize',
     'engram_sinkhorn_momentum_update',
     'engram_sinkhorn_step',
     'engram_sinkhorn_step_reduce',
+    'engram_weight_grad',
     'fused_weight',
     'grad_w_reduce',
     'short_conv',

@@ -1,12 +1,18 @@
 """Layers made of the ops of this package."""
 
 from __future__ import annotations
+"""Layers built from the ops: modules and autograd functions, loaded when first used. Nothing here is a kernel."""
 
 import importlib
 from typing import Any
 
 #: Where each layer lives; a module is loaded with its first layer.
 _HOMES = {'MoELayer': 'moe'}
+#: Public name -> module that defines it.
+_HOMES = {
+    'Engram': 'engram',
+    'EngramGateLayer': 'engram',
+}
 
 __all__ = [*_HOMES]
 
@@ -14,4 +20,6 @@ __all__ = [*_HOMES]
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(f'tile_kernels.modeling.{_HOMES[name]}'), name)
+    if name in _HOMES.values():
+        return importlib.import_module(f'tile_kernels.modeling.{name}')
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

@@ -1,12 +1,11 @@
-"""What the Engram ops mean, in plain PyTorch."""
+"""The Engram gate, its gradient and its weights."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tile_kernels.engram._gate import num_partials_for
-from tile_kernels.engram._sinkhorn import sinkhorn_partials
-
-# The gate -------------------------------------------------------------------------------------
 
 
 def gate(
@@ -162,105 +161,37 @@ def fused_weight(weight_hidden: Tensor, weight_embed: Tensor) -> Tensor:
     return weight_hidden.float() * weight_embed.float()
 
 
-# Hash -----------------------------------------------------------------------------------------
+def engram_gate_ref(
+    hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gate from both norm weights, differentiable by autograd.
+
+        engram_gate_ref(hidden_states, k, v, weight_hidden, weight_embed, clamp_value, eps, save_for_backward=False)
+        engram_gate_ref(hidden_states, kv, weight_hidden, weight_embed, clamp_value, eps, save_for_backward=False,
+                        image_token_mask=None)
+
+    Returns the new hidden states, with `save_for_backward` also dot, gate, rstd_x and rstd_k.
+    """
+    packed = 'kv' in kwargs or (len(args) > 1 and args[1].shape[0] != hidden_states.shape[0])
+    form = _packed_gate_ref if packed else _gate_ref
+    return form(hidden_states, *args, **kwargs)
 
 
-def engram_hash(
-    ngram_token_ids: Tensor,
-    multipliers: Tensor,
-    vocab_sizes: Tensor,
-    offsets: Tensor,
+def _gate_ref(
+    hidden_states: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight_hidden: Tensor,
+    weight_embed: Tensor,
+    clamp_value: float,
+    eps: float,
+    save_for_backward: bool = False,
     image_token_mask: Tensor | None = None,
-) -> Tensor:
-    """Rows of the embedding tables for the n-grams that end at each token."""
-    products = ngram_token_ids.long().unsqueeze(0) * multipliers.unsqueeze(1)  # (layers, tokens, ngram), wrapping
-    mix = products[:, :, 0]
-    columns = []
-    for i in range(1, ngram_token_ids.shape[1]):
-        mix = mix ^ products[:, :, i]
-        columns.append(mix.unsqueeze(-1) % vocab_sizes[:, i - 1].long().unsqueeze(1))
-    found = torch.cat(columns, dim=-1) + offsets.long().unsqueeze(1)
-    if image_token_mask is not None:
-        found = found.masked_fill(image_token_mask[None, :, None], -1)
-    return found.int()
+) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    weight = fused_weight(weight_hidden, weight_embed)
+    results = gate(hidden_states, k, v, weight, eps, clamp_value, image_token_mask)
+    return results if save_for_backward else results[0]
 
 
-# The optimiser --------------------------------------------------------------------------------
-
-
-def _fma(a: Tensor | float, b: Tensor | float, c: Tensor) -> Tensor:
-    """Multiply and add, rounded once: float64 holds the product of two float32 numbers exactly."""
-    return (torch.as_tensor(a, device=c.device).double() * torch.as_tensor(b, device=c.device).double() + c).float()
-
-
-def engram_sinkhorn_momentum_update(
-    grad: Tensor, momentum_buffer: Tensor, beta1: float, nesterov: bool = True
-) -> Tensor:
-    """Move the momentum towards the gradient, in place; the update in float32."""
-    g, m = grad.float(), momentum_buffer.float()
-    keep, take = torch.tensor(beta1, device=g.device), torch.tensor(1 - beta1, device=g.device)
-    m = _fma(m, keep, take * g)
-    momentum_buffer.copy_(m)
-    return _fma(g, take, keep * m) if nesterov else m
-
-
-def engram_sinkhorn_step(matrix: Tensor, row_scale: Tensor, col_scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Normalise the rows of the scaled matrix; sums over every num_partials-th row of the squares of what results."""
-    num_rows, num_columns = matrix.shape
-    x = row_scale.unsqueeze(1) * matrix.float() * col_scale
-    norm = x.square().sum(1).sqrt()
-    inverse = 1.0 / (norm + eps)
-    num_partials = sinkhorn_partials(num_rows)
-    partial = x.new_zeros(num_partials, num_columns)
-    squares = (x * inverse.unsqueeze(1)).square()
-    partial.index_add_(0, torch.arange(num_rows, device=x.device) % num_partials, squares)
-    row_scale.copy_(row_scale * inverse)
-    return norm, partial
-
-
-def engram_sinkhorn_step_reduce(col_sumsq_partial: Tensor, col_sumsq: Tensor) -> None:
-    """Add up the partial sums of a step."""
-    col_sumsq.copy_(col_sumsq_partial.sum(0))
-
-
-def sinkhorn_finalize(matrix: Tensor, row_scale: Tensor, col_scale: Tensor, eps: float, alpha: float) -> Tensor:
-    """The scaled matrix, each row brought to length alpha."""
-    x = row_scale.unsqueeze(1) * matrix.float() * col_scale
-    return (x * (alpha / (x.square().sum(1, keepdim=True).sqrt() + eps))).to(matrix.dtype)
-
-
-def sinkhorn_finalize_(
-    out: Tensor, matrix: Tensor, row_scale: Tensor, col_scale: Tensor, eps: float, alpha: float
-) -> None:
-    """`sinkhorn_finalize` into memory of the caller."""
-    x = row_scale.unsqueeze(1) * matrix.float() * col_scale
-    out.copy_(x * (alpha / (x.square().sum(1, keepdim=True).sqrt() + eps)))
-
-
-# The convolution ------------------------------------------------------------------------------
-
-
-def _taps(x: Tensor, taps: int, dilation: int) -> list[Tensor]:
-    """What each tap meets: x moved back in time, zeros before the start."""
-    padded = torch.nn.functional.pad(x.float(), (0, 0, (taps - 1) * dilation, 0))
-    return [padded[:, j * dilation : j * dilation + x.shape[1]] for j in range(taps)]
-
-
-def short_conv(x: Tensor, weight: Tensor, dilation: int = 1) -> Tensor:
-    """Causal convolution of each channel with its own taps, then SiLU."""
-    met = _taps(x, weight.shape[1], dilation)
-    a = sum(weight[:, j] * met[j] for j in range(weight.shape[1]))
-    return torch.nn.functional.silu(a).to(x.dtype)
-
-
-def short_conv_bwd(dy: Tensor, x: Tensor, weight: Tensor, dilation: int = 1) -> tuple[Tensor, Tensor]:
-    """Gradients of `short_conv`."""
-    num_tokens, taps = x.shape[1], weight.shape[1]
-    met = _taps(x, taps, dilation)
-    a = sum(weight[:, j] * met[j] for j in range(taps))
-    s = torch.sigmoid(a)
-    da = dy.float() * s * (1 + a * (1 - s))
-    later = torch.nn.functional.pad(da, (0, 0, 0, (taps - 1) * dilation))
-    back = [(taps - 1 - j) * dilation for j in range(taps)]
-    dx = sum(weight[:, j] * later[:, back[j] : back[j] + num_tokens] for j in range(taps))
-    return dx.to(x.dtype), torch.stack([(da * met[j]).sum((0, 1)) for j in range(taps)], dim=1)
+def _packed_gate_ref(hidden_states: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return _gate_ref(hidden_states, kv[:, :-1], kv[:, -1], *args, **kwargs)

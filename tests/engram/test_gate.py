@@ -1,0 +1,148 @@
+"""The Engram gate: both calling forms, masks, in place, without residual, determinism, bad input."""
+
+import pytest
+import torch
+
+from tile_kernels import ArgumentError, knobs
+from tile_kernels.engram import engram_gate_bwd, engram_gate_fwd, fused_weight, grad_w_reduce
+from tile_kernels.testing import assert_equal, calc_diff
+from tile_kernels.torch.engram import engram_gate_ref
+
+EPS, CLAMP = 1e-20, 1e-6
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=['twin', 'kernel'])
+def interpreting(request):
+    with knobs(interpret=request.param):
+        yield
+
+
+@pytest.fixture
+def inputs():
+    torch.manual_seed(0)
+    x, k = (torch.randn(7, 4, 256, dtype=torch.bfloat16) for _ in range(2))
+    v = torch.randn(7, 256, dtype=torch.bfloat16)
+    weights = [torch.randn(4, 256, dtype=torch.bfloat16) for _ in range(2)]
+    return x, k, v, *weights
+
+
+def test_forward_equals_the_reference(inputs):
+    x, k, v, wh, we = inputs
+    found = engram_gate_fwd(x, k, v, fused_weight(wh, we), EPS, CLAMP)
+    expected = engram_gate_ref(x, k, v, wh, we, CLAMP, EPS, save_for_backward=True)
+    for actual, reference in zip(found, expected, strict=True):
+        assert calc_diff(actual, reference) < 2e-10
+
+
+def test_packed_form_gives_the_same_bits(inputs):
+    x, k, v, wh, we = inputs
+    weight, kv = fused_weight(wh, we), torch.cat([k, v[:, None]], dim=1)
+    apart = engram_gate_fwd(x, k, v, weight, EPS, CLAMP)
+    packed = engram_gate_fwd(x, kv, weight, EPS, CLAMP)
+    named = engram_gate_fwd(x, kv=kv, weight_fused=weight, eps=EPS, clamp_value=CLAMP)
+    for a, b, c in zip(apart, packed, named, strict=True):
+        assert_equal(a, b)
+        assert_equal(a, c)
+    dy = torch.randn_like(x)
+    dx, dk, dv, partial = engram_gate_bwd(dy, x, k, v, weight, *apart[1:], CLAMP)
+    dx_packed, dkv, partial_packed = engram_gate_bwd(dy, x, kv, weight, *apart[1:], CLAMP)
+    assert_equal(dx_packed, dx)
+    assert_equal(dkv, torch.cat([dk, dv[:, None]], dim=1))
+    assert_equal(partial_packed, partial)
+
+
+def test_saving_and_writing_in_place_change_no_bit(inputs):
+    x, k, v, wh, we = inputs
+    weight = fused_weight(wh, we)
+    y = engram_gate_fwd(x, k, v, weight, EPS, CLAMP)[0]
+    bare = engram_gate_fwd(x, k, v, weight, EPS, CLAMP, save_for_backward=False)
+    assert_equal(bare[0], y)
+    assert bare[1:] == (None,) * 4
+    z = x.clone()
+    assert engram_gate_fwd(z, k, v, weight, EPS, CLAMP, save_for_backward=False, inplace=True)[0] is z
+    assert_equal(z, y)
+    with pytest.raises(ArgumentError, match='inplace must come with save_for_backward=False'):
+        engram_gate_fwd(z, k, v, weight, EPS, CLAMP, inplace=True)
+
+
+def test_image_tokens_take_in_nothing_whatever_their_embedding_holds(inputs):
+    x, k, v, wh, we = inputs
+    weight, mask = fused_weight(wh, we), torch.tensor([1, 0, 0, 1, 0, 1, 0], dtype=torch.bool)
+    x[0, 0, 0] = -0.0
+    clean = engram_gate_fwd(x, k, v, weight, EPS, CLAMP)
+    k[mask], v[mask] = float('nan'), float('inf')
+    y, *saved = engram_gate_fwd(x, k, v, weight, EPS, CLAMP, image_token_mask=mask)
+    assert_equal(y[mask], x[mask])
+    assert_equal(y[~mask], clean[0][~mask])
+    assert all((s[mask] == 0).all() for s in saved)
+    dy = torch.randn_like(x)
+    dx, dk, dv, partial = engram_gate_bwd(dy, x, k, v, weight, *saved, CLAMP, image_token_mask=mask)
+    assert_equal(dx[mask], dy[mask])
+    assert (dk[mask] == 0).all() and (dv[mask] == 0).all() and partial.isfinite().all()
+
+
+@pytest.mark.parametrize('residual', [True, False])
+def test_gradients_equal_autograd_of_the_reference(inputs, residual):
+    x, k, v, wh, we = inputs
+    leaves = [t.double().requires_grad_() for t in (x, k, v, wh, we)]
+    y = gate_in_fp64(*leaves, residual)
+    dy = torch.randn_like(x)
+    y.backward(dy.double())
+    weight = fused_weight(wh, we)
+    found, *saved = engram_gate_fwd(x, k, v, weight, EPS, CLAMP, residual=residual)
+    assert calc_diff(found, y.detach()) < 1e-5
+    dx, dk, dv, partial = engram_gate_bwd(dy, x, k, v, weight, *saved, CLAMP, residual=residual)
+    dwh, dwe = torch.zeros(4, 256), torch.zeros(4, 256)
+    grad_w_reduce(partial, wh, we, dwh, dwe)
+    for actual, leaf in zip((dx, dk, dv, dwh, dwe), leaves, strict=True):
+        assert calc_diff(actual, leaf.grad) < 1e-5
+
+
+def gate_in_fp64(x, k, v, wh, we, residual):
+    """Both rows normalised, multiplied, rooted: as the paper has it, without any fusing."""
+    hidden = x.shape[-1]
+    query = torch.nn.functional.rms_norm(x, (hidden,), eps=EPS) * wh
+    key = torch.nn.functional.rms_norm(k, (hidden,), eps=EPS) * we
+    z = (query * key).sum(-1) / hidden**0.5
+    score = torch.sigmoid(z.abs().clamp_min(CLAMP).sqrt() * z.sign())
+    taken = score.unsqueeze(-1) * v.unsqueeze(1)
+    return x + taken if residual else taken
+
+
+def test_a_nan_key_shows(inputs):
+    x, k, v, wh, we = inputs
+    k[2, 1, 17] = float('nan')
+    y = engram_gate_fwd(x, k, v, fused_weight(wh, we), EPS, CLAMP)[0]
+    assert y[2, 1].isnan().all() and y[2, 0].isfinite().all()
+
+
+def test_the_number_of_partial_sums_depends_on_the_shape_alone(inputs):
+    x, k, v, wh, we = inputs
+    weight = fused_weight(wh, we)
+    saved = engram_gate_fwd(x, k, v, weight, EPS, CLAMP)[1:]
+    dy = torch.randn_like(x)
+    first = engram_gate_bwd(dy, x, k, v, weight, *saved, CLAMP)
+    with knobs(num_sms=3):
+        second = engram_gate_bwd(dy, x, k, v, weight, *saved, CLAMP)
+    for a, b in zip(first, second, strict=True):
+        assert_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ('change', 'words'),
+    [
+        (lambda a: a | dict(hidden_states=a['hidden_states'].float()), 'hidden_states must be bfloat16'),
+        (lambda a: a | dict(v=a['v'][:3]), r'v must be \(num_tokens, hidden\) with num_tokens = 7'),
+        (
+            lambda a: {n: t[..., :100] if n != 'v' else t[:, :100] for n, t in a.items()},
+            'hidden must be a multiple of 64',
+        ),
+        (lambda a: a | dict(k=a['k'].mT.contiguous().mT), 'k must have stride 1 in the last dimension'),
+        (lambda a: a | dict(weight_fused=a['weight_fused'].double()), 'weight_fused must be float32'),
+    ],
+)
+def test_bad_input_is_named(inputs, change, words):
+    x, k, v, wh, we = inputs
+    given = change(dict(hidden_states=x, k=k, v=v, weight_fused=fused_weight(wh, we)))
+    with pytest.raises(ArgumentError, match='engram.engram_gate_fwd: ' + words):
+        engram_gate_fwd(**given, eps=EPS, clamp_value=CLAMP)

@@ -1,0 +1,204 @@
+"""Engram layers: the gate with hand-written gradients, the published module around it, and the simple gate.
+
+    value = gate(hidden_states, keys, value)                                 no residual
+    hidden_states + value + silu(conv(rms_norm(value)))                      `Engram`
+
+Keys and values are projections of the embeddings that the hashes of the last tokens look up (`engram_hash`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tile_kernels.core import check
+from tile_kernels.engram import (
+    engram_gate_bwd,
+    engram_gate_forward,
+    engram_gate_fwd,
+    fused_weight,
+    grad_w_reduce,
+    short_conv,
+)
+
+
+class EngramGateFn(torch.autograd.Function):
+    """The Engram gate over any number of leading dimensions; see `engram_gate`."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_states: Tensor, *args: Any) -> Tensor:
+        """Gate; keeps what the gradient needs only if one is wanted."""
+        ctx.packed = not isinstance(args[3], Tensor)
+        num_sources = 1 if ctx.packed else 2
+        sources, (weight_hidden, weight_embed, clamp_value, eps, *rest) = args[:num_sources], args[num_sources:]
+        mask = rest[0] if rest else None
+        residual = rest[1] if len(rest) > 1 else True
+        num_streams, hidden = hidden_states.shape[-2:]
+        x = hidden_states.reshape(-1, num_streams, hidden)
+        if ctx.packed:
+            flat = [sources[0].reshape(-1, num_streams + 1, hidden)]
+        else:
+            flat = [sources[0].reshape(-1, num_streams, hidden), sources[1].reshape(-1, hidden)]
+        if mask is not None:
+            mask = mask.reshape(-1)
+        weight = fused_weight(weight_hidden, weight_embed)
+        saving = any(ctx.needs_input_grad)
+        y, *saved = engram_gate_fwd(
+            x, *flat, weight, eps, clamp_value, save_for_backward=saving, image_token_mask=mask, residual=residual
+        )
+        if saving:
+            ctx.save_for_backward(x, *flat, weight, *saved, *([] if mask is None else [mask]))
+            ctx.weights = weight_hidden, weight_embed
+            ctx.options = clamp_value, residual, mask is not None
+            ctx.shapes = [hidden_states.shape, *(source.shape for source in sources)]
+        return y.view(hidden_states.shape)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple:
+        """Gradients of all tensors; that of a weight with a `main_grad` is added to it."""
+        clamp_value, residual, masked = ctx.options
+        tensors = ctx.saved_tensors
+        mask = tensors[-1] if masked else None
+        forward_tensors = tensors[:-1] if masked else tensors
+        dy = grad_out.reshape(forward_tensors[0].shape).contiguous()
+        *grads, partial = engram_gate_bwd(dy, *forward_tensors, clamp_value, image_token_mask=mask, residual=residual)
+        grads = [grad.view(shape) for grad, shape in zip(grads, ctx.shapes, strict=True)]
+        first = len(grads)
+        num_rest = len(ctx.needs_input_grad) - first - 2
+        weight_grads = (
+            _weight_grads(partial, *ctx.weights) if any(ctx.needs_input_grad[first : first + 2]) else (None,) * 2
+        )
+        return (*grads, *weight_grads, *(None,) * num_rest)
+
+
+def _weight_grads(partial: Tensor, weight_hidden: Tensor, weight_embed: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of both norm weights; None for one whose gradient went to its `main_grad`."""
+    weights = weight_hidden, weight_embed
+    mains = [getattr(weight, 'main_grad', None) for weight in weights]
+    buffers = [
+        torch.zeros_like(weight, dtype=torch.float32) if main is None else main
+        for weight, main in zip(weights, mains, strict=True)
+    ]
+    grad_w_reduce(partial, weight_hidden.detach(), weight_embed.detach(), *buffers)
+    first, second = (buffer if main is None else None for buffer, main in zip(buffers, mains, strict=True))
+    return first, second
+
+
+def engram_gate(hidden_states: Tensor, *args: Any) -> Tensor:
+    """Gate the value of each token into its residual streams, with gradients for all tensors.
+
+    Two forms, with keys and values apart or packed in one tensor; arguments are positional:
+
+        engram_gate(hidden_states, k, v, weight_hidden, weight_embed, clamp_value, eps,
+                    image_token_mask=None, residual=True)
+        engram_gate(hidden_states, kv, weight_hidden, weight_embed, clamp_value, eps,
+                    image_token_mask=None, residual=True)
+
+    The gradient of a weight that has a `main_grad` is added to it, and its `grad` stays as it is.
+
+    Args:
+        hidden_states: (..., num_streams, hidden) bfloat16.
+        args: the other arguments of either form.
+            k: (..., num_streams, hidden) bfloat16.
+            v: (..., hidden) bfloat16.
+            kv: (..., (num_streams + 1) * hidden) bfloat16, the keys and then the value of each token.
+            weight_hidden: (num_streams, hidden) bfloat16 or float32, norm weight of the hidden states.
+            weight_embed: (num_streams, hidden), norm weight of the keys.
+            clamp_value: lower bound of |z| under the root.
+            eps: added to the mean squares.
+            image_token_mask: (...) bool, tokens that take in nothing.
+            residual: add hidden_states to the result.
+
+    Returns:
+        Like hidden_states.
+    """
+    check.tensor(hidden_states, 'hidden_states')
+    return EngramGateFn.apply(hidden_states, *args)
+
+
+class Engram(nn.Module):
+    """The published Engram module: gate, short convolution, residual.
+
+    Parameters are float32 (or what `.to()` makes of them), activations bfloat16.
+
+    Args:
+        hidden_size: channels of a residual stream, a multiple of 64.
+        embed_size: channels of the looked-up embeddings of a token.
+        num_streams: residual streams, 1 to 8.
+        taps: tokens each channel of the convolution meets.
+        dilation: tokens between them.
+        eps: added to the mean squares of all norms.
+        clamp_value: lower bound of |z| under the root.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        embed_size: int,
+        num_streams: int = 4,
+        taps: int = 4,
+        dilation: int = 3,
+        eps: float = 1e-6,
+        clamp_value: float = 1e-6,
+    ) -> None:
+        super().__init__()
+        self.dilation, self.eps, self.clamp_value = dilation, eps, clamp_value
+        self.kv_proj = nn.Linear(embed_size, (num_streams + 1) * hidden_size, bias=False)
+        self.weight_hidden = nn.Parameter(torch.ones(num_streams, hidden_size))
+        self.weight_embed = nn.Parameter(torch.ones(num_streams, hidden_size))
+        self.norm_weight = nn.Parameter(torch.ones(num_streams, hidden_size))
+        self.conv_weight = nn.Parameter(torch.zeros(num_streams * hidden_size, taps))  # starts as plain `value`
+
+    def forward(self, hidden_states: Tensor, embeddings: Tensor, image_token_mask: Tensor | None = None) -> Tensor:
+        """Take in what was looked up.
+
+        Args:
+            hidden_states: (batch, num_tokens, num_streams, hidden) bfloat16.
+            embeddings: (batch, num_tokens, embed_size).
+            image_token_mask: (batch, num_tokens) bool, tokens that take in nothing.
+
+        Returns:
+            Like hidden_states.
+        """
+        check.shape(hidden_states, 'hidden_states', 'batch num_tokens num_streams hidden', dtype=torch.bfloat16)
+        kv = functional.linear(embeddings.to(hidden_states.dtype), self.kv_proj.weight.to(hidden_states.dtype))
+        value = engram_gate(
+            hidden_states,
+            kv,
+            self.weight_hidden,
+            self.weight_embed,
+            self.clamp_value,
+            self.eps,
+            image_token_mask,
+            False,
+        )
+        norm = functional.rms_norm(value.float(), value.shape[-1:], eps=self.eps) * self.norm_weight
+        seen = short_conv(norm.to(value.dtype).flatten(2), self.conv_weight.float(), self.dilation)
+        return hidden_states + (value + seen.view(value.shape))
+
+
+class EngramGateLayer(nn.Module):
+    """RMS norm and projection to `num_experts` scores.
+
+    Args:
+        hidden_size: channels of a token.
+        num_experts: scores of a token.
+        gated: multiply by a second projection.
+        eps: added to the mean square of a row.
+    """
+
+    def __init__(self, hidden_size: int = 2048, num_experts: int = 256, gated: bool = False, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.randn(num_experts, hidden_size) * hidden_size**-0.5)
+        self.gate_weight = nn.Parameter(torch.randn(num_experts, hidden_size) * hidden_size**-0.5) if gated else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Scores of each token, (..., num_experts), for (..., hidden_size)."""
+        check.tensor(hidden, 'hidden')
+        output, _ = engram_gate_forward(hidden.reshape(-1, hidden.shape[-1]), self.weight, self.gate_weight, self.eps)
+        return output.view(*hidden.shape[:-1], -1)
