@@ -146,3 +146,22 @@ def test_bad_input_is_named(inputs, change, words):
     given = change(dict(hidden_states=x, k=k, v=v, weight_fused=fused_weight(wh, we)))
     with pytest.raises(ArgumentError, match='engram.engram_gate_fwd: ' + words):
         engram_gate_fwd(**given, eps=EPS, clamp_value=CLAMP)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
+def test_fifty_runs_give_the_same_bits():
+    torch.manual_seed(0)
+    x, k, dy = (torch.randn(1001, 4, 2560, dtype=torch.bfloat16, device='cuda') for _ in range(3))
+    v, weight = torch.randn(1001, 2560, dtype=torch.bfloat16, device='cuda'), torch.randn(4, 2560, device='cuda')
+
+    def once():
+        y, *saved = engram_gate_fwd(x, k, v, weight, EPS, CLAMP)
+        *grads, partial = engram_gate_bwd(dy, x, k, v, weight, *saved, CLAMP)
+        total = [torch.zeros(4, 2560, device='cuda') for _ in range(2)]
+        grad_w_reduce(partial, weight, weight, *total)
+        return y, *saved, *grads, partial, *total
+
+    first = once()
+    for _ in range(49):
+        for actual, expected in zip(once(), first, strict=True):
+            assert_equal(actual, expected)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 
 from tile_kernels import knobs, modeling
@@ -205,3 +206,22 @@ def test_a_small_language_model_learns_like_its_plain_twin():
     ours, plain = train(lambda layer: layer), train(PlainEngram)
     assert ours[-1] < 0.1 * ours[0]
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(plain), rtol=0.05, atol=0.03)
+
+
+def test_a_compiled_layer_is_one_graph_for_all_lengths():
+    torch.manual_seed(0)
+    layer = modeling.Engram(hidden_size=64, embed_size=16, num_streams=2)
+    nn.init.normal_(layer.conv_weight)
+    counter = CompileCounterWithBackend('aot_eager')
+    compiled, frames = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter), None
+    for num_tokens in (5, 9, 12):
+        x, embeddings = torch.randn(2, num_tokens, 2, 64, dtype=torch.bfloat16), torch.randn(2, num_tokens, 16)
+        grads = []
+        for module in (layer, compiled):
+            layer.zero_grad()
+            y = module(x, embeddings)
+            y.float().square().sum().backward()
+            grads.append([y.detach(), *(p.grad.clone() for p in layer.parameters())])
+        torch.testing.assert_close(grads[0], grads[1])
+        frames = frames or counter.frame_count
+        assert counter.frame_count == frames

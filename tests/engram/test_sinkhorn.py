@@ -34,7 +34,7 @@ def test_steps_balance_rows_and_columns(interpret):
 
 def test_bad_input_is_named():
     matrix, rows, columns = torch.ones(3, 12), torch.ones(3), torch.ones(12)
-    with pytest.raises(ArgumentError, match=r'engram\.engram_sinkhorn_step: num_columns must be a multiple of 8, got 12'):
+    with pytest.raises(ArgumentError, match='num_columns must be a multiple of 8, got 12'):
         engram_sinkhorn_step(matrix, rows, columns, 0.0)
     with pytest.raises(ArgumentError, match='momentum_buffer must have the shape of grad'):
         engram_sinkhorn_momentum_update(matrix, rows, 0.9)

@@ -31,19 +31,8 @@ class EngramGateFn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, *args: Any) -> Tensor:
         """Gate; keeps what the gradient needs only if one is wanted."""
-        ctx.packed = not isinstance(args[3], Tensor)
-        num_sources = 1 if ctx.packed else 2
-        sources, (weight_hidden, weight_embed, clamp_value, eps, *rest) = args[:num_sources], args[num_sources:]
-        mask = rest[0] if rest else None
-        residual = rest[1] if len(rest) > 1 else True
-        num_streams, hidden = hidden_states.shape[-2:]
-        x = hidden_states.reshape(-1, num_streams, hidden)
-        if ctx.packed:
-            flat = [sources[0].reshape(-1, num_streams + 1, hidden)]
-        else:
-            flat = [sources[0].reshape(-1, num_streams, hidden), sources[1].reshape(-1, hidden)]
-        if mask is not None:
-            mask = mask.reshape(-1)
+        sources, weight_hidden, weight_embed, clamp_value, eps, mask, residual = _by_name(args)
+        x, flat, mask = _flatten(hidden_states, sources, mask)
         weight = fused_weight(weight_hidden, weight_embed)
         saving = any(ctx.needs_input_grad)
         y, *saved = engram_gate_fwd(
@@ -75,6 +64,35 @@ class EngramGateFn(torch.autograd.Function):
         return (*grads, *weight_grads, *(None,) * num_rest)
 
 
+def _by_name(args: tuple) -> tuple:
+    """Either form of the arguments: ((k, v) or (kv,), both weights, clamp_value, eps, image_token_mask, residual)."""
+    num_sources = 2 if isinstance(args[3], Tensor) else 1
+    sources, (weight_hidden, weight_embed, clamp_value, eps, *rest) = args[:num_sources], args[num_sources:]
+    mask = rest[0] if rest else None
+    return sources, weight_hidden, weight_embed, clamp_value, eps, mask, rest[1] if len(rest) > 1 else True
+
+
+def _flatten(
+    hidden_states: Tensor, sources: tuple[Tensor, ...], mask: Tensor | None
+) -> tuple[Tensor, list[Tensor], Tensor | None]:
+    """Tokens in one dimension."""
+    num_streams, hidden = hidden_states.shape[-2:]
+    if len(sources) == 1:
+        flat = [sources[0].reshape(-1, num_streams + 1, hidden)]
+    else:
+        flat = [sources[0].reshape(-1, num_streams, hidden), sources[1].reshape(-1, hidden)]
+    return hidden_states.reshape(-1, num_streams, hidden), flat, None if mask is None else mask.reshape(-1)
+
+
+def _traced_gate(hidden_states: Tensor, args: tuple) -> Tensor:
+    """The gate inside a compiled graph: the differentiable operator, which knows no `main_grad`."""
+    sources, weight_hidden, weight_embed, clamp_value, eps, mask, residual = _by_name(args)
+    x, flat, mask = _flatten(hidden_states, sources, mask)
+    weight = weight_hidden.float() * weight_embed.float()
+    y, *_ = engram_gate_fwd(x, *flat, weight, eps, clamp_value, image_token_mask=mask, residual=residual)
+    return y.view(hidden_states.shape)
+
+
 def _weight_grads(partial: Tensor, weight_hidden: Tensor, weight_embed: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of both norm weights; None for one whose gradient went to its `main_grad`."""
     weights = weight_hidden, weight_embed
@@ -98,7 +116,8 @@ def engram_gate(hidden_states: Tensor, *args: Any) -> Tensor:
         engram_gate(hidden_states, kv, weight_hidden, weight_embed, clamp_value, eps,
                     image_token_mask=None, residual=True)
 
-    The gradient of a weight that has a `main_grad` is added to it, and its `grad` stays as it is.
+    The gradient of a weight that has a `main_grad` is added to it, and its `grad` stays as it is; not inside
+    `torch.compile`, where gradients are part of the graph.
 
     Args:
         hidden_states: (..., num_streams, hidden) bfloat16.
@@ -117,6 +136,8 @@ def engram_gate(hidden_states: Tensor, *args: Any) -> Tensor:
         Like hidden_states.
     """
     check.tensor(hidden_states, 'hidden_states')
+    if torch.compiler.is_compiling():
+        return _traced_gate(hidden_states, args)
     return EngramGateFn.apply(hidden_states, *args)
 
 
