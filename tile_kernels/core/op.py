@@ -106,7 +106,11 @@ def _param(parameter: inspect.Parameter, annotation: Any) -> Param:
 
 
 def op(
-    outputs: str = '', backward: Op | None = None, name: str | None = None, twin: Callable | None = None
+    outputs: str = '',
+    backward: Op | None = None,
+    name: str | None = None,
+    twin: Callable | None = None,
+    same_gradient: dict[str, str] | None = None,
 ) -> Callable[[Callable], Op]:
     """Declare an op.
 
@@ -116,10 +120,11 @@ def op(
             parameters are inputs, options or outputs of this op by name, its output `d<input>` the gradient of it.
         name: the op's name when it differs from the function's.
         twin: reference implementation; by default the function of the same name in `tile_kernels.torch.<family>`.
+        same_gradient: inputs whose gradient is that of another input, e.g. the summands of a sum.
     """
 
     def declare(fn: Callable) -> Op:
-        made = Op(fn, tuple(outputs.split()), backward, name or fn.__name__, twin)
+        made = Op(fn, tuple(outputs.split()), backward, name or fn.__name__, twin, same_gradient or {})
         ops[made.name] = made
         return made
 
@@ -130,7 +135,13 @@ class Op:
     """A callable op; see the module docstring for what it offers besides being called."""
 
     def __init__(
-        self, fn: Callable, outputs: tuple[str, ...], backward: Op | None, name: str, twin: Callable | None
+        self,
+        fn: Callable,
+        outputs: tuple[str, ...],
+        backward: Op | None,
+        name: str,
+        twin: Callable | None,
+        same_gradient: dict[str, str],
     ) -> None:
         functools.update_wrapper(self, fn)
         self.fn = fn
@@ -141,6 +152,7 @@ class Op:
         self.name = f'{self.family}.{name}'
         self.case_set: Cases | None = None
         self._twin = twin
+        self.same_gradient = same_gradient
         #: Options and first shape -> functions that replay such calls; none yet after the first.
         self._replays: dict[tuple, list[Callable]] = {}
         hints = typing.get_type_hints(fn, include_extras=True)
@@ -342,6 +354,7 @@ class Op:
         result = self.backward(**{name: known[name] for name in self.backward._names if name in known})
         results = result if isinstance(result, tuple) else (result,)
         gradients = dict(zip(self.backward.outputs, results, strict=True))
+        gradients |= {f'd{name}': gradients[f'd{other}'] for name, other in self.same_gradient.items()}
         return tuple(gradients.get(f'd{name}') if name in ctx.given else None for name in self._flat_names)
 
     @functools.cached_property

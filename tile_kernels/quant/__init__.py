@@ -24,6 +24,7 @@ from tile_kernels.quant.front_blocks import (
     per_token_cast_and_cast_back,
     per_token_cast_back,
 )
+from tile_kernels.quant import norm_forward_and_per_token_cast as _n
 from tile_kernels.quant.front_swiglu import (
     fused_swiglu_quant_fp8,
     swiglu_backward,

@@ -264,16 +264,19 @@ def sf_bytes(sf: Any) -> Any:
 
 
 @macro
-def store_sf(y_sf, fmt, num_groups, row, group, value):
-    """Write the scale factor of one group; the last group also clears the bytes of groups that do not exist."""
+def store_sf(y_sf, fmt, num_groups, row, group, value, first=0):
+    """Write the scale factor of one group; the last group also clears the bytes of groups that do not exist.
+
+    The groups of the row begin at column `first`.
+    """
     if fmt.sf == 'ue8m0x4':
         packed = sf_bytes(y_sf)
-        packed[row, group // 4, group % 4] = value
+        packed[row, first + group // 4, group % 4] = value
         if group == num_groups - 1:
             for b in T.unroll(-num_groups % 4):
-                packed[row, group // 4, num_groups % 4 + b] = T.uint8(0)
+                packed[row, first + group // 4, num_groups % 4 + b] = T.uint8(0)
     else:
-        y_sf[row, group] = value
+        y_sf[row, first + group] = value
 
 
 @macro

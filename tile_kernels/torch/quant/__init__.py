@@ -18,6 +18,16 @@ from tile_kernels.torch.quant.blocks import (
     per_token_cast_and_cast_back,
     transpose_weight_sf,
 )
+from tile_kernels.torch.quant.norm import (
+    add_norm_backward,
+    add_norm_forward,
+    norm_backward,
+    norm_backward_,
+    norm_forward,
+    norm_forward_,
+    norm_forward_and_per_token_cast,
+    norm_forward_and_per_token_cast_,
+)
 from tile_kernels.torch.quant.swiglu import (
     fused_swiglu_quant_fp8,
     get_mapping_from_psum,
@@ -38,4 +48,4 @@ from tile_kernels.torch.quant.tokens import (
     unpack_from_e2m1fn_x2,
 )
 
-__all__ = [name for name in dir() if not name.startswith('_') and name not in ('blocks', 'swiglu', 'tokens')]
+__all__ = [name for name in dir() if not name.startswith('_') and name not in ('blocks', 'norm', 'swiglu', 'tokens')]

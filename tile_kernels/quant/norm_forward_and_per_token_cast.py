@@ -1,0 +1,294 @@
+"""RMS norm and per-token cast in one pass: what `norm_forward` rounds to the dtype of x is quantised before it leaves.
+
+    y            = norm_forward(x + residual)               see `norm_forward`; the same bits
+    codes, sf    = per_token_cast(y, fmt)                   see `per_token_cast`; the same bits
+
+One launch, one read of x and of the residual; y itself is only written where it is asked for. Memory bound: the floor
+is reading x (and residual) and writing codes and scale factors (and y and z).
+"""
+
+import torch
+from torch import Tensor
+
+from tile_kernels.core import check
+from tile_kernels.core.cases import grid
+from tile_kernels.core.formats import QuantFormat
+from tile_kernels.core.launch import launch
+from tile_kernels.core.op import Mut, op
+from tile_kernels.quant._norm_rows import check_like, check_rows, check_weight
+from tile_kernels.quant.norm_forward import sample_rows, sample_weight
+from tile_kernels.quant.norm_forward_device import norm_forward_kernel
+from tile_kernels.quant.per_token_cast import _check_floor, _check_format
+
+# Ops ----------------------------------------------------------------------------------------
+
+
+def empty_batched_sf(fmt: QuantFormat, num_batches: int, num_tokens: int, hidden: int, device: torch.device) -> Tensor:
+    """Column-major factors of `num_batches` matrices, one behind the other: (num_batches, num_tokens, words)."""
+    height, words = fmt.sf_shape(num_tokens // num_batches, hidden)
+    aligned = 16 // fmt.sf_dtype.itemsize
+    pitch = -(-height // aligned) * aligned
+    strides = (words * pitch, 1, pitch)
+    return torch.empty_strided((num_batches, pitch, words), strides, dtype=fmt.sf_dtype, device=device)[:, :height]
+
+
+def mega_places(num_tokens: int, block_rows: int) -> int:
+    """Rows that scale factors in tiles of 128 take: every block of `block_rows` tokens begins a tile."""
+    return -(-num_tokens // block_rows) * -(-block_rows // 128) * 128
+
+
+def _check_mega(x: Tensor, fmt: QuantFormat, mega_sf: Tensor | None, mega_rows: int) -> None:
+    """Scale factors in tiles are exponent bytes of groups of 32 channels, four to a word."""
+    if mega_sf is None:
+        return
+    if not fmt.power_of_two or fmt.sf_block[1] != 32:
+        check.fail('mega_sf', 'must come with power-of-two scale factors of 32 channels', str(fmt))
+    check.multiple(x.shape[1], 128, 'hidden')
+    check.at_least(mega_rows, 1, 'mega_rows')
+    places = mega_places(x.shape[0], mega_rows)
+    check.shape(mega_sf, 'mega_sf', 'places words', dtype=torch.int32, places=places, words=x.shape[1] // 128)
+    if places > 1 and mega_sf.stride(0) != 1:
+        check.fail('mega_sf', 'must have stride 1 between rows', check.describe(mega_sf))
+    check.same_device(x=x, mega_sf=mega_sf)
+
+
+def _norm_and_cast(
+    x: Tensor,
+    fmt: QuantFormat,
+    weight: Tensor | None,
+    residual: Tensor | None,
+    codes: Tensor,
+    sf: Tensor,
+    y: Tensor | None,
+    z: Tensor | None,
+    mega_sf: Tensor | None,
+    mega_rows: int,
+    eps: float,
+    out_scale: float,
+    amax_floor: float | None,
+) -> Tensor:
+    """Check what both ops share and launch the kernel; returns rstd."""
+    floor = _check_floor(amax_floor, fmt)
+    batched, batch_rows = sf.dim() == 3, 1
+    if batched:
+        num_batches, batch_rows, words = sf.shape
+        sf = sf.as_strided((batch_rows, num_batches * words), sf.stride()[1:])
+    static = (x.shape[1], fmt, x.dtype, check_weight(x, weight), check.vector_bytes(x, residual, y, z))
+    static += (residual is not None, y is not None, batched, mega_sf is not None)
+    rstd = torch.empty(x.shape[:1], dtype=torch.float32, device=x.device)
+    tensors = (x, residual, weight, y, z, rstd, codes, sf, mega_sf)
+    launch(norm_forward_kernel, static, *tensors, eps, out_scale, floor, batch_rows, mega_rows)
+    return rstd
+
+
+def _check_input(x: Tensor, fmt: QuantFormat, residual: Tensor | None) -> tuple[int, int]:
+    _check_format(fmt)
+    num_tokens, hidden = check_rows(x)
+    check.multiple(hidden, fmt.data.pack, 'hidden')
+    check_like(x, residual=residual)
+    return num_tokens, hidden
+
+
+@op(outputs='codes sf y rstd z')
+def norm_forward_and_per_token_cast(
+    x: Tensor,
+    fmt: QuantFormat,
+    weight: Tensor | None = None,
+    residual: Tensor | None = None,
+    eps: float = 1e-6,
+    out_scale: float = 1.0,
+    with_y: bool = False,
+    num_batches: int = 1,
+    amax_floor: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """RMS norm of each row of `x` (plus `residual`), rounded to the dtype of x, then quantised in groups of channels.
+
+    Args:
+        x: (num_tokens, hidden) bfloat16, float16 or float32, rows dense, any row stride; hidden as for `norm_forward`.
+        fmt: what to store, any format of `per_token_cast`.
+        weight: (hidden,) bfloat16, float16 or float32 factor of each channel, or None.
+        residual: shape and dtype of x, or None.
+        eps: added to the mean square.
+        out_scale: factor of the result.
+        with_y: whether to return the result in the dtype of x as well.
+        num_batches: rows are so many matrices of equal height; column-major scale factors of each stand apart.
+        amax_floor: smallest amax a group is scaled by; the format's own if None.
+
+    Returns:
+        codes and sf as of `per_token_cast` (sf (num_batches, rows, words) if column-major and several batches), y
+        (empty unless asked for), rstd (num_tokens,) float32, and the sum z (empty without a residual).
+    """
+    num_tokens, hidden = _check_input(x, fmt, residual)
+    check.at_least(num_batches, 1, 'num_batches')
+    check.multiple(num_tokens, num_batches, 'num_tokens')
+    codes = fmt.empty_data(num_tokens, hidden, x.device)
+    if fmt.col and num_batches > 1:
+        sf = empty_batched_sf(fmt, num_batches, num_tokens, hidden, x.device)
+    else:
+        sf = fmt.empty_sf(num_tokens, hidden, x.device)
+    y = torch.empty((num_tokens if with_y else 0, hidden), dtype=x.dtype, device=x.device)
+    z = torch.empty((0 if residual is None else num_tokens, hidden), dtype=x.dtype, device=x.device)
+    written = (codes, sf, y if with_y else None, None if residual is None else z)
+    rstd = _norm_and_cast(x, fmt, weight, residual, *written, None, 1, eps, out_scale, amax_floor)
+    return codes, sf, y, rstd, z
+
+
+@op(outputs='rstd')
+def norm_forward_and_per_token_cast_(
+    codes: Mut,
+    sf: Mut,
+    x: Tensor,
+    fmt: QuantFormat,
+    weight: Tensor | None = None,
+    residual: Tensor | None = None,
+    y: Mut | None = None,
+    residual_out: Mut | None = None,
+    mega_sf: Mut | None = None,
+    mega_rows: int = 1,
+    eps: float = 1e-6,
+    out_scale: float = 1.0,
+    amax_floor: float | None = None,
+) -> Tensor:
+    """The same into memory of the caller; arguments not named here as of `norm_forward_and_per_token_cast`.
+
+    Args:
+        codes: data of `fmt`, contiguous.
+        sf: scale factors in the shape and layout of `fmt`; (num_batches, rows, words) for several batches.
+        x: (num_tokens, hidden).
+        fmt: what to store.
+        weight: (hidden,) or None.
+        residual: shape and dtype of x, or None.
+        y: (num_tokens, hidden) in the dtype of x for the unquantised result, or None.
+        residual_out: where the sum x + residual goes; comes with `residual`, and may be x or residual itself.
+        mega_sf: (places, hidden / 128) int32, tokens contiguous: exponent bytes once more, in tiles of 128 tokens.
+        mega_rows: tokens of a block of `mega_sf`; every block begins a tile. Token i of a block has place
+            i // 128 * 128 + i % 32 * 4 + i % 128 // 32 in it.
+        eps: added to the mean square.
+        out_scale: factor of the result.
+        amax_floor: smallest amax a group is scaled by; the format's own if None.
+
+    Returns:
+        rstd (num_tokens,) float32.
+    """
+    num_tokens, hidden = _check_input(x, fmt, residual)
+    check_like(x, y=y, residual_out=residual_out)
+    if (residual is None) != (residual_out is None):
+        check.fail('residual_out', 'must come with residual', 'one of them')
+    rows, stored = fmt.data_shape(num_tokens, hidden)
+    check.shape(codes, 'codes', 'num_tokens stored', dtype=fmt.data.torch, num_tokens=rows, stored=stored)
+    check.contiguous(codes, 'codes')
+    _check_sf(x, sf, fmt)
+    check.same_device(x=x, codes=codes, sf=sf)
+    _check_mega(x, fmt, mega_sf, mega_rows)
+    written = (codes, sf, y, residual_out, mega_sf, mega_rows)
+    return _norm_and_cast(x, fmt, weight, residual, *written, eps, out_scale, amax_floor)
+
+
+def _check_sf(x: Tensor, sf: Tensor, fmt: QuantFormat) -> None:
+    """Scale factors must have the shape and layout of the format, those of batches one behind the other."""
+    check.dtype(sf, 'sf', fmt.sf_dtype)
+    num_batches = sf.shape[0] if sf.dim() == 3 and fmt.col else 1
+    check.multiple(x.shape[0], max(num_batches, 1), 'num_tokens')
+    height, words = fmt.sf_shape(x.shape[0] // max(num_batches, 1), x.shape[1])
+    expected = (height, words) if sf.dim() != 3 else (num_batches, height, words)
+    if tuple(sf.shape) != expected:
+        check.fail('sf', f'must be {expected}', check.describe(sf))
+    if not fmt.col:
+        check.contiguous(sf, 'sf')
+    elif height > 1 and sf.stride(-2) != 1:
+        check.fail('sf', 'must be column-major (stride 1 between rows)', check.describe(sf))
+    elif sf.dim() == 3 and num_batches > 1 and sf.stride(0) != words * sf.stride(2):
+        check.fail('sf', 'must have its batches one behind the other', check.describe(sf))
+
+
+# Cases --------------------------------------------------------------------------------------
+
+
+def _make(
+    num_tokens: int,
+    hidden: int,
+    dtype: torch.dtype,
+    fmt: str,
+    weight: torch.dtype | None = torch.bfloat16,
+    residual: bool = False,
+    with_y: bool = False,
+    num_batches: int = 1,
+    pitch: int | None = None,
+) -> dict:
+    x = sample_rows(num_tokens, hidden, dtype, pitch)
+    other = torch.randint(-3, 4, (num_tokens, hidden)) * x.float().abs().amax(dim=1, keepdim=True).clamp(min=0.25) / 4
+    return dict(
+        x=x,
+        fmt=QuantFormat.parse(fmt),
+        weight=sample_weight(hidden, weight),
+        residual=other.to(dtype) if residual else None,
+        with_y=with_y,
+        num_batches=num_batches,
+    )
+
+
+def _make_into(mega_rows: int = 0, **case) -> dict:
+    made = _make(**case)
+    num_tokens, hidden = made['x'].shape
+    fmt, with_y, num_batches = made['fmt'], made.pop('with_y'), made.pop('num_batches')
+    device = made['x'].device
+    made['codes'], made['sf'] = fmt.empty(num_tokens, hidden, device)
+    if num_batches > 1:
+        made['sf'] = empty_batched_sf(fmt, num_batches, num_tokens, hidden, device)
+    made['y'] = torch.empty_like(made['x']) if with_y else None
+    made['residual_out'] = None if made['residual'] is None else torch.empty_like(made['x'])
+    if mega_rows:
+        made['mega_sf'] = torch.zeros(hidden // 128, mega_places(num_tokens, mega_rows), dtype=torch.int32).t()
+        made['mega_rows'] = mega_rows
+    return made
+
+
+BF16, F16, F32 = [torch.bfloat16], [torch.float16], [torch.float32]
+SMOKE = (
+    grid(num_tokens=[0, 1, 5], hidden=[128], dtype=BF16, fmt=['e4m3_1x32_f32'])
+    + grid(
+        num_tokens=[4],
+        hidden=[1376],  # a shorter last vector, a tail group
+        dtype=BF16,
+        fmt=['e4m3_1x128_ue8m0x4_col', 'e2m1_1x16_e4m3', 'e5m2_1x64_f32p2', 'e4m3_1xall_f32', 'e5m6_1xall_f32_col'],
+    )
+    + grid(num_tokens=[4], hidden=[544], dtype=BF16, fmt=['e4m3_1x32_ue8m0x4'], residual=[True], with_y=[True])
+    + grid(num_tokens=[6], hidden=[160], dtype=F32, fmt=['e4m3_1x32_ue8m0x4_col', 'e4m3_1x32_f32_col'], num_batches=[2])
+    + grid(num_tokens=[3], hidden=[99], dtype=F16, fmt=['e4m3_1x32_ue8m0x4_col'], weight=[None], pitch=[101])
+    + grid(num_tokens=[3], hidden=[100], dtype=F32, fmt=['e2m1_1x32_f32'], residual=[True])
+)
+FULL_FORMATS = [
+    f'{data}_1x{group}_{sf}'
+    for data in ('e4m3', 'e2m1')
+    for group in (16, 32, 128, 'all')
+    for sf in ('f32', 'f32p2_col', 'ue8m0x4', 'ue8m0x4_col', 'e4m3')
+]
+FULL_ROWS = (
+    dict(num_tokens=4001, hidden=7168, dtype=torch.bfloat16),
+    dict(num_tokens=2050, hidden=1344, dtype=torch.float32, residual=True, with_y=True),
+    dict(num_tokens=257, hidden=2560, dtype=torch.float16, residual=True),
+)
+FULL = [dict(FULL_ROWS[index % len(FULL_ROWS)], fmt=fmt) for index, fmt in enumerate(FULL_FORMATS)]
+BENCH = (
+    grid(num_tokens=[64, 4096, 16384], hidden=[7168], dtype=BF16, fmt=['e4m3_1x128_f32', 'e4m3_1x32_ue8m0x4_col'])
+    + grid(num_tokens=[4096], hidden=[7168], dtype=BF16, fmt=['e4m3_1x128_f32'], residual=[True], with_y=[False, True])
+    + grid(num_tokens=[4096], hidden=[7168], dtype=BF16, fmt=['e4m3_1xall_f32', 'e2m1_1x32_f32p2'])
+    + grid(num_tokens=[8001], hidden=[1024, 2560, 4096, 16384], dtype=BF16, fmt=['e4m3_1x128_f32'])
+    + grid(num_tokens=[32001], hidden=[1344], dtype=BF16, fmt=['e4m3_1x128_f32'])
+)
+norm_forward_and_per_token_cast.cases(make=_make, match='bitwise', smoke=SMOKE, full=FULL, bench=BENCH)
+norm_forward_and_per_token_cast_.cases(
+    make=_make_into,
+    match='bitwise',
+    smoke=[SMOKE[1], *SMOKE[8:11]]
+    + grid(
+        num_tokens=[9],
+        hidden=[256],
+        dtype=BF16,
+        fmt=['e4m3_1x32_ue8m0x4', 'e4m3_1x32_f32p2'],
+        residual=[True],
+        mega_rows=[4],
+    ),
+    full=grid(num_tokens=[4001], hidden=[7168], dtype=BF16, fmt=['e4m3_1x32_ue8m0x4'], residual=[True], mega_rows=[300]),
+    bench=grid(num_tokens=[4096], hidden=[7168], dtype=BF16, fmt=['e4m3_1x32_ue8m0x4'], mega_rows=[4096]),
+)
