@@ -17,12 +17,14 @@ from tile_kernels.precompile import precompile
 # isort: split
 from tile_kernels import gemm, moe, quant, transpose  # registers every operator
 from tile_kernels import engram, moe, quant, transpose  # registers every operator
+from tile_kernels import moe, quant, transform, transpose  # registers every operator
 
 __version__ = '0.1.0'
 
 #: Subpackages that hold ops.
 FAMILIES = ('gemm', 'moe', 'quant', 'transpose')
 FAMILIES = ('engram', 'moe', 'quant', 'transpose')
+FAMILIES = ('moe', 'quant', 'transform', 'transpose')
 
 #: Loaded when first used.
 _LAZY = ('config', 'modeling', 'utils', 'torch', 'testing', 'interpreter')
@@ -53,6 +55,7 @@ __all__ = [
     'moe',
     'precompile',
     'quant',
+    'transform',
     'transpose',
     *_LAZY,
     *_CONFIG,

@@ -209,9 +209,12 @@ def norm_backward_kernel(
                     )
                     if through:
                         widen_lane(dz_local, i, g_local)
+                    for e in T.unroll(LANE):
+                        n_local[e] = T.ieee_mul(T.ieee_fmaf(-n_local[e], mean, gw_local[e]), rstd_var)
+                        if through:
+                            n_local[e] = T.ieee_add(n_local[e], g_local[e])
                     for e in T.vectorized(LANE):
-                        own = T.ieee_mul(T.ieee_fmaf(-n_local[e], mean, gw_local[e]), rstd_var)
-                        x_local[i, e] = T.cast(T.ieee_add(own, g_local[e]) if through else own, dtype)
+                        x_local[i, e] = T.cast(n_local[e], dtype)
                     if row < num_tokens:
                         store_vector(dx, x_local, i, row, (i * warps + warp) * WARP + lane, dx_piece, hidden)
 

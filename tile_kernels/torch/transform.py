@@ -1,0 +1,94 @@
+"""What rotary position embedding means, in plain PyTorch: float32, one rounding at the end."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a * b + c, rounded once: float64 holds the product of two float32."""
+    return (a.double() * b.double() + c.double()).float()
+
+
+def _angles(
+    x: Tensor, cos_sin_cache: Tensor, positions: Tensor | None, conjugate: bool, seqlen_offset: int
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines for every token, (..., 1, R / 2); NaN outside of the cache."""
+    if positions is None:
+        positions = torch.arange(x.shape[-3], device=x.device).expand(x.shape[:-2])
+    row = positions.long() + seqlen_offset
+    known = (row >= 0) & (row < cos_sin_cache.shape[0])
+    found = cos_sin_cache[torch.where(known, row, 0)] if cos_sin_cache.shape[0] else row.new_empty(()).float()
+    cos, sin = torch.where(known.unsqueeze(-1), found, torch.nan).unsqueeze(-2).chunk(2, dim=-1)
+    return cos, -sin if conjugate else sin
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Turn the pairs of the first channels."""
+    rotary = 2 * cos.shape[-1]
+    turned, rest = x[..., :rotary].float(), x[..., rotary:]
+    a, b = turned.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else turned.chunk(2, dim=-1)
+    pairs = _fma(a, cos, -(b * sin)), _fma(a, sin, b * cos)
+    turned = torch.stack(pairs, dim=-1).flatten(-2) if interleaved else torch.cat(pairs, dim=-1)
+    return torch.cat((turned.to(x.dtype), rest), dim=-1)
+
+
+def rotary_embedding(
+    query: Tensor,
+    cos_sin_cache: Tensor,
+    key: Tensor | None = None,
+    positions: Tensor | None = None,
+    interleaved: bool = False,
+    conjugate: bool = False,
+    seqlen_offset: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Turn pairs of channels of query and key."""
+    cos, sin = _angles(query, cos_sin_cache, positions, conjugate, seqlen_offset)
+    nothing = query.flatten()[:0].clone()
+    return tuple(nothing if x is None else _turn(x, cos, sin, interleaved) for x in (query, key))
+
+
+def rotary_embedding_bwd(
+    drotated_query: Tensor,
+    drotated_key: Tensor,
+    cos_sin_cache: Tensor,
+    positions: Tensor | None = None,
+    interleaved: bool = False,
+    conjugate: bool = False,
+    seqlen_offset: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `rotary_embedding`: the inverse turn."""
+    key = None if drotated_key.dim() == 1 else drotated_key
+    options = (positions, interleaved, not conjugate, seqlen_offset)
+    return rotary_embedding(drotated_query, cos_sin_cache, key, *options)
+
+
+def apply_rotary_(
+    query: Tensor,
+    cos_sin_cache: Tensor,
+    key: Tensor | None = None,
+    positions: Tensor | None = None,
+    interleaved: bool = False,
+    conjugate: bool = False,
+    seqlen_offset: int = 0,
+) -> None:
+    """Turn pairs of channels of query and key in place."""
+    turned = rotary_embedding(query, cos_sin_cache, key, positions, interleaved, conjugate, seqlen_offset)
+    for x, y in zip((query, key), turned, strict=True):
+        if x is not None:
+            x.copy_(y)
+
+
+def rotary_embedding_ref(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    seqlen_offsets: int = 0,
+    interleaved: bool = False,
+    conjugate: bool = False,
+) -> Tensor:
+    """Turn pairs of channels of one tensor, cosines and sines given apart as (length, R / 2)."""
+    cache = torch.cat((cos, sin), dim=-1).float()
+    return _turn(x, *_angles(x, cache, positions, conjugate, seqlen_offsets), interleaved)

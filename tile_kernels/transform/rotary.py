@@ -1,0 +1,474 @@
+"""Rotary position embedding: turn pairs of channels of every head by an angle that grows with the position.
+
+    c, s = cos_sin_cache[p, i], cos_sin_cache[p, R/2 + i]   p = positions[t] + seqlen_offset, i < R/2
+    a'   = fma(a, c, -(b * s))                              float32, one rounding at the end
+    b'   = fma(a, s, b * c)
+
+The pair (a, b) is channels (i, R/2 + i), or (2i, 2i + 1) if interleaved; `conjugate` turns the other way, which is also
+the gradient. Channels from R on stay as they are. Query and key go in one launch: some blocks own heads of the query,
+the others heads of the key. A thread has the same pairs of `heads` heads of a token, so it looks up their angles once
+and has all its loads in flight. Memory bound: the floor is reading and writing the channels that are turned.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from tile_kernels.core import check
+from tile_kernels.core.cases import grid
+from tile_kernels.core.jit import kernel
+from tile_kernels.core.lang import T, macro
+from tile_kernels.core.launch import launch
+from tile_kernels.core.op import Mut, op
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+POSITIONS = (torch.int32, torch.int64)
+
+
+# Config -------------------------------------------------------------------------------------
+
+
+def choose(
+    dtype: torch.dtype,
+    rotary: int,
+    width: int,
+    cache_width: int,
+    tail: int,
+    interleaved: bool,
+    batched: bool,
+    position_dtype: torch.dtype | None,
+    with_key: bool,
+    in_place: bool,
+    num_rows: int,
+) -> dict:
+    """Four heads for each thread, eight loads of 16 bytes in flight; one where there are few heads in all."""
+    return dict(heads=4 if num_rows >= 1 << 15 else 1)
+
+
+# Kernel -------------------------------------------------------------------------------------
+
+
+@kernel(
+    choose=choose,
+    space=dict(heads=(1, 2, 4, 8)),
+    pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True, 'TL_ENABLE_LOWER_LDGSTG': True},
+)
+def rotary_kernel(
+    dtype: torch.dtype,
+    rotary: int,
+    width: int,
+    cache_width: int,
+    tail: int,
+    interleaved: bool,
+    batched: bool,
+    position_dtype: torch.dtype | None,
+    with_key: bool,
+    in_place: bool,
+    *,
+    heads: int,
+):
+    """`width` pairs for each thread; `tail` channels behind those that are turned are copied."""
+    num_threads = 128
+    half, turned = rotary // 2, rotary // 2 // width
+    slots = turned + -(-tail // (2 * width))
+    element = T.dtype(dtype)
+    num_batches, seq_len = T.dynamic('num_batches'), T.dynamic('seq_len')
+    query_heads, key_heads, head_dim = T.dynamic('query_heads'), T.dynamic('key_heads'), T.dynamic('head_dim')
+    key_dim, cache_rows = T.dynamic('key_dim'), T.dynamic('cache_rows')
+    placed = position_dtype is not None
+    position_type = T.dtype(position_dtype or torch.int32)
+
+    def tensor(name, num_heads, channels):
+        """A parameter with a stride of its own for every dimension but the last, and these strides."""
+        rows = (num_batches, seq_len) if batched else (seq_len,)
+        strides = [T.dynamic(f'{name}_stride{dim}') for dim in range(len(rows) + 1)]
+        return T.StridedTensor((*rows, num_heads, channels), (*strides, 1), element), strides
+
+    query_type, query_strides = tensor('query', query_heads, head_dim)
+    key_type, key_strides = tensor('key', key_heads, key_dim)
+    query_out_type, query_out_strides = tensor('query_out', query_heads, head_dim)
+    key_out_type, key_out_strides = tensor('key_out', key_heads, key_dim)
+    promised = query_strides + (key_strides if with_key else [])
+    if not in_place:
+        promised += query_out_strides + (key_out_strides if with_key else [])
+    position_shape = (num_batches, seq_len) if batched else (seq_len,)
+
+    @macro
+    def load(x, batch, place, head, channel, x_local, k, part):
+        for e in T.vectorized(width):
+            x_local[k, part, e] = x[batch, place, head, channel + e] if batched else x[place, head, channel + e]
+
+    @macro
+    def store(y, batch, place, head, channel, y_local, part):
+        for e in T.vectorized(width):
+            if batched:
+                y[batch, place, head, channel + e] = y_local[part, e]
+            else:
+                y[place, head, channel + e] = y_local[part, e]
+
+    @macro
+    def turn_heads(x, y, cache, positions, index, num_heads, num_tokens, length, offset, sign):
+        """The part of a thread: pairs `slot` of every `head_lanes`-th head of a token."""
+        x_local = T.alloc_local((heads, 2, width), element)
+        y_local = T.alloc_local((2, width), element)
+        v_local = T.alloc_local((2, width), T.float32)
+        cos = T.alloc_local((width,), T.float32)
+        sin = T.alloc_local((width,), T.float32)
+        position = T.alloc_var(position_type)
+        lane = T.alloc_var(T.int32)  # variables, lest the divisions be widened to 64 bits with the addresses
+        token = T.alloc_var(T.int32)
+        batch = T.alloc_var(T.int32, init=0)
+        place = T.alloc_var(T.int32)
+        head_lanes = T.ceildiv(num_heads, heads)
+        slot = index % slots
+        token = T.truncdiv(index // slots, head_lanes)
+        lane = index // slots - token * head_lanes
+        place = token
+        if batched:
+            batch = T.truncdiv(token, length)
+            place = token - batch * length
+        first = T.if_then_else(slot < turned, slot * (2 * width if interleaved else width), 2 * width * slot)
+        second = first + T.if_then_else(slot < turned, width if interleaved else half, width)
+        if token < num_tokens:
+            for k in T.unroll(heads):
+                head = lane + k * head_lanes
+                if head < num_heads:
+                    load(x, batch, place, head, first, x_local, k, 0)
+                    if rotary + tail >= 2 * width * slots or second < rotary + tail:
+                        load(x, batch, place, head, second, x_local, k, 1)
+            if placed:
+                position = (positions[batch, place] if batched else positions[place]) + T.cast(offset, position_type)
+            else:
+                position = T.cast(place + offset, position_type)
+            if slot < turned:
+                if position >= 0 and position < cache.shape[0]:
+                    for p in T.unroll(width // cache_width):
+                        for e in T.vectorized(cache_width):
+                            cos[p * cache_width + e] = cache[position, slot * width + p * cache_width + e]
+                        for e in T.vectorized(cache_width):
+                            sin[p * cache_width + e] = cache[position, half + slot * width + p * cache_width + e]
+                else:
+                    for e in T.unroll(width):
+                        cos[e] = T.float32(math.nan)
+                        sin[e] = T.float32(math.nan)
+                for e in T.unroll(width):
+                    sin[e] = sin[e] * sign
+            for k in T.unroll(heads):
+                head = lane + k * head_lanes
+                if head < num_heads:
+                    if slot < turned:
+                        pairs = T.view(x_local, (heads, 2 * width), element)
+                        out = T.view(v_local, (2 * width,), T.float32)
+                        for e in T.unroll(width):
+                            i, j = (2 * e, 2 * e + 1) if interleaved else (e, width + e)
+                            a, b = T.cast(pairs[k, i], T.float32), T.cast(pairs[k, j], T.float32)
+                            out[i] = T.ieee_fmaf(a, cos[e], -T.ieee_mul(b, sin[e]))
+                            out[j] = T.ieee_fmaf(a, sin[e], T.ieee_mul(b, cos[e]))
+                        for part in T.unroll(2):
+                            for e in T.vectorized(width):
+                                y_local[part, e] = T.cast(v_local[part, e], element)
+                        store(y, batch, place, head, first, y_local, 0)
+                        store(y, batch, place, head, second, y_local, 1)
+                    elif tail > 0:
+                        for e in T.vectorized(width):
+                            y_local[0, e] = x_local[k, 0, e]
+                        store(y, batch, place, head, first, y_local, 0)
+                        if second < rotary + tail:
+                            for e in T.vectorized(width):
+                                y_local[1, e] = x_local[k, 1, e]
+                            store(y, batch, place, head, second, y_local, 1)
+
+    @T.prim_func
+    def rotary_embedding(
+        query: query_type,
+        key: key_type,
+        query_out: query_out_type,
+        key_out: key_out_type,
+        cos_sin_cache: T.Tensor((cache_rows, rotary), T.float32),
+        positions: T.Tensor(position_shape, position_type),
+        num_tokens: T.int32,
+        length: T.int32,
+        offset: T.int32,
+        sign: T.float32,
+    ):
+        query_blocks = T.ceildiv(num_tokens * T.ceildiv(query_heads, heads) * slots, num_threads)
+        key_blocks = T.ceildiv(num_tokens * T.ceildiv(key_heads, heads) * slots, num_threads) if with_key else 0
+        with T.Kernel(query_blocks + key_blocks, threads=num_threads) as pid:
+            for stride in promised:
+                T.assume(stride % width == 0)
+            thread = T.get_thread_binding()
+            if not with_key or pid < query_blocks:
+                turn_heads(
+                    query,
+                    query if in_place else query_out,
+                    cos_sin_cache,
+                    positions,
+                    pid * num_threads + thread,
+                    query_heads,
+                    num_tokens,
+                    length,
+                    offset,
+                    sign,
+                )
+            elif with_key:
+                turn_heads(
+                    key,
+                    key if in_place else key_out,
+                    cos_sin_cache,
+                    positions,
+                    (pid - query_blocks) * num_threads + thread,
+                    key_heads,
+                    num_tokens,
+                    length,
+                    offset,
+                    sign,
+                )
+
+    return rotary_embedding
+
+
+# Ops ----------------------------------------------------------------------------------------
+
+
+def _check(query: Tensor, cos_sin_cache: Tensor, key: Tensor | None, positions: Tensor | None) -> int:
+    """Check what all ops share; returns the number of channels that are turned."""
+    check.tensor(query, 'query')
+    if query.dim() not in (3, 4):
+        check.fail('query', 'must be (tokens, heads, channels) or (batch, tokens, heads, channels)', check.describe(query))
+    _, rotary = check.shape(cos_sin_cache, 'cos_sin_cache', 'length rotary', dtype=torch.float32)
+    check.contiguous(cos_sin_cache, 'cos_sin_cache')
+    if rotary == 0 or rotary % 2:
+        check.fail('cos_sin_cache', 'must have an even number of columns, half of them cosines', str(rotary))
+    rows = tuple(query.shape[:-2])
+    for name, x in (('query', query), ('key', key)):
+        if x is None:
+            continue
+        check.dtype(x, name, DTYPES if name == 'query' else query.dtype)
+        if x.dim() != query.dim() or tuple(x.shape[:-2]) != rows:
+            check.fail(name, f'must be {(*rows, "heads", "channels")}', check.describe(x))
+        check.at_least(x.shape[-1], rotary, f'channels of {name}')
+        check.unit_stride(x, name)
+    if positions is not None:
+        check.dtype(positions, 'positions', POSITIONS)
+        if tuple(positions.shape) != rows:
+            check.fail('positions', f'must be {rows}', check.describe(positions))
+        check.contiguous(positions, 'positions')
+    check.same_device(query=query, cos_sin_cache=cos_sin_cache, key=key, positions=positions)
+    return rotary
+
+
+def _turn(
+    query: Tensor,
+    key: Tensor | None,
+    query_out: Tensor | None,
+    key_out: Tensor | None,
+    cos_sin_cache: Tensor,
+    positions: Tensor | None,
+    interleaved: bool,
+    conjugate: bool,
+    seqlen_offset: int,
+) -> None:
+    """Launch the kernel; without outputs it works in place."""
+    rotary = _check(query, cos_sin_cache, key, positions)
+    in_place = query_out is None
+    tail = 0 if in_place else max(x.shape[-1] - rotary for x in (query, key) if x is not None)
+    vector = check.vector_bytes(query, key, query_out, key_out) // query.element_size()
+    width = math.gcd(vector, 16 // query.element_size(), rotary // 2, tail)
+    cache_width = math.gcd(4, width, check.vector_bytes(cos_sin_cache) // 4)
+    batched = query.dim() == 4
+    num_tokens = query.shape[0] * query.shape[1] if batched else query.shape[0]
+    static = (query.dtype, rotary, width, cache_width, tail, interleaved, batched)
+    static += (None if positions is None else positions.dtype, key is not None, in_place)
+    num_heads = query.shape[-2] + (0 if key is None else key.shape[-2])
+    launch(
+        rotary_kernel,
+        static,
+        query,
+        key,
+        query_out,
+        key_out,
+        cos_sin_cache,
+        positions,
+        num_tokens,
+        query.shape[-3],
+        seqlen_offset,
+        -1.0 if conjugate else 1.0,
+        size=num_tokens * num_heads,
+    )
+
+
+@op()
+def apply_rotary_(
+    query: Mut,
+    cos_sin_cache: Tensor,
+    key: Mut | None = None,
+    positions: Tensor | None = None,
+    interleaved: bool = False,
+    conjugate: bool = False,
+    seqlen_offset: int = 0,
+) -> None:
+    """Turn the first channels of every head of `query` and `key` in place.
+
+    Args:
+        query: (num_tokens, num_heads, channels) or (batch, num_tokens, num_heads, channels) bfloat16, float16 or
+            float32, any strides but the last; its first R channels are turned, the others not touched.
+        cos_sin_cache: (length, R) float32, contiguous: cosines and then sines of R / 2 angles for every position.
+        key: like query, with its own number of heads and channels, or None.
+        positions: (num_tokens,) or (batch, num_tokens) int32 or int64; None counts the tokens of each batch from 0.
+        interleaved: pairs are neighbouring channels, not channels R / 2 apart.
+        conjugate: turn the other way.
+        seqlen_offset: added to every position.
+
+    A position outside of the cache turns a head into NaN.
+    """
+    _turn(query, key, None, None, cos_sin_cache, positions, interleaved, conjugate, seqlen_offset)
+
+
+def _rotated(
+    query: Tensor,
+    key: Tensor | None,
+    cos_sin_cache: Tensor,
+    positions: Tensor | None,
+    interleaved: bool,
+    conjugate: bool,
+    seqlen_offset: int,
+) -> tuple[Tensor, Tensor]:
+    if key is not None and check.tensor(key, 'key').shape[-1] != query.shape[-1]:
+        check.fail('key', f'must have the {query.shape[-1]} channels of query', check.describe(key))
+    query_out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    shape = (0,) if key is None else key.shape
+    key_out = torch.empty(shape, dtype=query.dtype, device=query.device)
+    options = (cos_sin_cache, positions, interleaved, conjugate, seqlen_offset)
+    _turn(query, key, query_out, None if key is None else key_out, *options)
+    return query_out, key_out
+
+
+@op(outputs='dquery dkey')
+def rotary_embedding_bwd(
+    drotated_query: Tensor,
+    drotated_key: Tensor,
+    cos_sin_cache: Tensor,
+    positions: Tensor | None = None,
+    interleaved: bool = False,
+    conjugate: bool = False,
+    seqlen_offset: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `rotary_embedding`: the gradients of its results, turned back.
+
+    Args:
+        drotated_query: gradient of the first result.
+        drotated_key: gradient of the second; empty if there was no key.
+        cos_sin_cache: as in the forward pass.
+        positions: as in the forward pass.
+        interleaved: as in the forward pass.
+        conjugate: as in the forward pass.
+        seqlen_offset: as in the forward pass.
+
+    Returns:
+        Gradients of query and key; the latter empty if there was no key.
+    """
+    key = None if drotated_key.dim() == 1 else drotated_key
+    return _rotated(drotated_query, key, cos_sin_cache, positions, interleaved, not conjugate, seqlen_offset)
+
+
+@op(outputs='rotated_query rotated_key', backward=rotary_embedding_bwd)
+def rotary_embedding(
+    query: Tensor,
+    cos_sin_cache: Tensor,
+    key: Tensor | None = None,
+    positions: Tensor | None = None,
+    interleaved: bool = False,
+    conjugate: bool = False,
+    seqlen_offset: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Turn the first channels of every head of `query` and `key`; arguments as of `apply_rotary_`.
+
+    Args:
+        query: (num_tokens, num_heads, channels) or (batch, num_tokens, num_heads, channels).
+        cos_sin_cache: (length, R) float32; not differentiable.
+        key: like query, with its own number of heads, or None.
+        positions: (num_tokens,) or (batch, num_tokens) int32 or int64, or None.
+        interleaved: pairs are neighbouring channels.
+        conjugate: turn the other way.
+        seqlen_offset: added to every position.
+
+    Returns:
+        The turned query and key, contiguous; the latter has shape (0,) without a key.
+    """
+    return _rotated(query, key, cos_sin_cache, positions, interleaved, conjugate, seqlen_offset)
+
+
+# Cases --------------------------------------------------------------------------------------
+
+
+def _heads(rows: tuple, num_heads: int, channels: int, pitch: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*rows, num_heads, pitch or channels).to(dtype)[..., :channels]
+
+
+def _make(
+    rows: tuple,
+    num_heads: int,
+    rotary: int,
+    dtype: torch.dtype,
+    key_heads: int = 0,
+    channels: int = 0,
+    pitch: int = 0,
+    positions: torch.dtype | None = None,
+    interleaved: bool = False,
+    conjugate: bool = False,
+    seqlen_offset: int = 0,
+) -> dict:
+    length = rows[-1] + 5
+    angle = torch.arange(length)[:, None] * 10000.0 ** (-torch.arange(0, rotary, 2) / rotary)
+    channels = channels or rotary
+    return dict(
+        query=_heads(rows, num_heads, channels, pitch, dtype),
+        cos_sin_cache=torch.cat((angle.cos(), angle.sin()), dim=1),
+        key=_heads(rows, key_heads, channels, pitch, dtype) if key_heads else None,
+        positions=None if positions is None else torch.randint(0, length - seqlen_offset, rows).to(positions),
+        interleaved=interleaved,
+        conjugate=conjugate,
+        seqlen_offset=seqlen_offset,
+    )
+
+
+def _make_bwd(**case) -> dict:
+    made = _make(**case)
+    made['drotated_query'], key = made.pop('query').contiguous(), made.pop('key')
+    made['drotated_key'] = torch.empty(0, dtype=made['drotated_query'].dtype) if key is None else key.contiguous()
+    return made
+
+
+BF16, F16, F32 = [torch.bfloat16], [torch.float16], [torch.float32]
+INT = [torch.int32, torch.int64]
+SMOKE = (
+    grid(rows=[(0,), (1,), (7,)], num_heads=[3], rotary=[64], dtype=BF16)
+    + grid(rows=[(5,)], num_heads=[5], rotary=[64], dtype=BF16, key_heads=[1], interleaved=[False, True], positions=INT)
+    + grid(rows=[(2, 3)], num_heads=[2], rotary=[32], dtype=F32, key_heads=[2], positions=INT[:1], conjugate=[True])
+    + grid(rows=[(3,)], num_heads=[2], rotary=[18], dtype=F16, key_heads=[1], interleaved=[True], seqlen_offset=[2])
+    + grid(rows=[(2, 3)], num_heads=[1], rotary=[6], dtype=BF16, pitch=[11], seqlen_offset=[2])
+)
+PARTIAL = (
+    grid(rows=[(4,)], num_heads=[3], rotary=[32], dtype=BF16, key_heads=[1], channels=[48])
+    + grid(rows=[(2, 2)], num_heads=[2], rotary=[16], dtype=F16, channels=[25], interleaved=[True])
+    + grid(rows=[(3,)], num_heads=[2], rotary=[32], dtype=BF16, channels=[40], pitch=[56])
+)
+FULL = (
+    grid(rows=[(4001,)], num_heads=[1, 5, 128], rotary=[64, 128], dtype=BF16, key_heads=[1], positions=INT[1:])
+    + grid(rows=[(3, 517)], num_heads=[32], rotary=[64, 66], dtype=F32, interleaved=[True], pitch=[192])
+    + grid(rows=[(70001,)], num_heads=[256], rotary=[128], dtype=BF16)  # more than 2^31 elements
+)
+BENCH = (
+    grid(
+        rows=[(64,), (4096,), (16384,)], num_heads=[128], rotary=[64], dtype=BF16, key_heads=[1], positions=INT[1:]
+    )  # as in latent attention
+    + grid(rows=[(4, 2048)], num_heads=[32], rotary=[128], dtype=BF16, key_heads=[8], interleaved=[False, True])
+    + grid(rows=[(4001,)], num_heads=[128], rotary=[64], dtype=BF16, key_heads=[1], channels=[192], positions=INT[1:])
+    + grid(rows=[(8001,)], num_heads=[24], rotary=[96], dtype=F32, key_heads=[24])
+)
+apply_rotary_.cases(make=_make, match='bitwise', smoke=SMOKE + PARTIAL, full=FULL, bench=BENCH)
+rotary_embedding.cases(make=_make, match='bitwise', smoke=SMOKE + PARTIAL, full=FULL[:8], bench=BENCH)
+rotary_embedding_bwd.cases(
+    make=_make_bwd, match='bitwise', smoke=[*SMOKE[2:5], PARTIAL[1]], full=FULL[:1], bench=BENCH[1:2]
+)
