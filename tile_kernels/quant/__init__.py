@@ -24,7 +24,7 @@ from tile_kernels.quant.front_blocks import (
     per_token_cast_and_cast_back,
     per_token_cast_back,
 )
-from tile_kernels.quant import norm_forward_and_per_token_cast as _n
+from tile_kernels.quant.front_norm import norm_backward, norm_forward, norm_forward_and_per_token_cast
 from tile_kernels.quant.front_swiglu import (
     fused_swiglu_quant_fp8,
     swiglu_backward,
@@ -41,6 +41,9 @@ __all__ = [
     'cast',
     'cast_back',
     'fused_swiglu_quant_fp8',
+    'norm_backward',
+    'norm_forward',
+    'norm_forward_and_per_token_cast',
     'per_block_cast',
     'per_block_cast_fp8',
     'per_block_cast_lossless',

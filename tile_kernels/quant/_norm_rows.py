@@ -94,7 +94,9 @@ def folded(combine: Any, values: list) -> Any:
     """Combine the upper half of the values with the lower half until one is left; the upper half may be shorter."""
     while len(values) > 1:
         half = 1 << (len(values) - 1).bit_length() - 1
-        values = [combine(a, b) for a, b in zip(values, values[half:], strict=False)] + values[len(values) - half : half]
+        values = [combine(a, b) for a, b in zip(values, values[half:], strict=False)] + values[
+            len(values) - half : half
+        ]
     return values[0]
 
 

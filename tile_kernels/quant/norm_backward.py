@@ -397,7 +397,9 @@ def _make(
     through: bool = False,
     pitch: int | None = None,
 ) -> dict:
-    dy, x, dz = (torch.randn(num_tokens, pitch or hidden, dtype=dtype).narrow(1, 0, hidden) for _ in range(3))
+    dy, x, dz = (torch.empty(num_tokens, pitch or hidden, dtype=dtype).narrow(1, 0, hidden) for _ in range(3))
+    for rows in (dy, x, dz):
+        rows.normal_()
     rstd = torch.rsqrt(x.float().square().mean(dim=1) + 1e-5)
     weights = None if weight is None else (1 + 0.2 * torch.randn(hidden)).to(weight)
     return dict(dy=dy, x=x, weight=weights, rstd=rstd, dz=dz if through else None, out_scale=0.5)
@@ -425,7 +427,7 @@ SMOKE_THROUGH = [case | dict(through=True) for case in SMOKE[2:]]
 FULL = grid(
     num_tokens=[4001], hidden=[576, 1024, 2560, 7168, 8192, 16384], dtype=BF16, weight=BF16, through=[True]
 ) + grid(num_tokens=[257], hidden=[1, 99, 4100, 32768], dtype=F32, weight=F32, through=[False])
-HUGE = grid(num_tokens=[300001], hidden=[7168], dtype=BF16, weight=BF16)  # more than 2^31 elements
+HUGE = grid(num_tokens=[300001], hidden=[136], dtype=BF16, weight=BF16, pitch=[8192])  # beyond 2^31 elements
 BENCH = (
     grid(num_tokens=[64, 4096, 16384], hidden=[7168], dtype=BF16, weight=BF16)
     + grid(num_tokens=[8001], hidden=[1024, 2560, 4096, 16384], dtype=BF16, weight=BF16)

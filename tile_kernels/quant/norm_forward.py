@@ -113,8 +113,14 @@ def norm_forward_(
 
 def sample_rows(num_tokens: int, hidden: int, dtype: torch.dtype, pitch: int | None = None) -> Tensor:
     """Random rows whose squares add up without rounding, so that results do not depend on the order of the sum."""
-    quarters = torch.randint(-7, 8, (num_tokens, pitch or hidden)) * 0.25
-    return (quarters * torch.exp2(torch.randint(-3, 4, (num_tokens, 1)))).to(dtype).narrow(1, 0, hidden)
+    magnitude = torch.exp2(torch.randint(-5, 2, (num_tokens, 1))).to(dtype)
+    return small_integers(num_tokens, hidden, 7, dtype, pitch).mul_(magnitude)
+
+
+def small_integers(num_tokens: int, hidden: int, most: int, dtype: torch.dtype, pitch: int | None = None) -> Tensor:
+    """Random rows of integers up to `most`; with a pitch they are strided."""
+    integers = torch.randint(-most, most + 1, (num_tokens, hidden), dtype=torch.int8)
+    return torch.empty(num_tokens, pitch or hidden, dtype=dtype).narrow(1, 0, hidden).copy_(integers)
 
 
 def sample_weight(hidden: int, dtype: torch.dtype | None) -> Tensor | None:
@@ -136,9 +142,8 @@ def _make(
 
 def _make_add(num_tokens: int, hidden: int, dtype: torch.dtype, pitch: int | None = None, **case) -> dict:
     """Rows and a residual of one magnitude, so that the squares of their sum add up without rounding as well."""
-    x, residual = (torch.randint(-3, 4, (num_tokens, pitch or hidden)) * 0.25 for _ in range(2))
-    made = _make(num_tokens, hidden, dtype, **case)
-    return made | dict(x=x.to(dtype).narrow(1, 0, hidden), residual=residual.to(dtype).narrow(1, 0, hidden))
+    x, residual = (small_integers(num_tokens, hidden, 3, dtype, pitch) for _ in range(2))
+    return _make(num_tokens, hidden, dtype, **case) | dict(x=x, residual=residual)
 
 
 def _make_into(residual: bool = False, **case) -> dict:
@@ -159,7 +164,8 @@ FULL = (
     grid(num_tokens=[4001], hidden=[576, 1024, 2560, 7168, 8192, 16384], dtype=BF16, weight=BF16)
     + grid(num_tokens=[257], hidden=[1, 99, 4100, 32768], dtype=F32, weight=F32)
     + grid(num_tokens=[3], hidden=[65536], dtype=F16, weight=[None])
-    + grid(num_tokens=[300001], hidden=[7168], dtype=BF16, weight=BF16, pitch=[7200])  # more than 2^31 elements
+    + grid(num_tokens=[300001], hidden=[7168], dtype=BF16, weight=BF16)  # more than 2^31 elements
+    + grid(num_tokens=[300001], hidden=[136], dtype=BF16, weight=BF16, pitch=[8192])
 )
 BENCH = (
     grid(num_tokens=[64, 4096, 16384], hidden=[7168], dtype=BF16, weight=BF16)
@@ -168,7 +174,7 @@ BENCH = (
     + grid(num_tokens=[8001], hidden=[4096], dtype=F32, weight=F32)
 )
 norm_forward.cases(make=_make, match='bitwise', smoke=SMOKE, full=FULL, bench=BENCH)
-add_norm_forward.cases(make=_make_add, match='bitwise', smoke=SMOKE, full=FULL[:8], bench=BENCH)
+add_norm_forward.cases(make=_make_add, match='bitwise', smoke=SMOKE, full=FULL[:8] + FULL[-1:], bench=BENCH)
 norm_forward_.cases(
     make=_make_into,
     match='bitwise',

@@ -104,7 +104,9 @@ def norm_forward_kernel(
         else:
             store_sf(sf, fmt, num_groups, row, group, value)
         if mega:
-            tiled = T.view(mega_sf, (mega_sf.shape[0], num_groups // 4, 4), T.uint8, strides=(4, 4 * mega_sf.strides[1], 1))
+            tiled = T.view(
+                mega_sf, (mega_sf.shape[0], num_groups // 4, 4), T.uint8, strides=(4, 4 * mega_sf.strides[1], 1)
+            )
             place = row % mega_rows
             first = row // mega_rows * (T.ceildiv(mega_rows, 128) * 128) + place // 128 * 128
             byte = value if fmt.sf == 'ue8m0x4' else T.cast(bits_of(value) >> T.uint32(23), T.uint8)
@@ -120,7 +122,9 @@ def norm_forward_kernel(
         rstd: T.Tensor((num_tokens,), T.float32),
         codes: codes_parameter,
         sf: sf_parameter,
-        mega_sf: T.StridedTensor((T.dynamic('mega_places'), -(-num_groups // 4)), (1, T.dynamic('mega_pitch')), T.int32),
+        mega_sf: T.StridedTensor(
+            (T.dynamic('mega_places'), -(-num_groups // 4)), (1, T.dynamic('mega_pitch')), T.int32
+        ),
         eps: T.float32,
         out_scale: T.float32,
         amax_floor: T.float32,

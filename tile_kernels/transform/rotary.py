@@ -235,7 +235,9 @@ def _check(query: Tensor, cos_sin_cache: Tensor, key: Tensor | None, positions: 
     """Check what all ops share; returns the number of channels that are turned."""
     check.tensor(query, 'query')
     if query.dim() not in (3, 4):
-        check.fail('query', 'must be (tokens, heads, channels) or (batch, tokens, heads, channels)', check.describe(query))
+        check.fail(
+            'query', 'must be (tokens, heads, channels) or (batch, tokens, heads, channels)', check.describe(query)
+        )
     _, rotary = check.shape(cos_sin_cache, 'cos_sin_cache', 'length rotary', dtype=torch.float32)
     check.contiguous(cos_sin_cache, 'cos_sin_cache')
     if rotary == 0 or rotary % 2:

@@ -70,7 +70,9 @@ def norm_forward_and_per_token_cast(
     z = x if residual is None else (x.float() + residual.float()).to(x.dtype)
     y, rstd = norm_forward(z, weight, eps, out_scale)
     data, sf = _cast_batches(y, fmt, num_batches, amax_floor)
-    y, z = (kept if wanted else x.new_empty((0, x.shape[1])) for kept, wanted in ((y, with_y), (z, residual is not None)))
+    y, z = (
+        kept if wanted else x.new_empty((0, x.shape[1])) for kept, wanted in ((y, with_y), (z, residual is not None))
+    )
     return data, sf, y, rstd, z
 
 
@@ -81,7 +83,9 @@ def _cast_batches(y: Tensor, fmt: QuantFormat, num_batches: int, amax_floor: flo
     parts = [per_token_cast(part, fmt, amax_floor) for part in y.tensor_split(num_batches)]
     rows, words = parts[0].sf.shape
     pitch = max(parts[0].sf.stride(1), 1)
-    sf = torch.empty_strided((num_batches, pitch, words), (words * pitch, 1, pitch), dtype=fmt.sf_dtype, device=y.device)
+    sf = torch.empty_strided(
+        (num_batches, pitch, words), (words * pitch, 1, pitch), dtype=fmt.sf_dtype, device=y.device
+    )
     return torch.cat([part.data for part in parts]), sf[:, :rows].copy_(torch.stack([part.sf for part in parts]))
 
 
