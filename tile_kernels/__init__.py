@@ -18,6 +18,7 @@ from tile_kernels.precompile import precompile
 from tile_kernels import gemm, moe, quant, transpose  # registers every operator
 from tile_kernels import engram, moe, quant, transpose  # registers every operator
 from tile_kernels import moe, quant, transform, transpose  # registers every operator
+from tile_kernels import moe, quant, rand, transform, transpose  # registers every operator
 
 __version__ = '0.1.0'
 
@@ -25,6 +26,7 @@ __version__ = '0.1.0'
 FAMILIES = ('gemm', 'moe', 'quant', 'transpose')
 FAMILIES = ('engram', 'moe', 'quant', 'transpose')
 FAMILIES = ('moe', 'quant', 'transform', 'transpose')
+FAMILIES = ('moe', 'quant', 'rand', 'transform', 'transpose')
 
 #: Loaded when first used.
 _LAZY = ('config', 'modeling', 'utils', 'torch', 'testing', 'interpreter')
@@ -55,6 +57,7 @@ __all__ = [
     'moe',
     'precompile',
     'quant',
+    'rand',
     'transform',
     'transpose',
     *_LAZY,

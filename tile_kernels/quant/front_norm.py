@@ -116,7 +116,7 @@ def norm_forward_and_per_token_cast(
         num_per_channels: channels that share a scale factor: 16, 32, 64, 128 or hidden.
         residual: shape and dtype of x, or None.
         out_scale: factor of the result.
-        use_tma_aligned_col_major_sf: column-major scale factors with 16-byte aligned columns, those of each batch apart.
+        use_tma_aligned_col_major_sf: column-major scale factors with 16-byte aligned columns, each batch apart.
         round_sf: scale factors are rounded up to powers of two.
         use_packed_ue8m0: four exponent bytes in an int32; needs `round_sf`.
         with_out_bf16: whether to return the result before the cast, in the dtype of x.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """a * b + c, rounded once: float64 holds the product of two float32."""
+    """The sum a * b + c, rounded once: float64 holds the product of two float32."""
     return (a.double() * b.double() + c.double()).float()
 
 
