@@ -38,6 +38,14 @@ _CONFIG = (
     'get_max_smem_per_sm',
     'get_token_alignment',
     'set_token_alignment',
+    'get_amax_clamp_for_quant',
+    'set_amax_clamp_for_quant',
+    'get_deterministic_algorithms',
+    'use_deterministic_algorithms',
+    'get_device',
+    'get_pdl',
+    'set_pdl',
+    'is_ascend',
 )
 
 __all__ = [

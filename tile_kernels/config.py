@@ -9,6 +9,9 @@ from tile_kernels.core.device import num_sms_of
 from tile_kernels.core.formats import AMAX_FLOOR, AMAX_FLOOR_E4M3_SF
 from tile_kernels.core.knobs import KNOBS, knobs
 
+#: Settings that are accepted for TileKernels' users and change nothing here.
+_kept = {'pdl': False, 'deterministic': False}
+
 _FLOORS = {False: dict(AMAX_FLOOR), True: dict(AMAX_FLOOR_E4M3_SF)}
 
 
@@ -32,6 +35,36 @@ def get_num_sms() -> int:
 def get_max_smem_per_sm() -> int:
     """Shared memory of one multiprocessor of the current device, in bytes."""
     return torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_multiprocessor
+
+
+def is_ascend() -> bool:
+    """Whether the kernels run on an Ascend NPU: never, they are written for NVIDIA GPUs."""
+    return False
+
+
+def get_device() -> str:
+    """Type of the device that kernels run on."""
+    return 'cuda'
+
+
+def set_pdl(enabled: bool) -> None:
+    """Accept TileKernels' setting for programmatic dependent launches; it is kept but changes nothing."""
+    _kept['pdl'] = bool(enabled)
+
+
+def get_pdl() -> bool:
+    """What `set_pdl` was told last, False at first."""
+    return _kept['pdl']
+
+
+def use_deterministic_algorithms(enabled: bool) -> None:
+    """Accept TileKernels' setting; it is kept but changes nothing: results are deterministic either way."""
+    _kept['deterministic'] = bool(enabled)
+
+
+def get_deterministic_algorithms() -> bool:
+    """What `use_deterministic_algorithms` was told last, False at first."""
+    return _kept['deterministic']
 
 
 def set_token_alignment(token_alignment: int) -> None:
@@ -64,5 +97,6 @@ def reset_runtime_config() -> None:
     """Restore every default of this module."""
     knobs.num_sms = KNOBS['num_sms'].default
     knobs.token_alignment = KNOBS['token_alignment'].default
+    _kept.update(pdl=False, deterministic=False)
     AMAX_FLOOR.update(_FLOORS[False])
     AMAX_FLOOR_E4M3_SF.update(_FLOORS[True])

@@ -1,0 +1,195 @@
+"""What is special about RMS norm: one order of every sum, the same bits fused or not, aliasing, accumulation."""
+
+import pytest
+import torch
+
+from tile_kernels import ArgumentError, QuantFormat, knobs, quant
+from tile_kernels.core.launch import forced_config
+from tile_kernels.quant.norm_backward import norm_backward, norm_backward_kernel
+from tile_kernels.quant.norm_forward import add_norm_forward, norm_forward, norm_forward_
+from tile_kernels.quant.norm_forward_and_per_token_cast import norm_forward_and_per_token_cast
+from tile_kernels.quant.norm_forward_device import norm_forward_kernel
+from tile_kernels.quant.per_token_cast import per_token_cast
+from tile_kernels.testing.numeric import assert_equal
+
+
+@pytest.fixture(autouse=True)
+def interpreting():
+    """Run the kernels, not the twins."""
+    with knobs(interpret=True):
+        yield
+
+
+def rows(num_tokens, hidden, dtype=torch.bfloat16, seed=0):
+    return torch.randn(num_tokens, hidden, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+# Forward ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float32])
+def test_is_as_exact_as_float32_allows(dtype):
+    x, weight = rows(3, 2304, dtype), rows(1, 2304, dtype, 1)[0]
+    y, rstd = norm_forward(x, weight, 1e-6, 0.5)
+    exact = (x.double().square().mean(dim=1) + 1e-6).rsqrt()
+    torch.testing.assert_close(rstd.double(), exact, rtol=2e-7, atol=0)
+    expected = x.double() * exact[:, None] * weight.double() * 0.5
+    torch.testing.assert_close(y, expected.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
+def test_bits_do_not_depend_on_the_config():
+    x, weight = rows(3, 2304), rows(1, 2304, seed=1)[0]
+    results = []
+    for warps in (1, 2, 4, 8, 16):
+        with forced_config(norm_forward_kernel, warps=warps, resident_threads=1024):
+            results.append(norm_forward(x, weight))
+    for y, rstd in results[1:]:
+        assert_equal(y, results[0][0])
+        assert_equal(rstd, results[0][1])
+
+
+def test_bits_of_a_row_do_not_depend_on_its_batch():
+    x = rows(9, 160)
+    y, rstd = norm_forward(x)
+    for i in (0, 4, 8):
+        alone, own = norm_forward(x[i : i + 1])
+        assert_equal(alone, y[i : i + 1])
+        assert_equal(own, rstd[i : i + 1])
+
+
+@pytest.mark.parametrize('fmt', ['e4m3_1x128_f32', 'e2m1_1x32_ue8m0x4', 'e4m3_1xall_f32p2'])
+def test_fused_cast_equals_the_cast_of_the_norm(fmt):
+    fmt = QuantFormat.parse(fmt)
+    x, residual, weight = rows(3, 1344), rows(3, 1344, seed=1), rows(1, 1344, torch.float32, 2)[0]
+    y, rstd, z = add_norm_forward(x, residual, weight)
+    expected = (*per_token_cast(y, fmt), y, rstd, z)
+    for warps in (1, 8):
+        with forced_config(norm_forward_kernel, warps=warps, resident_threads=1024):
+            fused = norm_forward_and_per_token_cast(x, fmt, weight, residual, with_y=True)
+        for actual, reference in zip(fused, expected, strict=True):
+            assert_equal(actual, reference)
+
+
+def test_results_may_overwrite_the_inputs():
+    x, residual = rows(4, 264), rows(4, 264, seed=1)
+    y, rstd, z = add_norm_forward(x, residual)
+    into_x, into_residual = x.clone(), residual.clone()
+    assert_equal(norm_forward_(into_x, into_x, None, into_residual, into_residual), rstd)
+    assert_equal(into_x, y)
+    assert_equal(into_residual, z)
+
+
+def test_three_dimensions_of_any_strides():
+    x = rows(4 * 3, 320).view(4, 3, 320).transpose(0, 1)[..., :264]
+    weight = rows(1, 264, seed=1)[0]
+    y, rstd, normalised = quant.norm_forward(x, weight, 1e-6, with_rstd=True)
+    flat, flat_rstd = norm_forward(x.reshape(-1, 264), weight, 1e-6)
+    assert_equal(y, flat.view(3, 4, 264))
+    assert_equal(rstd, flat_rstd.view(3, 4))
+    assert normalised is x
+    assert quant.norm_forward(x, weight, 1e-6)[1] is None
+
+
+def test_scale_factors_of_every_batch_stand_apart():
+    x = rows(2 * 5, 160).view(2, 5, 160)
+    (data, sf), y, rstd, _ = quant.norm_forward_and_per_token_cast(
+        x, None, 1e-6, 'e4m3', 32, use_tma_aligned_col_major_sf=True, with_out_bf16=True
+    )
+    assert sf.shape == (2, 5, 5) and sf.stride() == (40, 1, 8) and rstd is None
+    for i in range(2):
+        codes, factors = per_token_cast(y[i], QuantFormat.parse('e4m3_1x32_f32_col'))
+        assert_equal(data[i], codes)
+        assert_equal(sf[i].contiguous(), factors.contiguous())
+
+
+def test_scale_factors_in_tiles():
+    x, block = rows(300, 128), 200
+    storage = torch.zeros(1, 512, dtype=torch.int32)
+    (data, sf), *_ = quant.norm_forward_and_per_token_cast(
+        x, None, 1e-6, 'e4m3_1x32_ue8m0x4', mega_moe_sf=storage.t()[:300], mega_moe_block_m=block
+    )
+    expected = torch.zeros(512, dtype=torch.int32)
+    for token in range(300):
+        i = token % block
+        expected[token // block * 256 + i // 128 * 128 + i % 32 * 4 + i % 128 // 32] = sf[token, 0]
+    assert_equal(storage[0], expected)
+    with pytest.raises(ArgumentError, match='mega_moe_sf must have memory for 512 rows'):
+        quant.norm_forward_and_per_token_cast(
+            x, None, 1e-6, 'e4m3_1x32_ue8m0x4', mega_moe_sf=storage.t()[:300, :].clone(), mega_moe_block_m=block
+        )
+
+
+# Backward -----------------------------------------------------------------------------------
+
+
+def test_gradients_of_everything_against_float64():
+    leaves = [rows(5, 264, torch.float32, seed) for seed in range(2)] + [rows(1, 264, torch.float32, 2)[0]]
+    mine, exact = ([t.clone().to(kind).requires_grad_() for t in leaves] for kind in (torch.float32, torch.float64))
+    y, _, z = quant.norm_forward(mine[0], mine[2], 1e-5, residual=mine[1], out_scale=0.5)
+    total = exact[0] + exact[1]
+    expected = total * (total.square().mean(dim=1, keepdim=True) + 1e-5).rsqrt() * exact[2] * 0.5
+    factor = rows(5, 264, torch.float32, 3)
+    (y * factor + z).sum().backward()
+    (expected * factor + total).sum().backward()
+    for leaf, reference in zip(mine, exact, strict=True):
+        torch.testing.assert_close(leaf.grad.double(), reference.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_do_not_depend_on_who_asks_early():
+    dy, x, weight = rows(9, 520), rows(9, 520, seed=1), rows(1, 520, seed=2)[0]
+    _, rstd = norm_forward(x, weight)
+    results = []
+    for early in (False, True):
+        with forced_config(norm_backward_kernel, warps=2, early=early):
+            results.append(norm_backward(dy, x, rstd, weight))
+    for first, second in zip(*results, strict=True):
+        assert_equal(first, second)
+
+
+def test_many_rows_for_each_block():
+    num_tokens = 600  # more than one row for each team of every block
+    dy, x, weight = rows(num_tokens, 24), rows(num_tokens, 24, seed=1), rows(1, 24, torch.float32, 2)[0]
+    rstd = torch.rand(num_tokens)
+    dx, dweight = norm_backward(dy, x, rstd, weight)
+    with knobs(interpret=False):
+        expected_dx, expected_dweight = norm_backward(dy, x, rstd, weight)
+    torch.testing.assert_close(dx, expected_dx)
+    torch.testing.assert_close(dweight, expected_dweight, rtol=1e-5, atol=1e-4)
+
+
+def test_gradient_of_the_weight_is_added_to_what_is_there():
+    dy, x, weight = rows(5, 264), rows(5, 264, seed=1), rows(1, 264, seed=2)[0]
+    rstd = torch.rand(5)
+    _, alone = quant.norm_backward(dy, x, weight.float(), rstd)
+    held = torch.ones(264)
+    _, returned = quant.norm_backward(dy, x, weight.float(), rstd, weight_grad=held)
+    assert returned is held
+    assert_equal(held, alone + 1)
+    assert quant.norm_backward(dy, x, None, rstd)[1] is None
+
+
+def test_without_rows_the_gradient_of_the_weight_is_zero():
+    weight = rows(1, 264)[0]
+    dx, dweight = quant.norm_backward(rows(0, 264), rows(0, 264), weight, torch.empty(0))
+    assert dx.shape == (0, 264)
+    assert_equal(dweight, torch.zeros_like(weight))
+
+
+# Errors -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'call, sentence',
+    [
+        (lambda x: quant.norm_forward(x, None, 1e-6, residual_out=x), 'residual_out must come with residual'),
+        (lambda x: quant.norm_forward(x, x[0, :4], 1e-6), 'weight must be \\(hidden\\) with hidden = 8'),
+        (lambda x: quant.norm_forward(x, None, 1e-6, residual=x.half()), 'residual must be bfloat16'),
+        (lambda x: quant.norm_forward(x.new_empty(1, 1 << 17), None, 1e-6), 'hidden must be at most 65536'),
+        (lambda x: quant.norm_forward(x[0], None, 1e-6), 'x must be \\(num_tokens, hidden\\) or'),
+        (lambda x: quant.norm_backward(x, x, None, torch.empty(3)), 'rstd must be \\(num_tokens\\)'),
+        (lambda x: quant.norm_forward_and_per_token_cast(x, None, 1e-6, 'e4m3', 48), 'num_per_channels must be one of'),
+    ],
+)
+def test_errors_name_what_is_wrong(call, sentence):
+    with pytest.raises(ArgumentError, match=f'quant.norm_[a-z_]+: {sentence}'):
+        call(rows(2, 8))
