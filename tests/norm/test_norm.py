@@ -105,7 +105,7 @@ def test_scale_factors_of_every_batch_stand_apart():
 def test_scale_factors_in_tiles():
     x, block = rows(300, 128), 200
     storage = torch.zeros(1, 512, dtype=torch.int32)
-    (data, sf), *_ = quant.norm_forward_and_per_token_cast(
+    (_, sf), *_ = quant.norm_forward_and_per_token_cast(
         x, None, 1e-6, 'e4m3_1x32_ue8m0x4', mega_moe_sf=storage.t()[:300], mega_moe_block_m=block
     )
     expected = torch.zeros(512, dtype=torch.int32)

@@ -48,6 +48,8 @@ from tile_kernels.torch.quant import (
     cast_to_e5m6,
     fused_swiglu_quant_fp8,
     get_mapping_from_psum,
+    norm_backward_ref,
+    norm_forward_ref,
     per_block_cast_fp8,
     per_channel_cast_fp8,
     per_token_cast_fp8,
@@ -55,6 +57,7 @@ from tile_kernels.torch.quant import (
 )
 from tile_kernels.torch.quant.swiglu import swiglu_backward_reference as swiglu_backward
 from tile_kernels.torch.quant.swiglu import swiglu_forward_reference as swiglu_forward
+from tile_kernels.torch.transform import rotary_embedding_ref
 from tile_kernels.torch.transpose import batched_transpose, transpose
 
 __all__ = [
@@ -90,12 +93,15 @@ __all__ = [
     'inplace_unique_group_indices',
     'make_offsets',
     'mask_indices_by_tp',
+    'norm_backward_ref',
+    'norm_forward_ref',
     'normalize_weight',
     'per_block_cast_fp8',
     'per_channel_cast_fp8',
     'per_channel_cast_fused',
     'per_token_cast_fp8',
     'reduce_fused',
+    'rotary_embedding_ref',
     'stable_topk',
     'swiglu_backward',
     'swiglu_forward',

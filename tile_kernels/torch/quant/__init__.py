@@ -23,10 +23,12 @@ from tile_kernels.torch.quant.norm import (
     add_norm_forward,
     norm_backward,
     norm_backward_,
+    norm_backward_ref,
     norm_forward,
     norm_forward_,
     norm_forward_and_per_token_cast,
     norm_forward_and_per_token_cast_,
+    norm_forward_ref,
 )
 from tile_kernels.torch.quant.swiglu import (
     fused_swiglu_quant_fp8,

@@ -172,3 +172,27 @@ def _gradients(
     if dz is not None:
         dx = dx + dz.double()
     return dx.to(x.dtype), None if weight is None else (normal * upstream).sum(dim=0)
+
+
+# TileKernels' references --------------------------------------------------------------------
+
+
+def norm_forward_ref(
+    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None = None, out_scale: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """RMS norm over the last dimension: the result, rstd and what was normalised."""
+    z = x if residual is None else (x.float() + residual.float()).to(x.dtype)
+    return *norm_forward(z, weight, eps, out_scale), z
+
+
+def norm_backward_ref(
+    out_grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    residual_out_grad: Tensor | None = None,
+    out_scale: float = 1.0,
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of x and of the weight, the latter None without one."""
+    dx, dweight = norm_backward(out_grad, x, rstd, weight, residual_out_grad, out_scale)
+    return dx, None if weight is None else dweight
