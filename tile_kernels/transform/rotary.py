@@ -31,7 +31,7 @@ POSITIONS = (torch.int32, torch.int64)
 
 def choose(
     dtype: torch.dtype,
-    rotary: int,
+    num_turned: int,
     width: int,
     cache_width: int,
     tail: int,
@@ -56,7 +56,7 @@ def choose(
 )
 def rotary_kernel(
     dtype: torch.dtype,
-    rotary: int,
+    num_turned: int,
     width: int,
     cache_width: int,
     tail: int,
@@ -70,7 +70,7 @@ def rotary_kernel(
 ):
     """`width` pairs for each thread; `tail` channels behind those that are turned are copied."""
     num_threads = 128
-    half, turned = rotary // 2, rotary // 2 // width
+    half, turned = num_turned // 2, num_turned // 2 // width
     slots = turned + -(-tail // (2 * width))
     element = T.dtype(dtype)
     num_batches, seq_len = T.dynamic('num_batches'), T.dynamic('seq_len')
@@ -135,7 +135,7 @@ def rotary_kernel(
                 head = lane + k * head_lanes
                 if head < num_heads:
                     load(x, batch, place, head, first, x_local, k, 0)
-                    if rotary + tail >= 2 * width * slots or second < rotary + tail:
+                    if num_turned + tail >= 2 * width * slots or second < num_turned + tail:
                         load(x, batch, place, head, second, x_local, k, 1)
             if placed:
                 position = (positions[batch, place] if batched else positions[place]) + T.cast(offset, position_type)
@@ -174,18 +174,18 @@ def rotary_kernel(
                         for e in T.vectorized(width):
                             y_local[0, e] = x_local[k, 0, e]
                         store(y, batch, place, head, first, y_local, 0)
-                        if second < rotary + tail:
+                        if second < num_turned + tail:
                             for e in T.vectorized(width):
                                 y_local[1, e] = x_local[k, 1, e]
                             store(y, batch, place, head, second, y_local, 1)
 
     @T.prim_func
-    def rotary_embedding(
+    def rotary(
         query: query_type,
         key: key_type,
         query_out: query_out_type,
         key_out: key_out_type,
-        cos_sin_cache: T.Tensor((cache_rows, rotary), T.float32),
+        cos_sin_cache: T.Tensor((cache_rows, num_turned), T.float32),
         positions: T.Tensor(position_shape, position_type),
         num_tokens: T.int32,
         length: T.int32,
@@ -225,7 +225,7 @@ def rotary_kernel(
                     sign,
                 )
 
-    return rotary_embedding
+    return rotary
 
 
 # Ops ----------------------------------------------------------------------------------------
