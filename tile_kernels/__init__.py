@@ -19,6 +19,7 @@ from tile_kernels import gemm, moe, quant, transpose  # registers every operator
 from tile_kernels import engram, moe, quant, transpose  # registers every operator
 from tile_kernels import moe, quant, transform, transpose  # registers every operator
 from tile_kernels import moe, quant, rand, transform, transpose  # registers every operator
+from tile_kernels import mhc, moe, quant, transpose  # registers every operator
 
 __version__ = '0.1.0'
 
@@ -27,6 +28,7 @@ FAMILIES = ('gemm', 'moe', 'quant', 'transpose')
 FAMILIES = ('engram', 'moe', 'quant', 'transpose')
 FAMILIES = ('moe', 'quant', 'transform', 'transpose')
 FAMILIES = ('moe', 'quant', 'rand', 'transform', 'transpose')
+FAMILIES = ('mhc', 'moe', 'quant', 'transpose')
 
 #: Loaded when first used.
 _LAZY = ('config', 'modeling', 'utils', 'torch', 'testing', 'interpreter')
@@ -62,6 +64,7 @@ __all__ = [
     'explain',
     'gemm',
     'knobs',
+    'mhc',
     'moe',
     'precompile',
     'quant',

@@ -1,0 +1,8 @@
+"""Manifold hyper-connections: several residual streams, mixed before and after every layer."""
+
+from tile_kernels.mhc import apply_mix as _apply_mix
+from tile_kernels.mhc import expand as _expand
+from tile_kernels.mhc import post as _post
+from tile_kernels.mhc import sinkhorn as _sinkhorn
+
+__all__ = []

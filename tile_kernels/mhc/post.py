@@ -1,0 +1,332 @@
+"""Post: mix the output of a layer and the residual streams into the next residual streams.
+
+    y[t, o, h] = post_mix[t, o] x[t, h] + sum_i comb_mix[t, i, o] residual[t, i, h]
+
+With dy the gradient of y:
+
+    dx[t, h]           = sum_o post_mix[t, o] dy[t, o, h]
+    dresidual[t, i, h] = sum_o comb_mix[t, i, o] dy[t, o, h]
+    dpost_mix[t, o]    = sum_h x[t, h] dy[t, o, h]
+    dcomb_mix[t, i, o] = sum_h residual[t, i, h] dy[t, o, h]
+
+`row_threads` threads own a token and hold its coefficients in registers; all sums are float32 in a fixed order, and
+results are rounded once. Memory bound: the floor is reading and writing each tensor once.
+"""
+
+import torch
+from torch import Tensor
+
+from tile_kernels.core import check
+from tile_kernels.core.cases import grid
+from tile_kernels.core.jit import kernel
+from tile_kernels.core.lang import T
+from tile_kernels.core.launch import launch
+from tile_kernels.core.op import Mut, op
+from tile_kernels.mhc._rows import (
+    ROW_PASS_CONFIGS,
+    ROW_THREADS,
+    STREAMS,
+    WARP,
+    check_streams,
+    flat,
+    lead_of,
+    load_mix,
+    load_streams,
+    load_vector,
+    mix_width,
+    post_to_vector,
+    row_threads_for,
+    rows_for,
+    store_streams,
+    store_vector,
+    sum_scattered,
+    vector_width,
+)
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+# Config -------------------------------------------------------------------------------------
+
+
+def choose(hidden: int, num_streams: int, width: int, coef_width: int, num_tokens: int) -> dict:
+    """Two vectors for each thread, one after another: num_streams + 1 loads of one are in flight."""
+    row_threads = row_threads_for(hidden // width, 2)
+    return dict(row_threads=row_threads, rows=rows_for(row_threads, 128))
+
+
+def choose_bwd(hidden: int, num_streams: int, width: int, coef_width: int, num_tokens: int) -> dict:
+    """More vectors for each thread: the sums over a row are finished once for all of them."""
+    row_threads = row_threads_for(hidden // width, 4)
+    return dict(row_threads=row_threads, rows=rows_for(row_threads, 128))
+
+
+# Kernels ------------------------------------------------------------------------------------
+
+
+@kernel(choose=choose, space=dict(row_threads=ROW_THREADS, rows=(1, 2, 4, 8)), pass_configs=ROW_PASS_CONFIGS)
+def post_kernel(hidden: int, num_streams: int, width: int, coef_width: int, *, row_threads: int, rows: int):
+    """Rows of `hidden` elements, `width` of them in an access, coefficients `coef_width` at a time."""
+    num_vectors = hidden // width
+    num_tokens = T.dynamic('num_tokens')
+
+    @T.prim_func
+    def post(
+        x: T.Tensor((num_tokens, 1, hidden), T.bfloat16),
+        residual: T.Tensor((num_tokens, num_streams, hidden), T.bfloat16),
+        post_mix: T.Tensor((num_tokens, num_streams), T.float32),
+        comb_mix: T.Tensor((num_tokens, num_streams * num_streams), T.float32),
+        y: T.Tensor((num_tokens, num_streams, hidden), T.bfloat16),
+    ):
+        with T.Kernel(T.ceildiv(num_tokens, rows), threads=rows * row_threads) as pid:
+            x_local = T.alloc_local((1, width), T.bfloat16)
+            residual_local = T.alloc_local((num_streams, width), T.bfloat16)
+            y_local = T.alloc_local((num_streams, width), T.bfloat16)
+            post_local = T.alloc_local((num_streams,), T.float32)
+            comb_local = T.alloc_local((num_streams * num_streams,), T.float32)
+            tx = T.get_thread_binding()
+            token = pid * rows + tx // row_threads
+
+            if token < num_tokens:
+                load_mix(post_mix, token, post_local, coef_width)
+                load_mix(comb_mix, token, comb_local, coef_width)
+                for part in T.serial(T.ceildiv(num_vectors, row_threads)):
+                    index = part * row_threads + tx % row_threads
+                    if index < num_vectors:
+                        load_vector(x, token, 0, index, x_local, 0)
+                        load_streams(residual, token, index, residual_local)
+                        post_to_vector(x_local, residual_local, post_local, comb_local, y_local)
+                        store_streams(y_local, y, token, index)
+
+    return post
+
+
+@kernel(choose=choose_bwd, space=dict(row_threads=ROW_THREADS, rows=(1, 2, 4, 8)), pass_configs=ROW_PASS_CONFIGS)
+def post_bwd_kernel(hidden: int, num_streams: int, width: int, coef_width: int, *, row_threads: int, rows: int):
+    """The four gradients; sums over a row are finished by shuffles and, between the warps of a token, in shared memory."""
+    num_vectors = hidden // width
+    num_pairs = num_streams * num_streams
+    per_scatter = min(num_pairs, WARP)
+    scatters = num_pairs // per_scatter
+    row_warps = row_threads // WARP
+    num_threads = rows * row_threads
+    num_tokens = T.dynamic('num_tokens')
+
+    @T.prim_func
+    def post_bwd(
+        dy: T.Tensor((num_tokens, num_streams, hidden), T.bfloat16),
+        x: T.Tensor((num_tokens, 1, hidden), T.bfloat16),
+        residual: T.Tensor((num_tokens, num_streams, hidden), T.bfloat16),
+        post_mix: T.Tensor((num_tokens, num_streams), T.float32),
+        comb_mix: T.Tensor((num_tokens, num_pairs), T.float32),
+        dx: T.Tensor((num_tokens, 1, hidden), T.bfloat16),
+        dresidual: T.Tensor((num_tokens, num_streams, hidden), T.bfloat16),
+        dpost_mix: T.Tensor((num_tokens, num_streams), T.float32),
+        dcomb_mix: T.Tensor((num_tokens, num_pairs), T.float32),
+    ):
+        with T.Kernel(T.ceildiv(num_tokens, rows), threads=num_threads) as pid:
+            dy_local = T.alloc_local((num_streams, width), T.bfloat16)
+            x_local = T.alloc_local((1, width), T.bfloat16)
+            residual_local = T.alloc_local((num_streams, width), T.bfloat16)
+            dx_local = T.alloc_local((1, width), T.bfloat16)
+            post_local = T.alloc_local((num_streams,), T.float32)
+            comb_local = T.alloc_local((num_pairs,), T.float32)
+            dpost_local = T.alloc_local((num_streams,), T.float32)
+            dcomb_local = T.alloc_local((scatters, per_scatter), T.float32)
+            scatter_local = T.alloc_local((per_scatter,), T.float32)
+            sums_shared = T.alloc_shared((rows * row_warps, num_pairs + num_streams), T.float32)
+            tx = T.get_thread_binding()
+            token = pid * rows + tx // row_threads
+            lane, warp = tx % WARP, tx // WARP
+
+            T.clear(dpost_local)
+            T.clear(dcomb_local)
+            if token < num_tokens:
+                load_mix(post_mix, token, post_local, coef_width)
+                load_mix(comb_mix, token, comb_local, coef_width)
+                for part in T.serial(T.ceildiv(num_vectors, row_threads)):
+                    index = part * row_threads + tx % row_threads
+                    if index < num_vectors:
+                        load_streams(dy, token, index, dy_local)
+                        load_vector(x, token, 0, index, x_local, 0)
+                        load_streams(residual, token, index, residual_local)
+                        for e in T.unroll(width):
+                            total = T.alloc_var(T.float32, init=0.0)
+                            for o in T.unroll(num_streams):
+                                dy_value = T.cast(dy_local[o, e], T.float32)
+                                total = T.ieee_fmaf(post_local[o], dy_value, total)
+                                dpost_local[o] = T.ieee_fmaf(T.cast(x_local[0, e], T.float32), dy_value, dpost_local[o])
+                            dx_local[0, e] = T.cast(total, T.bfloat16)
+                        store_vector(dx_local, 0, dx, token, 0, index)
+                        for i in T.unroll(num_streams):
+                            for e in T.unroll(width):
+                                value = T.cast(residual_local[i, e], T.float32)
+                                total = T.alloc_var(T.float32, init=0.0)
+                                for o in T.unroll(num_streams):
+                                    pair = i * num_streams + o
+                                    dy_value = T.cast(dy_local[o, e], T.float32)
+                                    total = T.ieee_fmaf(comb_local[pair], dy_value, total)
+                                    dcomb_local[pair // per_scatter, pair % per_scatter] = T.ieee_fmaf(
+                                        value, dy_value, dcomb_local[pair // per_scatter, pair % per_scatter]
+                                    )
+                                residual_local[i, e] = T.cast(total, T.bfloat16)
+                        store_streams(residual_local, dresidual, token, index)
+
+            for s in T.unroll(scatters):
+                for i in T.unroll(per_scatter):
+                    scatter_local[i] = dcomb_local[s, i]
+                sum_scattered(scatter_local, per_scatter)
+                if lane % (WARP // per_scatter) == 0:
+                    sums_shared[warp, s * per_scatter + lane // (WARP // per_scatter)] = scatter_local[0]
+            sum_scattered(dpost_local, num_streams)
+            if lane % (WARP // num_streams) == 0:
+                sums_shared[warp, num_pairs + lane // (WARP // num_streams)] = dpost_local[0]
+            T.sync_threads()
+            for step in T.serial(T.ceildiv(rows * (num_pairs + num_streams), num_threads)):
+                slot = step * num_threads + tx
+                row, which = slot // (num_pairs + num_streams), slot % (num_pairs + num_streams)
+                if row < rows and pid * rows + row < num_tokens:
+                    total = T.alloc_var(T.float32, init=0.0)
+                    for w in T.unroll(row_warps):
+                        total = total + sums_shared[row * row_warps + w, which]
+                    if which < num_pairs:
+                        dcomb_mix[pid * rows + row, which] = total
+                    else:
+                        dpost_mix[pid * rows + row, which - num_pairs] = total
+
+    return post_bwd
+
+
+# Ops ----------------------------------------------------------------------------------------
+
+
+def _check(x: Tensor, residual: Tensor, post_mix: Tensor, comb_mix: Tensor) -> tuple[tuple, int, int]:
+    """Check the inputs of a post; returns the leading shape, the number of streams and hidden."""
+    lead = lead_of(residual, 'residual', 'num_streams hidden', BF16)
+    num_streams, hidden = residual.shape[-2:]
+    check_streams(num_streams, hidden)
+    lead_of(x, 'x', 'hidden', BF16, lead, hidden=hidden)
+    lead_of(post_mix, 'post_mix', 'num_streams one', F32, lead, num_streams=num_streams, one=1)
+    lead_of(comb_mix, 'comb_mix', 'num_streams outputs', F32, lead, num_streams=num_streams, outputs=num_streams)
+    check.same_device(residual=residual, x=x, post_mix=post_mix, comb_mix=comb_mix)
+    return lead, num_streams, hidden
+
+
+@op(outputs='dx dresidual dpost_mix dcomb_mix')
+def post_bwd(
+    dy: Tensor, x: Tensor, residual: Tensor, post_mix: Tensor, comb_mix: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of `post`.
+
+    Args:
+        dy: (..., num_streams, hidden) bfloat16, contiguous.
+        x: (..., hidden), as given to `post`.
+        residual: (..., num_streams, hidden), as given to `post`.
+        post_mix: (..., num_streams, 1), as given to `post`.
+        comb_mix: (..., num_streams, num_streams), as given to `post`.
+
+    Returns:
+        Gradients of x, residual, post_mix and comb_mix, in their dtypes; deterministic.
+    """
+    lead, num_streams, hidden = _check(x, residual, post_mix, comb_mix)
+    lead_of(dy, 'dy', 'num_streams hidden', BF16, lead, num_streams=num_streams, hidden=hidden)
+    dx, dresidual = torch.empty_like(x), torch.empty_like(residual)
+    dpost_mix, dcomb_mix = torch.empty_like(post_mix), torch.empty_like(comb_mix)
+    post_flat, comb_flat = flat(post_mix, lead, num_streams), flat(comb_mix, lead, num_streams * num_streams)
+    launch(
+        post_bwd_kernel,
+        (hidden, num_streams, vector_width(dy, x, residual), mix_width(num_streams, post_flat, comb_flat)),
+        flat(dy, lead, num_streams, hidden),
+        flat(x, lead, 1, hidden),
+        flat(residual, lead, num_streams, hidden),
+        post_flat,
+        comb_flat,
+        flat(dx, lead, 1, hidden),
+        flat(dresidual, lead, num_streams, hidden),
+        flat(dpost_mix, lead, num_streams),
+        flat(dcomb_mix, lead, num_streams * num_streams),
+    )
+    return dx, dresidual, dpost_mix, dcomb_mix
+
+
+@op()
+def post_(x: Tensor, residual: Tensor, post_mix: Tensor, comb_mix: Tensor, y: Mut) -> None:
+    """Post into memory of the caller; see `post`.
+
+    Args:
+        x: (..., hidden) bfloat16, contiguous.
+        residual: (..., num_streams, hidden) bfloat16, contiguous.
+        post_mix: (..., num_streams, 1) float32, contiguous.
+        comb_mix: (..., num_streams, num_streams) float32, contiguous.
+        y: (..., num_streams, hidden) bfloat16, contiguous; overwritten.
+    """
+    lead, num_streams, hidden = _check(x, residual, post_mix, comb_mix)
+    lead_of(y, 'y', 'num_streams hidden', BF16, lead, num_streams=num_streams, hidden=hidden)
+    check.same_device(residual=residual, y=y)
+    post_flat, comb_flat = flat(post_mix, lead, num_streams), flat(comb_mix, lead, num_streams * num_streams)
+    launch(
+        post_kernel,
+        (hidden, num_streams, vector_width(x, residual, y), mix_width(num_streams, post_flat, comb_flat)),
+        flat(x, lead, 1, hidden),
+        flat(residual, lead, num_streams, hidden),
+        post_flat,
+        comb_flat,
+        flat(y, lead, num_streams, hidden),
+    )
+
+
+@op(outputs='y', backward=post_bwd)
+def post(x: Tensor, residual: Tensor, post_mix: Tensor, comb_mix: Tensor) -> Tensor:
+    """Mix the output of a layer and the residual streams into the next residual streams; differentiable.
+
+    Args:
+        x: (..., hidden) bfloat16, contiguous; what the layer put out. hidden is a multiple of 64.
+        residual: (..., num_streams, hidden) bfloat16, contiguous; 2, 4 or 8 streams.
+        post_mix: (..., num_streams, 1) float32, contiguous; the share of x in every stream.
+        comb_mix: (..., num_streams, num_streams) float32, contiguous; [i, o] is the share of stream i in stream o.
+
+    Returns:
+        (..., num_streams, hidden) bfloat16, rounded once.
+    """
+    y = torch.empty_like(residual)
+    post_.fn(x, residual, post_mix, comb_mix, y)
+    return y
+
+
+# Cases --------------------------------------------------------------------------------------
+
+
+def _make(lead: tuple, hidden: int, num_streams: int) -> dict:
+    """Shares as a model has them: posts between 0 and 2, rows of the combination that sum to one."""
+    return dict(
+        x=torch.randn(*lead, hidden, dtype=BF16),
+        residual=torch.randn(*lead, num_streams, hidden, dtype=BF16),
+        post_mix=torch.rand(*lead, num_streams, 1) * 2,
+        comb_mix=torch.randn(*lead, num_streams, num_streams).softmax(-1),
+    )
+
+
+def _make_(lead: tuple, hidden: int, num_streams: int) -> dict:
+    return _make(lead, hidden, num_streams) | dict(y=torch.empty(*lead, num_streams, hidden, dtype=BF16))
+
+
+def _make_bwd(lead: tuple, hidden: int, num_streams: int) -> dict:
+    return dict(dy=torch.randn(*lead, num_streams, hidden, dtype=BF16)) | _make(lead, hidden, num_streams)
+
+
+SMOKE = (
+    grid(lead=[(0,), (), (2, 3)], hidden=[128], num_streams=[4])  # no token, no leading dimension
+    + grid(lead=[(5,)], hidden=[64, 576], num_streams=STREAMS)  # idle threads, tail of a row
+    + grid(lead=[(2,)], hidden=[4160], num_streams=[2])  # several parts
+)
+FULL = grid(lead=[(4001,), (3, 1001)], hidden=[1280, 2560, 7168], num_streams=STREAMS) + grid(
+    lead=[(90001,)], hidden=[7168], num_streams=[4]  # more than 2^31 elements
+)
+BENCH = (
+    grid(lead=[(64,), (4096,), (16384,)], hidden=[4096], num_streams=[4])
+    + grid(lead=[(8192,)], hidden=[2048, 7168], num_streams=[4])
+    + grid(lead=[(4001,)], hidden=[2560], num_streams=[4])
+)
+ROUNDED_ONCE = dict(rtol=1e-5, atol=1e-5)
+post.cases(make=_make, match=ROUNDED_ONCE, smoke=SMOKE, full=FULL, bench=BENCH)
+post_.cases(make=_make_, match=ROUNDED_ONCE, smoke=SMOKE[:2] + SMOKE[-1:], bench=BENCH[:1])
+post_bwd.cases(make=_make_bwd, match=dict(rtol=1e-4, atol=1e-4), smoke=SMOKE, full=FULL, bench=BENCH)

@@ -1,0 +1,422 @@
+"""Sinkhorn: scale the rows and columns of every matrix in turn until both have the sums they should.
+
+    p = softmax over a row of x + eps,  r = num_rows / num_columns
+    columns:  p[i, j] *= r / (sum_i p[i, j] + eps)          once, and then repeat - 1 times after
+    rows:     p[i, j] *= 1 / (sum_j p[i, j] + eps)
+
+A square matrix becomes doubly stochastic. The scalings are kept apart from the matrix, p = diag(u) k diag(v), so an
+iteration is two products of k with a vector and a reciprocal for each row and column. `lanes` neighbouring threads own a
+matrix: each has all rows of its columns in registers, sums over rows need no other lane.
+
+Backward walks the scalings in reverse. With y = x d' for a factor d' = 1 / d of a row or column,
+
+    dx = (dy - sum(dy y)) d'                                sums over what the factor scales, for columns over r
+
+so all it needs of the way forward are the divisors d, which it writes down in shared memory while it repeats that way.
+Latency bound at the sizes in use: the chain of 2 repeat sums and reciprocals.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from tile_kernels.core import check
+from tile_kernels.core.cases import grid
+from tile_kernels.core.jit import kernel
+from tile_kernels.core.lang import T, macro
+from tile_kernels.core.launch import launch
+from tile_kernels.core.op import Mut, op
+from tile_kernels.mhc._rows import WARP, flat, lead_of, vector_width
+
+F32 = torch.float32
+
+#: Elements of a matrix a lane may hold, and bytes of shared memory for the divisors of a block.
+MAX_ELEMENTS, MAX_HISTORY = 64, 200 << 10
+
+LANES = (1, 2, 4, 8, 16, 32)
+
+# Config -------------------------------------------------------------------------------------
+
+
+def lanes_for(num_rows: int, num_columns: int) -> int:
+    """The fewest lanes that leave at most 16 elements to each: what one lane holds needs no shuffle."""
+    return next((n for n in LANES if num_rows * -(-num_columns // n) <= 16), WARP)
+
+
+def choose(num_rows: int, num_columns: int, width: int, num_matrices: int) -> dict:
+    """Single warps, so that few matrices spread over all SMs."""
+    return dict(lanes=lanes_for(num_rows, num_columns), num_threads=32)
+
+
+def choose_bwd(num_rows: int, num_columns: int, width: int, repeat: int, num_matrices: int) -> dict:
+    """As forward."""
+    return dict(lanes=lanes_for(num_rows, num_columns), num_threads=32)
+
+
+# Kernels ------------------------------------------------------------------------------------
+
+
+@macro
+def sum_lanes(value, lanes):
+    """The sum of a value over the lanes of a matrix, in all of them."""
+    total = T.alloc_var(T.float32)
+    total = value
+    for step in (16, 8, 4, 2, 1):
+        if step < lanes:
+            total = total + T.shfl_xor(total, step)
+    return total
+
+
+@macro
+def max_lanes(value, lanes):
+    """The largest value of the lanes of a matrix."""
+    peak = T.alloc_var(T.float32)
+    peak = value
+    for step in (16, 8, 4, 2, 1):
+        if step < lanes:
+            peak = T.max(peak, T.shfl_xor(peak, step))
+    return peak
+
+
+@macro
+def softmax_rows(k_local, lanes, columns, eps):
+    """`k = softmax over rows + eps`; columns behind the last become 0. `columns` are those of this lane."""
+    num_rows, held = k_local.shape
+    for i in T.unroll(num_rows):
+        peak = T.alloc_var(T.float32)
+        peak = -T.infinity(T.float32)
+        for c in T.unroll(held):
+            if c < columns:
+                peak = T.max(peak, k_local[i, c])
+        peak = max_lanes(peak, lanes)
+        total = T.alloc_var(T.float32, init=0.0)
+        for c in T.unroll(held):
+            k_local[i, c] = T.if_then_else(c < columns, T.exp(k_local[i, c] - peak), T.float32(0.0))
+            total = total + k_local[i, c]
+        total = sum_lanes(total, lanes)
+        for c in T.unroll(held):
+            k_local[i, c] = T.if_then_else(c < columns, T.ieee_add(T.ieee_fdiv(k_local[i, c], total), eps), 0.0)
+
+
+@macro
+def scale_columns(k_local, u_local, v_local, columns, ratio_inv, eps, divisor_local):
+    """`v[c] /= d`, d = (v[c] sum_i u[i] k[i, c] + eps) / r, kept in `divisor_local`."""
+    num_rows, held = k_local.shape
+    for c in T.unroll(held):
+        total = T.alloc_var(T.float32, init=0.0)
+        for i in T.unroll(num_rows):
+            total = T.ieee_fmaf(u_local[i], k_local[i, c], total)
+        divisor_local[c] = T.ieee_mul(T.ieee_fmaf(v_local[c], total, eps), ratio_inv)
+        v_local[c] = T.if_then_else(c < columns, T.ieee_mul(v_local[c], T.fast_rcp(divisor_local[c])), 0.0)
+
+
+@macro
+def scale_rows(k_local, u_local, v_local, lanes, eps, divisor_local):
+    """`u[i] /= d`, d = u[i] sum_c k[i, c] v[c] + eps, kept in `divisor_local`."""
+    num_rows, held = k_local.shape
+    for i in T.unroll(num_rows):
+        total = T.alloc_var(T.float32, init=0.0)
+        for c in T.unroll(held):
+            total = T.ieee_fmaf(k_local[i, c], v_local[c], total)
+        total = sum_lanes(total, lanes)
+        divisor_local[i] = T.ieee_fmaf(u_local[i], total, eps)
+        u_local[i] = T.ieee_mul(u_local[i], T.fast_rcp(divisor_local[i]))
+
+
+@macro
+def load_matrix(x, matrix, first, columns, k_local, width):
+    """The columns from `first` on of a matrix, `columns` of them; others are not touched."""
+    num_rows, held = k_local.shape
+    for i in T.unroll(num_rows):
+        for v in T.unroll(held // width):
+            if v * width < columns:
+                for e in T.vectorized(width):
+                    k_local[i, v * width + e] = x[matrix, i, first + v * width + e]
+
+
+@macro
+def store_matrix(k_local, y, matrix, first, columns, width):
+    """The inverse of `load_matrix`."""
+    num_rows, held = k_local.shape
+    for i in T.unroll(num_rows):
+        for v in T.unroll(held // width):
+            if v * width < columns:
+                for e in T.vectorized(width):
+                    y[matrix, i, first + v * width + e] = k_local[i, v * width + e]
+
+
+@kernel(choose=choose, space=dict(lanes=LANES, num_threads=(32, 64, 128)))
+def sinkhorn_kernel(num_rows: int, num_columns: int, width: int, *, lanes: int, num_threads: int):
+    """`num_threads // lanes` matrices per block; a lane has a run of neighbouring columns, `width` in an access."""
+    held = -(-num_columns // (lanes * width)) * width
+    matrices = num_threads // lanes
+    num_matrices = T.dynamic('num_matrices')
+
+    @T.prim_func
+    def sinkhorn(
+        x: T.Tensor((num_matrices, num_rows, num_columns), T.float32),
+        y: T.Tensor((num_matrices, num_rows, num_columns), T.float32),
+        repeat: T.int32,
+        eps: T.float32,
+    ):
+        with T.Kernel(T.ceildiv(num_matrices, matrices), threads=num_threads) as pid:
+            k_local = T.alloc_local((num_rows, held), T.float32)
+            u_local = T.alloc_local((num_rows,), T.float32)
+            v_local = T.alloc_local((held,), T.float32)
+            row_local = T.alloc_local((num_rows,), T.float32)
+            column_local = T.alloc_local((held,), T.float32)
+            tx = T.get_thread_binding()
+            matrix = T.min(pid * matrices + tx // lanes, num_matrices - 1)  # shuffles need all lanes
+            first = tx % lanes * held
+            columns = T.max(T.min(held, num_columns - first), 0)
+            ratio_inv = T.float32(num_columns / num_rows)
+
+            load_matrix(x, matrix, first, columns, k_local, width)
+            softmax_rows(k_local, lanes, columns, eps)
+            T.fill(u_local, 1.0)
+            T.fill(v_local, 1.0)
+            scale_columns(k_local, u_local, v_local, columns, ratio_inv, eps, column_local)
+            for _ in T.serial(repeat - 1):
+                scale_rows(k_local, u_local, v_local, lanes, eps, row_local)
+                scale_columns(k_local, u_local, v_local, columns, ratio_inv, eps, column_local)
+            for i in T.unroll(num_rows):
+                for c in T.unroll(held):
+                    k_local[i, c] = T.ieee_mul(T.ieee_mul(u_local[i], k_local[i, c]), v_local[c])
+            if pid * matrices + tx // lanes < num_matrices:
+                store_matrix(k_local, y, matrix, first, columns, width)
+
+    return sinkhorn
+
+
+@macro
+def unscale_columns(k_local, g_local, u_local, v_local, columns, ratio_inv, divisor_local):
+    """The gradient before a scaling of columns, and the factors as they were."""
+    num_rows, held = k_local.shape
+    for c in T.unroll(held):
+        total = T.alloc_var(T.float32, init=0.0)
+        for i in T.unroll(num_rows):
+            total = T.ieee_fmaf(g_local[i, c], u_local[i] * k_local[i, c], total)
+        factor = T.alloc_var(T.float32)
+        factor = T.if_then_else(c < columns, T.fast_rcp(divisor_local[c]), T.float32(0.0))
+        total = total * v_local[c] * ratio_inv * factor
+        for i in T.unroll(num_rows):
+            g_local[i, c] = T.ieee_fmaf(g_local[i, c], factor, -total)
+        v_local[c] = T.if_then_else(c < columns, v_local[c] * divisor_local[c], T.float32(0.0))
+
+
+@macro
+def unscale_rows(k_local, g_local, u_local, v_local, lanes, divisor_local):
+    """The gradient before a scaling of rows, and the factors as they were."""
+    num_rows, held = k_local.shape
+    for i in T.unroll(num_rows):
+        total = T.alloc_var(T.float32, init=0.0)
+        for c in T.unroll(held):
+            total = T.ieee_fmaf(g_local[i, c], k_local[i, c] * v_local[c], total)
+        total = sum_lanes(total, lanes)
+        factor = T.alloc_var(T.float32)
+        factor = T.fast_rcp(divisor_local[i])
+        total = total * u_local[i] * factor
+        for c in T.unroll(held):
+            g_local[i, c] = T.ieee_fmaf(g_local[i, c], factor, -total)
+        u_local[i] = u_local[i] * divisor_local[i]
+
+
+@kernel(choose=choose_bwd, space=dict(lanes=LANES, num_threads=(32, 64, 128)))
+def sinkhorn_bwd_kernel(num_rows: int, num_columns: int, width: int, repeat: int, *, lanes: int, num_threads: int):
+    """Forward once more, then back; divisors of all steps wait in shared memory, each lane's beside its neighbours'."""
+    held = -(-num_columns // (lanes * width)) * width
+    matrices = num_threads // lanes
+    num_matrices = T.dynamic('num_matrices')
+
+    @T.prim_func
+    def sinkhorn_bwd(
+        dy: T.Tensor((num_matrices, num_rows, num_columns), T.float32),
+        x: T.Tensor((num_matrices, num_rows, num_columns), T.float32),
+        dx: T.Tensor((num_matrices, num_rows, num_columns), T.float32),
+        eps: T.float32,
+    ):
+        with T.Kernel(T.ceildiv(num_matrices, matrices), threads=num_threads) as pid:
+            k_local = T.alloc_local((num_rows, held), T.float32)
+            g_local = T.alloc_local((num_rows, held), T.float32)
+            u_local = T.alloc_local((num_rows,), T.float32)
+            v_local = T.alloc_local((held,), T.float32)
+            row_local = T.alloc_local((num_rows,), T.float32)
+            column_local = T.alloc_local((held,), T.float32)
+            rows_shared = T.alloc_shared((max(repeat - 1, 1), num_rows, num_threads), T.float32)
+            columns_shared = T.alloc_shared((repeat, held, num_threads), T.float32)
+            tx = T.get_thread_binding()
+            matrix = T.min(pid * matrices + tx // lanes, num_matrices - 1)  # shuffles need all lanes
+            first = tx % lanes * held
+            columns = T.max(T.min(held, num_columns - first), 0)
+            ratio_inv = T.float32(num_columns / num_rows)
+
+            T.clear(g_local)
+            load_matrix(x, matrix, first, columns, k_local, width)
+            load_matrix(dy, matrix, first, columns, g_local, width)
+            softmax_rows(k_local, lanes, columns, eps)
+            T.fill(u_local, 1.0)
+            T.fill(v_local, 1.0)
+            scale_columns(k_local, u_local, v_local, columns, ratio_inv, eps, column_local)
+            for c in T.unroll(held):
+                columns_shared[0, c, tx] = column_local[c]
+            for step in T.serial(repeat - 1):
+                scale_rows(k_local, u_local, v_local, lanes, eps, row_local)
+                for i in T.unroll(num_rows):
+                    rows_shared[step, i, tx] = row_local[i]
+                scale_columns(k_local, u_local, v_local, columns, ratio_inv, eps, column_local)
+                for c in T.unroll(held):
+                    columns_shared[step + 1, c, tx] = column_local[c]
+
+            for back in T.serial(repeat - 1):
+                for c in T.unroll(held):
+                    column_local[c] = columns_shared[repeat - 1 - back, c, tx]
+                unscale_columns(k_local, g_local, u_local, v_local, columns, ratio_inv, column_local)
+                for i in T.unroll(num_rows):
+                    row_local[i] = rows_shared[repeat - 2 - back, i, tx]
+                unscale_rows(k_local, g_local, u_local, v_local, lanes, row_local)
+            for c in T.unroll(held):
+                column_local[c] = columns_shared[0, c, tx]
+            unscale_columns(k_local, g_local, u_local, v_local, columns, ratio_inv, column_local)
+
+            for i in T.unroll(num_rows):
+                total = T.alloc_var(T.float32, init=0.0)
+                for c in T.unroll(held):
+                    k_local[i, c] = T.if_then_else(c < columns, k_local[i, c] - eps, T.float32(0.0))
+                    total = T.ieee_fmaf(g_local[i, c], k_local[i, c], total)
+                total = sum_lanes(total, lanes)
+                for c in T.unroll(held):
+                    g_local[i, c] = k_local[i, c] * (g_local[i, c] - total)
+            if pid * matrices + tx // lanes < num_matrices:
+                store_matrix(g_local, dx, matrix, first, columns, width)
+
+    return sinkhorn_bwd
+
+
+# Ops ----------------------------------------------------------------------------------------
+
+
+def _check(x: Tensor, repeat: int) -> tuple[tuple, int, int]:
+    """Check the input; returns the leading shape and the extents of a matrix."""
+    lead = lead_of(x, 'x', 'num_rows num_columns', F32)
+    num_rows, num_columns = x.shape[-2:]
+    check.at_least(repeat, 1, 'repeat')
+    check.at_least(min(num_rows, num_columns), 1, 'the extents of a matrix')
+    if num_rows * -(-num_columns // WARP) > MAX_ELEMENTS:
+        check.fail('x', f'must have matrices of at most {MAX_ELEMENTS} x {WARP} elements', check.describe(x))
+    return lead, num_rows, num_columns
+
+
+def _static(num_rows: int, num_columns: int, *tensors: Tensor) -> tuple[int, int, int]:
+    return num_rows, num_columns, math.gcd(num_columns, vector_width(*tensors))
+
+
+@op()
+def sinkhorn_bwd_(dy: Tensor, x: Tensor, dx: Mut, repeat: int = 10, eps: float = 1e-6) -> None:
+    """Gradient of `sinkhorn` into memory of the caller.
+
+    Args:
+        dy: gradient of the result, shape of x, float32, contiguous.
+        x: as given to `sinkhorn`.
+        dx: shape of x, float32, contiguous; overwritten.
+        repeat: as given to `sinkhorn`.
+        eps: as given to `sinkhorn`.
+    """
+    lead, num_rows, num_columns = _check(x, repeat)
+    shape = dict(num_rows=num_rows, num_columns=num_columns)
+    lead_of(dy, 'dy', 'num_rows num_columns', F32, lead, **shape)
+    lead_of(dx, 'dx', 'num_rows num_columns', F32, lead, **shape)
+    check.same_device(x=x, dy=dy, dx=dx)
+    dy_flat, x_flat, dx_flat = (flat(t, lead, num_rows, num_columns) for t in (dy, x, dx))
+    static = _static(num_rows, num_columns, dy_flat, x_flat, dx_flat)
+    lanes = lanes_for(num_rows, num_columns)
+    history = 4 * WARP * repeat * (num_rows + -(-num_columns // (lanes * static[2])) * static[2])
+    check.at_most(history, MAX_HISTORY, 'repeat (num_rows + columns of a lane) * 128')
+    launch(sinkhorn_bwd_kernel, (*static, repeat), dy_flat, x_flat, dx_flat, eps)
+
+
+@op(outputs='dx')
+def sinkhorn_bwd(dy: Tensor, x: Tensor, repeat: int = 10, eps: float = 1e-6) -> Tensor:
+    """Gradient of `sinkhorn`.
+
+    Args:
+        dy: gradient of the result, shape of x, float32, contiguous.
+        x: as given to `sinkhorn`.
+        repeat: as given to `sinkhorn`.
+        eps: as given to `sinkhorn`.
+
+    Returns:
+        Gradient of x, float32; deterministic.
+    """
+    dx = torch.empty_like(x)
+    sinkhorn_bwd_.fn(dy, x, dx, repeat, eps)
+    return dx
+
+
+@op()
+def sinkhorn_(x: Tensor, y: Mut, repeat: int = 10, eps: float = 1e-6) -> None:
+    """Sinkhorn into memory of the caller; see `sinkhorn`.
+
+    Args:
+        x: (..., num_rows, num_columns) float32, contiguous.
+        y: shape of x, float32, contiguous; overwritten.
+        repeat: how often columns are scaled, at least once; rows once less, besides the softmax.
+        eps: added to the softmax and to every sum.
+    """
+    lead, num_rows, num_columns = _check(x, repeat)
+    lead_of(y, 'y', 'num_rows num_columns', F32, lead, num_rows=num_rows, num_columns=num_columns)
+    check.same_device(x=x, y=y)
+    x_flat, y_flat = (flat(t, lead, num_rows, num_columns) for t in (x, y))
+    launch(sinkhorn_kernel, _static(num_rows, num_columns, x_flat, y_flat), x_flat, y_flat, repeat, eps)
+
+
+@op(outputs='y', backward=sinkhorn_bwd)
+def sinkhorn(x: Tensor, repeat: int = 10, eps: float = 1e-6) -> Tensor:
+    """Scale the rows and columns of every matrix in turn until both have the sums they should; differentiable.
+
+    Args:
+        x: (..., num_rows, num_columns) float32, contiguous; up to 64 x 32, 32 x 64, 8 x 256 elements.
+        repeat: how often columns are scaled, at least once; rows once less, besides the softmax.
+        eps: added to the softmax and to every sum.
+
+    Returns:
+        Shape of x, float32: rows sum to 1, columns to num_rows / num_columns, nearly.
+    """
+    y = torch.empty_like(x)
+    sinkhorn_.fn(x, y, repeat, eps)
+    return y
+
+
+# Cases --------------------------------------------------------------------------------------
+
+
+def _make(lead: tuple, shape: tuple, repeat: int) -> dict:
+    return dict(x=torch.randn(*lead, *shape), repeat=repeat)
+
+
+def _make_(lead: tuple, shape: tuple, repeat: int) -> dict:
+    return _make(lead, shape, repeat) | dict(y=torch.empty(*lead, *shape))
+
+
+def _make_bwd(lead: tuple, shape: tuple, repeat: int) -> dict:
+    return dict(dy=torch.randn(*lead, *shape)) | _make(lead, shape, repeat)
+
+
+def _make_bwd_(lead: tuple, shape: tuple, repeat: int) -> dict:
+    return _make_bwd(lead, shape, repeat) | dict(dx=torch.empty(*lead, *shape))
+
+
+SMOKE = (
+    grid(lead=[(0,), (), (2, 3)], shape=[(4, 4)], repeat=[10])
+    + grid(lead=[(35,)], shape=[(2, 2), (8, 8)], repeat=[1, 3])  # several blocks, lanes that share a matrix
+    + grid(lead=[(3,)], shape=[(8, 64), (3, 5), (5, 37)], repeat=[4])  # rectangles, columns behind the last
+)
+FULL = grid(lead=[(4001,), (3, 1001)], shape=[(2, 2), (4, 4), (8, 8), (8, 64), (16, 100)], repeat=[10, 20])
+BENCH = grid(lead=[(64,), (4096,), (4001,), (16384,)], shape=[(4, 4)], repeat=[20]) + grid(
+    lead=[(4096,)], shape=[(8, 8), (8, 64)], repeat=[20]
+)
+CLOSE, CLOSE_BWD = dict(rtol=2e-6, atol=1e-6), dict(rtol=1e-4, atol=1e-5)
+sinkhorn.cases(make=_make, match=CLOSE, smoke=SMOKE, full=FULL, bench=BENCH)
+sinkhorn_.cases(make=_make_, match=CLOSE, smoke=SMOKE[:2], bench=BENCH[:1])
+sinkhorn_bwd.cases(make=_make_bwd, match=CLOSE_BWD, smoke=SMOKE, full=FULL, bench=BENCH)
+sinkhorn_bwd_.cases(make=_make_bwd_, match=CLOSE_BWD, smoke=SMOKE[:2], bench=BENCH[:1])
