@@ -138,7 +138,8 @@ def on_current_device(index: int) -> bool:
     return not _multiple_devices or torch._C._cuda_getDevice() == index
 
 
-def _config(kernel: Kernel, static: tuple, size: int) -> Config:
+def config_for(kernel: Kernel, static: tuple, size: int) -> Config:
+    """The config a launch would use; bodies ask for it where a workspace depends on it."""
     if state.config is not None and state.forced in (None, kernel):
         return state.config
     return kernel.config(static, size)
@@ -147,7 +148,7 @@ def _config(kernel: Kernel, static: tuple, size: int) -> Config:
 def _record(trace: list[Launch], kernel: Kernel, static: tuple, args: tuple, size: int | None) -> None:
     size = args[0].shape[0] if size is None else size
     if size != 0:
-        trace.append(Launch(kernel, static, _config(kernel, static, int(size)), int(size), args))
+        trace.append(Launch(kernel, static, config_for(kernel, static, int(size)), int(size), args))
 
 
 def _bind(kernel: Kernel, static: tuple, size: int, first: Tensor, rest: tuple) -> Callable | None:
@@ -155,7 +156,7 @@ def _bind(kernel: Kernel, static: tuple, size: int, first: Tensor, rest: tuple) 
     global _multiple_devices
     if first.device.type == 'meta':
         return None
-    config = _config(kernel, static, size)
+    config = config_for(kernel, static, size)
     if first.device.type == 'cpu':
         _interpret(kernel, static, config, (first, *rest))
         return None

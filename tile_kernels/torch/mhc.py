@@ -1,5 +1,7 @@
 """What the ops of `tile_kernels.mhc` mean, in plain PyTorch."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -118,3 +120,159 @@ def sinkhorn_bwd(dy: Tensor, x: Tensor, repeat: int = 10, eps: float = 1e-6) -> 
 def sinkhorn_bwd_(dy: Tensor, x: Tensor, dx: Tensor, repeat: int = 10, eps: float = 1e-6) -> None:
     """Gradient of `sinkhorn` into memory of the caller."""
     dx.copy_(sinkhorn_bwd(dy, x, repeat, eps))
+
+
+def split_mixes(
+    mixes: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    num_streams: int = 4,
+    post_mult: float = 1.0,
+    pre_eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Coefficients of every token from its projection."""
+    parts = [num_streams, num_streams, num_streams * num_streams]
+    pre, post, comb = ((m * s + b) for m, s, b in zip(mixes.split(parts, -1), scale, base.split(parts), strict=True))
+    pre, post = pre.sigmoid() + pre_eps, post.sigmoid() * post_mult
+    return pre.unsqueeze(-1), post.unsqueeze(-1), comb.unflatten(-1, (num_streams, num_streams))
+
+
+def split_mixes_(
+    mixes: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    pre: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    post_mult: float = 1.0,
+    pre_eps: float = 1e-6,
+) -> None:
+    """Split mixes into memory of the caller."""
+    for out, value in zip(
+        (pre, post, comb), split_mixes(mixes, scale, base, comb.shape[-1], post_mult, pre_eps), strict=True
+    ):
+        out.copy_(value)
+
+
+def split_mixes_bwd(
+    dpre: Tensor,
+    dpost: Tensor,
+    dcomb: Tensor,
+    mixes: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    post_mult: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `split_mixes`."""
+    num_streams = dcomb.shape[-1]
+    part = torch.tensor([0] * num_streams + [1] * num_streams + [2] * num_streams**2, device=mixes.device)
+    s = (mixes * scale[part] + base).sigmoid()
+    slope = s * (1 - s)
+    upstream = torch.cat([dpre.squeeze(-1), dpost.squeeze(-1) * post_mult, dcomb.flatten(-2)], -1)
+    dz = torch.where(part < 2, upstream * slope, upstream)
+    dscale = torch.stack([(dz * mixes)[..., part == k].sum() for k in range(3)])
+    return dz * scale[part], dscale, dz.flatten(0, -2).sum(0) if dz.dim() > 1 else dz.clone()
+
+
+def split_mixes_bwd_(
+    dpre: Tensor,
+    dpost: Tensor,
+    dcomb: Tensor,
+    mixes: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    dmixes: Tensor,
+    dscale: Tensor,
+    dbase: Tensor,
+    post_mult: float = 1.0,
+) -> None:
+    """Gradients of `split_mixes` into memory of the caller."""
+    gradients = split_mixes_bwd(dpre, dpost, dcomb, mixes, scale, base, post_mult)
+    for out, value in zip((dmixes, dscale, dbase), gradients, strict=True):
+        out.copy_(value)
+
+
+def head_mix(mixes: Tensor, scale: Tensor, base: Tensor, pre_eps: float = 1e-6) -> Tensor:
+    """The shares of the streams in the output of a model."""
+    return (mixes * scale + base).sigmoid() + pre_eps
+
+
+def head_mix_(mixes: Tensor, scale: Tensor, base: Tensor, mix: Tensor, pre_eps: float = 1e-6) -> None:
+    """`head_mix` into memory of the caller."""
+    mix.copy_(head_mix(mixes, scale, base, pre_eps))
+
+
+def head_mix_bwd(dmix: Tensor, mixes: Tensor, scale: Tensor, base: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `head_mix`."""
+    s = (mixes * scale + base).sigmoid()
+    dz = dmix * s * (1 - s)
+    return dz * scale, (dz * mixes).sum().reshape(1), dz.reshape(-1, base.shape[0]).sum(0)
+
+
+def head_mix_bwd_parts_(
+    dmix: Tensor,
+    mixes: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    dmixes: Tensor,
+    scale_parts: Tensor,
+    base_parts: Tensor,
+) -> None:
+    """Gradient of mixes of `head_mix`, and parts that sum to those of scale and base: all of it in the first."""
+    dmixes_value, dscale, dbase = head_mix_bwd(dmix, mixes, scale, base)
+    dmixes.copy_(dmixes_value)
+    for parts, value in ((scale_parts, dscale), (base_parts, dbase)):
+        parts.zero_()
+        parts[0] = value
+
+
+# Projection ---------------------------------------------------------------------------------
+
+
+def round_to_tf32(x: Tensor) -> Tensor:
+    """The nearest number of 11 significant bits, halves away from zero."""
+    return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+class _Tf32Product(torch.autograd.Function):
+    """`x @ fn.T` with fn, and backward the gradient, as TF32 takes them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fn: Tensor) -> Tensor:
+        ctx.save_for_backward(x, fn)
+        return x @ round_to_tf32(fn).T
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, fn = ctx.saved_tensors
+        dy = round_to_tf32(dy)
+        return dy @ round_to_tf32(fn), dy.reshape(-1, fn.shape[0]).T @ x.reshape(-1, fn.shape[1])
+
+
+def norm_fn(residual: Tensor, fn: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """Project the normalised streams of every token; fn counts as TF32 takes it."""
+    x = residual.flatten(-2).float()
+    rstd = (x.square().mean(-1) + eps).rsqrt()
+    return _Tf32Product.apply(x, fn) * rstd.unsqueeze(-1), rstd
+
+
+def norm_fn_bwd(dmixes: Tensor, residual: Tensor, fn: Tensor, mixes: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of `norm_fn`; the gradient of the product counts as TF32 takes it."""
+    x = residual.flatten(-2).float()
+    dmul = round_to_tf32(dmixes * rstd.unsqueeze(-1))
+    pull = (dmixes * mixes).sum(-1) * rstd.square() / x.shape[-1]
+    dx = dmul @ round_to_tf32(fn) - pull.unsqueeze(-1) * x
+    dfn = dmul.reshape(-1, fn.shape[0]).T @ x.reshape(-1, fn.shape[1])
+    return dx.view(residual.shape).to(residual.dtype), dfn
+
+
+def norm_fn_bwd_(
+    dmixes: Tensor, residual: Tensor, fn: Tensor, mixes: Tensor, rstd: Tensor, dresidual: Tensor
+) -> Tensor:
+    """Gradients of `norm_fn`, that of residual added to what is there."""
+    x = residual.flatten(-2).float()
+    dmul = round_to_tf32(dmixes * rstd.unsqueeze(-1))
+    pull = (dmixes * mixes).sum(-1) * rstd.square() / x.shape[-1]
+    dx = dmul @ round_to_tf32(fn) - pull.unsqueeze(-1) * x
+    dresidual.copy_(dresidual.float() + dx.view(residual.shape))
+    return dmul.reshape(-1, fn.shape[0]).T @ x.reshape(-1, fn.shape[1])

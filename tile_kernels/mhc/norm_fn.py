@@ -1,0 +1,209 @@
+"""Normalised projection: the mixes of a token from all of its streams, x of length k = num_streams hidden.
+
+    mul[t, j]   = sum_k x[t, k] fn[j, k]                    products as TF32 takes them: fn rounded to 11 bits
+    rstd[t]     = rsqrt(sum_k x[t, k]^2 / k + eps)
+    mixes[t, j] = mul[t, j] rstd[t]
+
+Eleven bits are the sum of two bfloat16 numbers, so fn = high + low exactly and the products run as bfloat16 on the tensor
+cores, straight from the residual as it lies in memory. Blocks own `block_m` tokens and a share of k; their parts are
+summed in a fixed order. Backward, with g the gradient of mixes and o = g rstd rounded to TF32 as well:
+
+    dx[t, k]  = sum_j o[t, j] fn[j, k] - x[t, k] rstd[t]^2 / k sum_j g[t, j] mixes[t, j]
+    dfn[j, k] = sum_t o[t, j] x[t, k]
+
+A block owns `block_k` columns and a share of the tokens; it reads each tile of x once for both. Memory bound: the floor is
+reading x, and backward writing dx.
+"""
+
+import torch
+from torch import Tensor
+
+from tile_kernels.core import check
+from tile_kernels.core.cases import grid
+from tile_kernels.core.launch import config_for, launch
+from tile_kernels.core.op import Mut, op
+from tile_kernels.mhc._rows import STREAMS, check_streams, flat, lead_of, vector_width
+from tile_kernels.mhc.norm_fn_device import (
+    BLOCK_T,
+    norm_fn_bwd_kernel,
+    normalise_kernel,
+    padded,
+    prepare_bwd_kernel,
+    project_kernel,
+    sum_dfn_kernel,
+)
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+#: Rows fn may have.
+MAX_MIXES = 80
+
+# Ops ----------------------------------------------------------------------------------------
+
+
+def check_projection(residual: Tensor, fn: Tensor) -> tuple[tuple, int, int]:
+    """Check the inputs of a projection; returns the leading shape, k and the number of mixes."""
+    lead = lead_of(residual, 'residual', 'num_streams hidden', BF16)
+    num_streams, hidden = residual.shape[-2:]
+    check_streams(num_streams, hidden)
+    num_mixes, k = check.shape(fn, 'fn', 'num_mixes num_streams*hidden', dtype=F32)
+    check.equal(k, num_streams * hidden, 'the rows of fn')
+    check.at_least(num_mixes, 1, 'the number of mixes')
+    check.at_most(num_mixes, MAX_MIXES, 'the number of mixes')
+    check.contiguous(fn, 'fn')
+    check.same_device(residual=residual, fn=fn)
+    if vector_width(residual, flat(residual, lead, k)) < 8 or vector_width(fn) < 4:
+        check.fail('residual and fn', 'must start at a multiple of 16 bytes', 'misaligned views', 'clone them')
+    return lead, k, num_mixes
+
+
+def project(residual: Tensor, fn: Tensor, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The parts of mul and of the sums of squares, and fn in high and low parts; residual is (num_tokens, k)."""
+    num_mixes, k = fn.shape
+    splits = config_for(project_kernel, (k, num_mixes), num_tokens)['splits']
+    fn_parts = fn.new_empty(2 * padded(num_mixes), k, dtype=BF16)
+    mul_parts = fn.new_empty(splits, num_tokens, padded(num_mixes))
+    square_parts = fn.new_empty(splits, num_tokens)
+    launch(project_kernel, (k, num_mixes), residual, fn, fn_parts, mul_parts, square_parts)
+    return mul_parts, square_parts, fn_parts
+
+
+def _bwd(
+    dmixes: Tensor, residual: Tensor, fn: Tensor, mixes: Tensor, rstd: Tensor, dresidual: Tensor, accumulate: bool
+) -> Tensor:
+    lead, k, num_mixes = check_projection(residual, fn)
+    for name, x in (('dmixes', dmixes), ('mixes', mixes)):
+        lead_of(x, name, 'num_mixes', F32, lead, num_mixes=num_mixes)
+    lead_of(rstd, 'rstd', '', F32, lead)
+    lead_of(dresidual, 'dresidual', 'num_streams hidden', BF16, lead)
+    check.same_device(residual=residual, dmixes=dmixes, mixes=mixes, rstd=rstd, dresidual=dresidual)
+    x = flat(residual, lead, k)
+    num_tokens, columns = x.shape[0], padded(num_mixes)
+    o_parts = fn.new_empty(num_tokens, 2 * columns, dtype=BF16)
+    pull = fn.new_empty(num_tokens)
+    fn_parts = fn.new_empty(2 * columns, k, dtype=BF16)
+    tiles = config_for(norm_fn_bwd_kernel, (k, columns, accumulate), num_tokens)['tiles']
+    dfn_parts = fn.new_empty(-(-num_tokens // (BLOCK_T * tiles)), columns, k)  # none without a token
+    dfn = torch.empty_like(fn)
+    launch(
+        prepare_bwd_kernel,
+        (k, num_mixes),
+        fn,
+        flat(dmixes, lead, num_mixes),
+        flat(mixes, lead, num_mixes),
+        flat(rstd, lead),
+        o_parts,
+        pull,
+        fn_parts,
+        size=num_mixes,
+    )
+    launch(
+        norm_fn_bwd_kernel,
+        (k, columns, accumulate),
+        dfn_parts,
+        x,
+        o_parts,
+        pull,
+        fn_parts,
+        flat(dresidual, lead, k),
+        size=num_tokens,
+    )
+    launch(sum_dfn_kernel, (k, num_mixes), dfn, dfn_parts)
+    return dfn
+
+
+@op(outputs='dfn')
+def norm_fn_bwd_(dmixes: Tensor, residual: Tensor, fn: Tensor, mixes: Tensor, rstd: Tensor, dresidual: Mut) -> Tensor:
+    """Gradients of `norm_fn`, that of residual added to what is there.
+
+    Args:
+        dmixes: (..., num_mixes) float32, contiguous.
+        residual: as given to `norm_fn`.
+        fn: as given to `norm_fn`.
+        mixes: as returned by `norm_fn`.
+        rstd: as returned by `norm_fn`.
+        dresidual: shape of residual, bfloat16, contiguous; added to in float32, rounded once.
+
+    Returns:
+        Gradient of fn, float32; deterministic.
+    """
+    return _bwd(dmixes, residual, fn, mixes, rstd, dresidual, True)
+
+
+@op(outputs='dresidual dfn')
+def norm_fn_bwd(dmixes: Tensor, residual: Tensor, fn: Tensor, mixes: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of `norm_fn`.
+
+    Args:
+        dmixes: (..., num_mixes) float32, contiguous.
+        residual: as given to `norm_fn`.
+        fn: as given to `norm_fn`.
+        mixes: as returned by `norm_fn`.
+        rstd: as returned by `norm_fn`.
+
+    Returns:
+        Gradients of residual (bfloat16) and fn (float32); deterministic.
+    """
+    dresidual = torch.empty_like(residual)
+    return dresidual, _bwd(dmixes, residual, fn, mixes, rstd, dresidual, False)
+
+
+@op(outputs='mixes rstd', backward=norm_fn_bwd)
+def norm_fn(residual: Tensor, fn: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """Project the normalised streams of every token; differentiable in residual and fn.
+
+    Args:
+        residual: (..., num_streams, hidden) bfloat16, contiguous; 2, 4 or 8 streams, hidden a multiple of 64.
+        fn: (num_mixes, num_streams * hidden) float32, contiguous, up to 80 rows; used as TF32 takes it.
+        eps: added to the mean square.
+
+    Returns:
+        mixes (..., num_mixes) float32, and rstd (...) float32, which has no gradient.
+    """
+    lead, k, num_mixes = check_projection(residual, fn)
+    x = flat(residual, lead, k)
+    mul_parts, square_parts, _ = project(x, fn, x.shape[0])
+    mixes, rstd = fn.new_empty((*lead, num_mixes)), fn.new_empty(lead)
+    launch(
+        normalise_kernel, (k, num_mixes), flat(mixes, lead, num_mixes), mul_parts, square_parts, flat(rstd, lead), eps
+    )
+    return mixes, rstd
+
+
+# Cases --------------------------------------------------------------------------------------
+
+
+def _make(lead: tuple, hidden: int, num_streams: int, num_mixes: int) -> dict:
+    residual = torch.randn(*lead, num_streams, hidden, dtype=BF16)
+    return dict(residual=residual, fn=torch.randn(num_mixes, num_streams * hidden) * (num_streams * hidden) ** -0.5)
+
+
+def _make_bwd(lead: tuple, hidden: int, num_streams: int, num_mixes: int) -> dict:
+    made = _make(lead, hidden, num_streams, num_mixes)
+    square = made['residual'].float().square().flatten(-2).mean(-1)
+    upstream = dict(dmixes=torch.randn(*lead, num_mixes), mixes=torch.randn(*lead, num_mixes))
+    return made | upstream | dict(rstd=(square + 1e-6).rsqrt())
+
+
+def _make_bwd_(**case) -> dict:
+    made = _make_bwd(**case)
+    return made | dict(dresidual=torch.randn(*made['residual'].shape, dtype=BF16))
+
+
+SMOKE = (
+    grid(lead=[(0,), (), (2, 3)], hidden=[64], num_streams=[4], num_mixes=[24])
+    + grid(lead=[(70,)], hidden=[192], num_streams=[2], num_mixes=[8, 2])  # two tiles of tokens, padded mixes
+    + grid(lead=[(3,)], hidden=[128], num_streams=[8], num_mixes=[80])
+    + grid(lead=[(33,)], hidden=[576], num_streams=[4], num_mixes=[24])  # splits that do not divide
+)
+FULL = grid(lead=[(4001,), (3, 1001)], hidden=[1280, 2560, 7168], num_streams=[4], num_mixes=[24, 4]) + grid(
+    lead=[(513,)], hidden=[2048], num_streams=STREAMS, num_mixes=[8, 80]
+)
+BENCH = (
+    grid(lead=[(64,), (4096,), (8192,)], hidden=[4096], num_streams=[4], num_mixes=[24])
+    + grid(lead=[(4096,)], hidden=[2048, 7168], num_streams=[4], num_mixes=[24])
+    + grid(lead=[(4001,)], hidden=[2560], num_streams=[4], num_mixes=[24])
+)
+norm_fn.cases(make=_make, match=dict(rtol=1e-3, atol=1e-4), smoke=SMOKE, full=FULL, bench=BENCH)
+norm_fn_bwd.cases(make=_make_bwd, match=dict(rtol=1e-3, atol=3e-3), smoke=SMOKE, full=FULL, bench=BENCH)
+norm_fn_bwd_.cases(make=_make_bwd_, match=dict(rtol=1e-3, atol=3e-3), smoke=SMOKE, bench=BENCH[:2])

@@ -1,0 +1,326 @@
+"""Kernels of the normalised projection. See `norm_fn.py` for the mathematics."""
+
+from tile_kernels.core.jit import kernel
+from tile_kernels.core.lang import T, macro
+
+#: Channels of k in a step of the projection.
+BLOCK_K = 64
+
+SPLITS = (1, 2, 4, 8, 16, 32, 64)
+
+#: Tokens of a tile backward, columns of a block, and tiles it may have.
+BLOCK_T, BLOCK_N = 64, 128
+TILES = (1, 2, 4, 8, 16, 32)
+
+# Config -------------------------------------------------------------------------------------
+
+
+def padded(num_mixes: int) -> int:
+    """Columns of a tile of mixes: tensor cores take multiples of eight."""
+    return -(-num_mixes // 8) * 8
+
+
+def splits_of(k: int, columns: int, num_tokens: int) -> int:
+    """Parts of k, for two blocks on each of 132 SMs; a power of two, and at least two steps for each."""
+    blocks = -(-num_tokens // block_m_of(num_tokens))
+    most = max(1, k // BLOCK_K // 2)
+    return max(n for n in SPLITS if n == 1 or (n * blocks < 2 * 264 and n <= most))
+
+
+def block_m_of(num_tokens: int) -> int:
+    """Large tiles read fn less often; few tokens fit in a small one."""
+    return 128 if num_tokens > 1024 else 64
+
+
+def choose(k: int, num_mixes: int, num_tokens: int) -> dict:
+    """See `block_m_of` and `splits_of`."""
+    return dict(block_m=block_m_of(num_tokens), splits=splits_of(k, padded(num_mixes), num_tokens), num_stages=4)
+
+
+def tiles_of_bwd(k: int, num_tokens: int) -> int:
+    """Tiles of tokens for each block: as many as leave two blocks to each of 132 SMs, so that dfn has few parts."""
+    tiles = -(-num_tokens // BLOCK_T)
+    return max(n for n in TILES if n == 1 or -(-tiles // n) * (k // BLOCK_N) >= 264)
+
+
+def choose_bwd(k: int, columns: int, accumulate: bool, num_tokens: int) -> dict:
+    """See `tiles_of_bwd`."""
+    return dict(tiles=tiles_of_bwd(k, num_tokens), num_stages=2)
+
+
+# Forward ------------------------------------------------------------------------------------
+
+
+@macro
+def round_to_tf32(value):
+    """The nearest number of 11 significant bits, halves away from zero."""
+    bits = T.reinterpret(value, T.uint32)
+    return T.reinterpret((bits + T.uint32(0x1000)) & T.uint32(0xFFFFE000), T.float32)
+
+
+@macro
+def high_of(value):
+    """The first 8 significant bits."""
+    return T.reinterpret(T.reinterpret(value, T.uint32) & T.uint32(0xFFFF0000), T.float32)
+
+
+@macro
+def split_fn(fn, fn_parts, pid, num_mixes, num_threads):
+    """Eight channels of a row of fn for each thread, as a high and a low part; rows behind the last are 0."""
+    columns, k = fn_parts.shape[0] // 2, fn_parts.shape[1]
+    fn_local = T.alloc_local((8,), T.float32)
+    high_local = T.alloc_local((8,), T.bfloat16)
+    low_local = T.alloc_local((8,), T.bfloat16)
+    index = pid * num_threads + T.get_thread_binding()
+    row, first = index // (k // 8), index % (k // 8) * 8
+    if row < columns:
+        T.clear(fn_local)
+        if row < num_mixes:
+            for v in T.unroll(2):
+                for e in T.vectorized(4):
+                    fn_local[v * 4 + e] = fn[row, first + v * 4 + e]
+        for e in T.unroll(8):
+            value = round_to_tf32(fn_local[e])
+            high_local[e] = T.cast(high_of(value), T.bfloat16)
+            low_local[e] = T.cast(value - high_of(value), T.bfloat16)
+        for e in T.vectorized(8):
+            fn_parts[row, first + e] = high_local[e]
+        for e in T.vectorized(8):
+            fn_parts[columns + row, first + e] = low_local[e]
+
+
+@kernel(choose=choose, space=dict(block_m=(64, 128), splits=SPLITS, num_stages=(2, 3, 4, 5, 6)))
+def project_kernel(k: int, num_mixes: int, *, block_m: int, splits: int, num_stages: int):
+    """fn in two parts, then the products and squares of `block_m` tokens over a share of k."""
+    columns = padded(num_mixes)
+    steps = -(-k // (BLOCK_K * splits))
+    num_threads, row_threads = 128, BLOCK_K // 8
+    rows = num_threads // row_threads
+    num_tokens = T.dynamic('num_tokens')
+
+    @T.prim_func
+    def project(
+        x: T.Tensor((num_tokens, k), T.bfloat16),
+        fn: T.Tensor((num_mixes, k), T.float32),
+        fn_parts: T.Tensor((2 * columns, k), T.bfloat16),
+        mul_parts: T.Tensor((splits, num_tokens, columns), T.float32),
+        square_parts: T.Tensor((splits, num_tokens), T.float32),
+    ):
+        with T.Kernel(T.ceildiv(columns * (k // 8), num_threads), threads=num_threads) as pid:
+            split_fn(fn, fn_parts, pid, num_mixes, num_threads)
+
+        with T.Kernel(splits, T.ceildiv(num_tokens, block_m), threads=num_threads) as (pid_k, pid_m):
+            x_shared = T.alloc_shared((block_m, BLOCK_K), T.bfloat16)
+            fn_shared = T.alloc_shared((2 * columns, BLOCK_K), T.bfloat16)
+            mul_frag = T.alloc_fragment((block_m, 2 * columns), T.float32)
+            mul_shared = T.alloc_shared((block_m, 2 * columns), T.float32)
+            vector_local = T.alloc_local((8,), T.bfloat16)
+            square_local = T.alloc_local((block_m // rows,), T.float32)
+            tx = T.get_thread_binding()
+
+            T.clear(mul_frag)
+            T.clear(square_local)
+            for step in T.Pipelined(steps, num_stages=num_stages):
+                T.copy(x[pid_m * block_m, (pid_k * steps + step) * BLOCK_K], x_shared)
+                T.copy(fn_parts[0, (pid_k * steps + step) * BLOCK_K], fn_shared)
+                T.gemm(x_shared, fn_shared, mul_frag, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+                for r in T.unroll(block_m // rows):
+                    for e in T.vectorized(8):
+                        vector_local[e] = x_shared[r * rows + tx // row_threads, tx % row_threads * 8 + e]
+                    for e in T.unroll(8):
+                        value = T.cast(vector_local[e], T.float32)
+                        square_local[r] = T.ieee_fmaf(value, value, square_local[r])
+
+            T.copy(mul_frag, mul_shared)
+            for i, j in T.Parallel(block_m, columns):
+                if pid_m * block_m + i < num_tokens:
+                    mul_parts[pid_k, pid_m * block_m + i, j] = mul_shared[i, j] + mul_shared[i, columns + j]
+            for r in T.unroll(block_m // rows):
+                total = T.alloc_var(T.float32)
+                total = square_local[r]
+                for distance in (4, 2, 1):
+                    total = total + T.shfl_xor(total, distance)
+                token = pid_m * block_m + r * rows + tx // row_threads
+                if tx % row_threads == 0 and token < num_tokens:
+                    square_parts[pid_k, token] = total
+
+    return project
+
+
+@macro
+def rstd_of(square_parts, token, k, eps):
+    """`rsqrt(sum of squares / k + eps)`, the parts in ascending order."""
+    total = T.alloc_var(T.float32, init=0.0)
+    for s in T.serial(square_parts.shape[0]):
+        total = total + square_parts[s, token]
+    return T.rsqrt(T.ieee_add(T.ieee_mul(total, T.float32(1.0 / k)), eps))
+
+
+@macro
+def mul_of(mul_parts, token, j):
+    """The product of a row, the parts in ascending order."""
+    total = T.alloc_var(T.float32, init=0.0)
+    for s in T.serial(mul_parts.shape[0]):
+        total = total + mul_parts[s, token, j]
+    return total
+
+
+@kernel(choose=lambda *static: dict(num_threads=128), space=dict(num_threads=(64, 128, 256)))
+def normalise_kernel(k: int, num_mixes: int, *, num_threads: int):
+    """Sum the parts and normalise; one thread for each mix."""
+    num_tokens, splits = T.dynamic('num_tokens'), T.dynamic('splits')
+    rows = num_threads // num_mixes
+
+    @T.prim_func
+    def normalise(
+        mixes: T.Tensor((num_tokens, num_mixes), T.float32),
+        mul_parts: T.Tensor((splits, num_tokens, padded(num_mixes)), T.float32),
+        square_parts: T.Tensor((splits, num_tokens), T.float32),
+        rstd: T.Tensor((num_tokens,), T.float32),
+        eps: T.float32,
+    ):
+        with T.Kernel(T.ceildiv(num_tokens, rows), threads=num_threads) as pid:
+            tx = T.get_thread_binding()
+            token, j = pid * rows + tx // num_mixes, tx % num_mixes
+            if tx < rows * num_mixes and token < num_tokens:
+                factor = rstd_of(square_parts, token, k, eps)
+                mixes[token, j] = T.ieee_mul(mul_of(mul_parts, token, j), factor)
+                if j == 0:
+                    rstd[token] = factor
+
+    return normalise
+
+
+# Backward -----------------------------------------------------------------------------------
+
+
+@kernel(choose=lambda *static: dict(num_threads=128), space=dict(num_threads=(128,)))
+def prepare_bwd_kernel(k: int, num_mixes: int, *, num_threads: int):
+    """fn and o in two parts, and the pull on x: what dx has of x itself."""
+    columns = padded(num_mixes)
+    num_tokens = T.dynamic('num_tokens')
+    lanes = 8
+
+    @T.prim_func
+    def prepare_bwd(
+        fn: T.Tensor((num_mixes, k), T.float32),
+        dmixes: T.Tensor((num_tokens, num_mixes), T.float32),
+        mixes: T.Tensor((num_tokens, num_mixes), T.float32),
+        rstd: T.Tensor((num_tokens,), T.float32),
+        o_parts: T.Tensor((num_tokens, 2 * columns), T.bfloat16),
+        pull: T.Tensor((num_tokens,), T.float32),
+        fn_parts: T.Tensor((2 * columns, k), T.bfloat16),
+    ):
+        fn_blocks = T.ceildiv(columns * (k // 8), num_threads)
+        with T.Kernel(fn_blocks + T.ceildiv(num_tokens, num_threads // lanes), threads=num_threads) as pid:
+            tx = T.get_thread_binding()
+            if pid < fn_blocks:
+                split_fn(fn, fn_parts, pid, num_mixes, num_threads)
+            else:
+                token = (pid - fn_blocks) * (num_threads // lanes) + tx // lanes
+                total = T.alloc_var(T.float32, init=0.0)
+                if token < num_tokens:
+                    for v in T.unroll(columns // lanes):
+                        j = v * lanes + tx % lanes
+                        value = T.alloc_var(T.float32, init=0.0)
+                        if j < num_mixes:
+                            total = T.ieee_fmaf(dmixes[token, j], mixes[token, j], total)
+                            value = round_to_tf32(dmixes[token, j] * rstd[token])
+                        o_parts[token, j] = T.cast(high_of(value), T.bfloat16)
+                        o_parts[token, columns + j] = T.cast(value - high_of(value), T.bfloat16)
+                for distance in (4, 2, 1):
+                    total = total + T.shfl_xor(total, distance)
+                if token < num_tokens and tx % lanes == 0:
+                    pull[token] = -total * (rstd[token] * rstd[token]) * T.float32(1.0 / k)
+
+    return prepare_bwd
+
+
+@kernel(choose=choose_bwd, space=dict(tiles=TILES, num_stages=(1, 2, 3, 4)))
+def norm_fn_bwd_kernel(k: int, columns: int, accumulate: bool, *, tiles: int, num_stages: int):
+    """128 columns and a share of the tokens for each block: dx of every tile, and the part of dfn of all of them."""
+    block_k, num_threads = BLOCK_N, 128
+    width = block_k // 8
+    rows = num_threads // width
+    num_tokens, num_parts = T.dynamic('num_tokens'), T.dynamic('num_parts')
+
+    @T.prim_func
+    def norm_fn_bwd(
+        dfn_parts: T.Tensor((num_parts, columns, k), T.float32),
+        x: T.Tensor((num_tokens, k), T.bfloat16),
+        o_parts: T.Tensor((num_tokens, 2 * columns), T.bfloat16),
+        pull: T.Tensor((num_tokens,), T.float32),
+        fn_parts: T.Tensor((2 * columns, k), T.bfloat16),
+        dx: T.Tensor((num_tokens, k), T.bfloat16),
+    ):
+        with T.Kernel(k // block_k, num_parts, threads=num_threads) as (pid_k, pid_t):
+            x_shared = T.alloc_shared((BLOCK_T, block_k), T.bfloat16)
+            o_shared = T.alloc_shared((BLOCK_T, 2 * columns), T.bfloat16)
+            high_shared = T.alloc_shared((2 * columns, block_k), T.bfloat16)
+            low_shared = T.alloc_shared((2 * columns, block_k), T.bfloat16)
+            dx_shared = T.alloc_shared((BLOCK_T, block_k + 8), T.bfloat16)  # rows in different banks
+            pull_shared = T.alloc_shared((BLOCK_T,), T.float32)
+            dx_frag = T.alloc_fragment((BLOCK_T, block_k), T.float32)
+            dfn_frag = T.alloc_fragment((block_k, 2 * columns), T.float32)
+            dfn_shared = T.alloc_shared((block_k, 2 * columns), T.float32)
+            tx = T.get_thread_binding()
+
+            for i, j in T.Parallel(2 * columns, block_k):
+                high_shared[i, j] = fn_parts[i % columns, pid_k * block_k + j]
+            for i, j in T.Parallel(2 * columns, block_k):
+                low_shared[i, j] = fn_parts[columns + i % columns, pid_k * block_k + j]
+            T.clear(dfn_frag)
+            for step in T.Pipelined(tiles, num_stages=num_stages):
+                row = (pid_t * tiles + step) * BLOCK_T
+                T.copy(x[row, pid_k * block_k], x_shared)
+                T.copy(o_parts[row, 0], o_shared)
+                T.copy(pull[row], pull_shared)
+                T.gemm(x_shared, o_shared, dfn_frag, transpose_A=True, policy=T.GemmWarpPolicy.FullRow)
+                T.gemm(o_shared, high_shared, dx_frag, clear_accum=True)
+                T.gemm(o_shared, low_shared, dx_frag)
+                if accumulate:
+                    for i, j in T.Parallel(BLOCK_T, block_k):
+                        dx_shared[i, j] = T.if_then_else(row + i < num_tokens, dx[row + i, pid_k * block_k + j], 0)
+                    for i, j in T.Parallel(BLOCK_T, block_k):
+                        dx_frag[i, j] = dx_frag[i, j] + T.cast(dx_shared[i, j], T.float32)
+                for i, j in T.Parallel(BLOCK_T, block_k):
+                    dx_frag[i, j] = dx_frag[i, j] + pull_shared[i] * T.cast(x_shared[i, j], T.float32)
+                T.copy(dx_frag, dx_shared[0:BLOCK_T, 0:block_k])
+                for r in T.unroll(BLOCK_T // rows):
+                    if row + r * rows + tx // width < num_tokens:
+                        for e in T.vectorized(8):
+                            dx[row + r * rows + tx // width, pid_k * block_k + tx % width * 8 + e] = dx_shared[
+                                r * rows + tx // width, tx % width * 8 + e
+                            ]
+
+            T.copy(dfn_frag, dfn_shared)
+            for j, i in T.Parallel(columns, block_k):
+                dfn_parts[pid_t, j, pid_k * block_k + i] = dfn_shared[i, j] + dfn_shared[i, columns + j]
+
+    return norm_fn_bwd
+
+
+@kernel(choose=lambda *static: dict(num_threads=128), space=dict(num_threads=(64, 128, 256)))
+def sum_dfn_kernel(k: int, num_mixes: int, *, num_threads: int):
+    """Sum the parts of dfn, in ascending order."""
+    splits = T.dynamic('splits')
+
+    @T.prim_func
+    def sum_dfn(
+        dfn: T.Tensor((num_mixes, k), T.float32), dfn_parts: T.Tensor((splits, padded(num_mixes), k), T.float32)
+    ):
+        with T.Kernel(T.ceildiv(k // 4, num_threads), num_mixes, threads=num_threads) as (pid, j):
+            part_local = T.alloc_local((4,), T.float32)
+            total_local = T.alloc_local((4,), T.float32)
+            first = (pid * num_threads + T.get_thread_binding()) * 4
+            if first < k:
+                T.clear(total_local)
+                for s in T.serial(splits):
+                    for e in T.vectorized(4):
+                        part_local[e] = dfn_parts[s, j, first + e]
+                    for e in T.unroll(4):
+                        total_local[e] = total_local[e] + part_local[e]
+                for e in T.vectorized(4):
+                    dfn[j, first + e] = total_local[e]
+
+    return sum_dfn
