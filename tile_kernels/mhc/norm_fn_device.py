@@ -148,12 +148,18 @@ def project_kernel(k: int, num_mixes: int, *, block_m: int, splits: int, num_sta
 
 
 @macro
-def rstd_of(square_parts, token, k, eps):
-    """`rsqrt(sum of squares / k + eps)`, the parts in ascending order."""
+def rstd_from(square_sum, k, eps):
+    """`rsqrt(sum of squares / k + eps)`."""
+    return T.rsqrt(T.ieee_add(T.ieee_mul(square_sum, T.float32(1.0 / k)), eps))
+
+
+@macro
+def sum_squares(square_parts, token):
+    """The sum of squares of a token, the parts in ascending order."""
     total = T.alloc_var(T.float32, init=0.0)
     for s in T.serial(square_parts.shape[0]):
         total = total + square_parts[s, token]
-    return T.rsqrt(T.ieee_add(T.ieee_mul(total, T.float32(1.0 / k)), eps))
+    return total
 
 
 @macro
@@ -183,7 +189,7 @@ def normalise_kernel(k: int, num_mixes: int, *, num_threads: int):
             tx = T.get_thread_binding()
             token, j = pid * rows + tx // num_mixes, tx % num_mixes
             if tx < rows * num_mixes and token < num_tokens:
-                factor = rstd_of(square_parts, token, k, eps)
+                factor = rstd_from(sum_squares(square_parts, token), k, eps)
                 mixes[token, j] = T.ieee_mul(mul_of(mul_parts, token, j), factor)
                 if j == 0:
                     rstd[token] = factor

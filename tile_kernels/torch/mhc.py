@@ -276,3 +276,87 @@ def norm_fn_bwd_(
     dx = dmul @ round_to_tf32(fn) - pull.unsqueeze(-1) * x
     dresidual.copy_(dresidual.float() + dx.view(residual.shape))
     return dmul.reshape(-1, fn.shape[0]).T @ x.reshape(-1, fn.shape[1])
+
+
+# Fused --------------------------------------------------------------------------------------
+
+
+def mix_and_apply_(
+    residual: Tensor,
+    mul_parts: Tensor,
+    square_parts: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    layer_input: Tensor,
+    repeat: int = 10,
+    eps: float = 1e-6,
+    pre_eps: float = 1e-6,
+    sinkhorn_eps: float = 1e-6,
+    post_mult: float = 1.0,
+) -> None:
+    """What follows the projection in `big_fuse`."""
+    num_streams, hidden = residual.shape[-2:]
+    rstd = (square_parts.sum(0) / (num_streams * hidden) + eps).rsqrt()
+    mixes = mul_parts.sum(0) * rstd.unsqueeze(-1)
+    pre, post_value, z = split_mixes(mixes, scale, base, num_streams, post_mult, pre_eps)
+    post.copy_(post_value.squeeze(-1))
+    comb.copy_(sinkhorn(z, repeat, sinkhorn_eps))
+    layer_input.copy_(apply_mix(residual, pre))
+
+
+def big_fuse(
+    residual: Tensor,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    repeat: int = 10,
+    eps: float = 1e-6,
+    pre_eps: float = 1e-6,
+    sinkhorn_eps: float = 1e-6,
+    post_mult: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Coefficients and input of a layer from the residual streams."""
+    mixes, _ = norm_fn(residual, fn, eps)
+    pre, post, z = split_mixes(mixes, scale, base, residual.shape[-2], post_mult, pre_eps)
+    return post, sinkhorn(z, repeat, sinkhorn_eps), apply_mix(residual, pre)
+
+
+def merge_norm_weight(fn: Tensor, norm_weight: Tensor) -> Tensor:
+    """The weight of a norm taken into the projection that follows it."""
+    return fn * norm_weight
+
+
+def merge_norm_weight_(fn: Tensor, norm_weight: Tensor, y: Tensor) -> None:
+    """`merge_norm_weight` into memory of the caller."""
+    y.copy_(fn * norm_weight)
+
+
+def merge_norm_weight_bwd(dy: Tensor, fn: Tensor, norm_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of `merge_norm_weight`."""
+    return dy * norm_weight, (dy * fn).sum(0)
+
+
+def merge_norm_weight_bwd_(dy: Tensor, fn: Tensor, norm_weight: Tensor, dfn: Tensor, dnorm_weight: Tensor) -> None:
+    """Gradients of `merge_norm_weight`, added to what is there."""
+    dfn.add_(dy * norm_weight)
+    dnorm_weight.add_((dy * fn).sum(0))
+
+
+def reduce_parts_(
+    mul_parts: Tensor, square_parts: Tensor, mul: Tensor, square: Tensor, y: Tensor, group: int, eps: float = 1e-6
+) -> None:
+    """Sum the parts of a projection and normalise."""
+    mul.copy_(mul_parts.sum(0))
+    square.copy_(square_parts.sum(0))
+    y.copy_((mul * (square / group + eps).rsqrt().unsqueeze(-1)).sum(1))
+
+
+def reduce_parts_bwd_(
+    dy: Tensor, mul: Tensor, square: Tensor, dmul: Tensor, dsquare: Tensor, group: int, eps: float = 1e-6
+) -> None:
+    """Gradients of the sums of `reduce_parts_`."""
+    rstd = (square / group + eps).rsqrt()
+    dmul.copy_(dy.unsqueeze(1) * rstd.unsqueeze(-1))
+    dsquare.copy_((dy.unsqueeze(1) * mul).sum(-1) * rstd**3 / (-2 * group))

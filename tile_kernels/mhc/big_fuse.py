@@ -1,0 +1,317 @@
+"""Pre of a layer in two launches: projection, then mixes and their use, without gradients.
+
+    mixes            = norm_fn(residual, fn)                            see `norm_fn`
+    pre, post, z     = split_mixes(mixes)                               see `split_mixes`
+    comb             = sinkhorn(z)                                      see `sinkhorn`
+    layer_input      = apply_mix(residual, pre)                         see `apply_mix`
+
+The same bits as these four ops one after another: the arithmetic is theirs. The second kernel has two kinds of blocks
+that do not wait for each other: some carry post and comb of many tokens through the chain of Sinkhorn, the others need
+only pre. They take the tokens from the last to the first, since the projection has just left the last in the L2 cache.
+"""
+
+import torch
+from torch import Tensor
+
+from tile_kernels.core import check
+from tile_kernels.core.cases import grid
+from tile_kernels.core.jit import kernel
+from tile_kernels.core.lang import T
+from tile_kernels.core.launch import launch
+from tile_kernels.core.op import Mut, op
+from tile_kernels.mhc._rows import (
+    ROW_PASS_CONFIGS,
+    ROW_THREADS,
+    STREAMS,
+    apply_to_vector,
+    check_streams,
+    flat,
+    lead_of,
+    load_streams,
+    row_threads_for,
+    store_vector,
+    vector_width,
+)
+from tile_kernels.mhc.norm_fn import check_projection, project
+from tile_kernels.mhc.norm_fn_device import padded, rstd_from, sum_squares
+from tile_kernels.mhc.sinkhorn import lanes_for, scale_columns, scale_rows, softmax_rows
+from tile_kernels.mhc.split_mixes import affine, num_mixes, sigmoid
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+# Config -------------------------------------------------------------------------------------
+
+
+def choose(hidden: int, num_streams: int, width: int, num_tokens: int) -> dict:
+    """Two vectors for each thread, as `apply_mix`."""
+    return dict(row_threads=row_threads_for(hidden // width, 2))
+
+
+# Kernel -------------------------------------------------------------------------------------
+
+
+@kernel(choose=choose, space=dict(row_threads=ROW_THREADS), pass_configs=ROW_PASS_CONFIGS)
+def mix_and_apply_kernel(hidden: int, num_streams: int, width: int, *, row_threads: int):
+    """Blocks of `row_threads` threads: the first ones own many tokens each, the others one."""
+    num_vectors = hidden // width
+    lanes = lanes_for(num_streams, num_streams)
+    held = num_streams // lanes
+    tokens = row_threads // lanes
+    columns = padded(num_mixes(num_streams))
+    num_tokens, splits = T.dynamic('num_tokens'), T.dynamic('splits')
+
+    @T.prim_func
+    def mix_and_apply(
+        residual: T.Tensor((num_tokens, num_streams, hidden), T.bfloat16),
+        mul_parts: T.Tensor((splits, num_tokens, columns), T.float32),
+        square_parts: T.Tensor((splits, num_tokens), T.float32),
+        scale: T.Tensor((3,), T.float32),
+        base: T.Tensor((num_mixes(num_streams),), T.float32),
+        post: T.Tensor((num_tokens, num_streams), T.float32),
+        comb: T.Tensor((num_tokens, num_streams, num_streams), T.float32),
+        layer_input: T.Tensor((num_tokens, 1, hidden), T.bfloat16),
+        repeat: T.int32,
+        eps: T.float32,
+        pre_eps: T.float32,
+        sinkhorn_eps: T.float32,
+        post_mult: T.float32,
+    ):
+        mix_blocks = T.ceildiv(num_tokens, tokens)
+        with T.Kernel(mix_blocks + num_tokens, threads=row_threads) as pid:
+            x_local = T.alloc_local((num_streams, width), T.bfloat16)
+            y_local = T.alloc_local((1, width), T.bfloat16)
+            mix_local = T.alloc_local((num_streams,), T.float32)
+            k_local = T.alloc_local((num_streams, held), T.float32)
+            u_local = T.alloc_local((num_streams,), T.float32)
+            v_local = T.alloc_local((held,), T.float32)
+            row_local = T.alloc_local((num_streams,), T.float32)
+            column_local = T.alloc_local((held,), T.float32)
+            tx = T.get_thread_binding()
+
+            if pid < mix_blocks:
+                token = T.min(pid * tokens + tx // lanes, num_tokens - 1)  # shuffles need all lanes
+                first = tx % lanes * held
+                factor = rstd_from(sum_squares(square_parts, token), num_streams * hidden, eps)
+                T.clear(mix_local)
+                T.clear(k_local)
+                for s in T.serial(splits):
+                    for c in T.unroll(num_streams):
+                        mix_local[c] = mix_local[c] + mul_parts[s, token, num_streams + c]
+                    for i in T.unroll(num_streams):
+                        for c in T.unroll(held):
+                            j = 2 * num_streams + i * num_streams + first + c
+                            k_local[i, c] = k_local[i, c] + mul_parts[s, token, j]
+                for i in T.unroll(num_streams):
+                    z = affine(T.ieee_mul(mix_local[i], factor), scale[1], base[num_streams + i])
+                    mix_local[i] = T.ieee_mul(sigmoid(z), post_mult)
+                    for c in T.unroll(held):
+                        j = 2 * num_streams + i * num_streams + first + c
+                        k_local[i, c] = affine(T.ieee_mul(k_local[i, c], factor), scale[2], base[j])
+                softmax_rows(k_local, lanes, held, sinkhorn_eps)
+                T.fill(u_local, 1.0)
+                T.fill(v_local, 1.0)
+                scale_columns(k_local, u_local, v_local, held, T.float32(1.0), sinkhorn_eps, column_local)
+                for _ in T.serial(repeat - 1):
+                    scale_rows(k_local, u_local, v_local, lanes, sinkhorn_eps, row_local)
+                    scale_columns(k_local, u_local, v_local, held, T.float32(1.0), sinkhorn_eps, column_local)
+                if pid * tokens + tx // lanes < num_tokens:
+                    for i in T.unroll(num_streams):
+                        if i // held == tx % lanes:
+                            post[token, i] = mix_local[i]
+                        for c in T.unroll(held):
+                            comb[token, i, first + c] = T.ieee_mul(T.ieee_mul(u_local[i], k_local[i, c]), v_local[c])
+            else:
+                token = num_tokens - 1 - (pid - mix_blocks)
+                T.clear(mix_local)
+                for s in T.serial(splits):
+                    for c in T.unroll(num_streams):
+                        mix_local[c] = mix_local[c] + mul_parts[s, token, c]
+                factor = rstd_from(sum_squares(square_parts, token), num_streams * hidden, eps)
+                for c in T.unroll(num_streams):
+                    z = affine(T.ieee_mul(mix_local[c], factor), scale[0], base[c])
+                    mix_local[c] = T.ieee_add(sigmoid(z), pre_eps)
+                for part in T.serial(T.ceildiv(num_vectors, row_threads)):
+                    index = part * row_threads + tx
+                    if index < num_vectors:
+                        load_streams(residual, token, index, x_local)
+                        apply_to_vector(x_local, mix_local, y_local, 0)
+                        store_vector(y_local, 0, layer_input, token, 0, index)
+
+    return mix_and_apply
+
+
+# Ops ----------------------------------------------------------------------------------------
+
+
+@op()
+def mix_and_apply_(
+    residual: Tensor,
+    mul_parts: Tensor,
+    square_parts: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    post: Mut,
+    comb: Mut,
+    layer_input: Mut,
+    repeat: int = 10,
+    eps: float = 1e-6,
+    pre_eps: float = 1e-6,
+    sinkhorn_eps: float = 1e-6,
+    post_mult: float = 1.0,
+) -> None:
+    """What follows the projection in `big_fuse`, into memory of the caller.
+
+    Args:
+        residual: (num_tokens, n, hidden) bfloat16, contiguous.
+        mul_parts: (splits, num_tokens, n (2 + n)) float32, contiguous; parts that sum to the products.
+        square_parts: (splits, num_tokens) float32, contiguous; parts that sum to the sums of squares.
+        scale: (3,) float32.
+        base: (n (2 + n),) float32.
+        post: (num_tokens, n) float32, contiguous; overwritten.
+        comb: (num_tokens, n, n) float32, contiguous; overwritten.
+        layer_input: (num_tokens, hidden) bfloat16, contiguous; overwritten.
+        repeat: as given to `sinkhorn`.
+        eps: added to the mean square.
+        pre_eps: added to pre.
+        sinkhorn_eps: as given to `sinkhorn`.
+        post_mult: factor of post.
+    """
+    (num_tokens,) = lead_of(residual, 'residual', 'num_streams hidden', BF16, lead=(residual.shape[0],))
+    num_streams, hidden = residual.shape[-2:]
+    check_streams(num_streams, hidden)
+    width = num_mixes(num_streams)
+    splits, _ = lead_of(mul_parts, 'mul_parts', 'num_mixes', F32, num_mixes=width, lead=(mul_parts.shape[0], num_tokens))
+    lead_of(square_parts, 'square_parts', '', F32, (splits, num_tokens))
+    lead_of(post, 'post', 'num_streams', F32, (num_tokens,), num_streams=num_streams)
+    lead_of(comb, 'comb', 'num_streams outputs', F32, (num_tokens,), num_streams=num_streams, outputs=num_streams)
+    lead_of(layer_input, 'layer_input', 'hidden', BF16, (num_tokens,), hidden=hidden)
+    check.shape(scale, 'scale', 'num_scales', dtype=F32, num_scales=3)
+    check.shape(base, 'base', 'num_mixes', dtype=F32, num_mixes=width)
+    check.contiguous(scale, 'scale')
+    check.contiguous(base, 'base')
+    check.at_least(repeat, 1, 'repeat')
+    check.same_device(residual=residual, mul_parts=mul_parts, square_parts=square_parts, scale=scale, base=base)
+    check.same_device(residual=residual, post=post, comb=comb, layer_input=layer_input)
+    launch(
+        mix_and_apply_kernel,
+        (hidden, num_streams, vector_width(residual, layer_input)),
+        residual,
+        mul_parts,
+        square_parts,
+        scale,
+        base,
+        post,
+        comb,
+        layer_input.unsqueeze(1),
+        repeat,
+        eps,
+        pre_eps,
+        sinkhorn_eps,
+        post_mult,
+    )
+
+
+@op(outputs='post comb layer_input')
+def big_fuse(
+    residual: Tensor,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    repeat: int = 10,
+    eps: float = 1e-6,
+    pre_eps: float = 1e-6,
+    sinkhorn_eps: float = 1e-6,
+    post_mult: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Coefficients and input of a layer from the residual streams, without gradients.
+
+    Args:
+        residual: (..., n, hidden) bfloat16, contiguous; n is 2, 4 or 8, hidden a multiple of 64.
+        fn: (n (2 + n), n * hidden) float32, contiguous.
+        scale: (3,) float32.
+        base: (n (2 + n),) float32.
+        repeat: as given to `sinkhorn`.
+        eps: added to the mean square.
+        pre_eps: added to pre.
+        sinkhorn_eps: as given to `sinkhorn`.
+        post_mult: factor of post.
+
+    Returns:
+        post (..., n, 1) and comb (..., n, n) float32, layer_input (..., hidden) bfloat16: the bits of `norm_fn`,
+        `split_mixes`, `sinkhorn` and `apply_mix`.
+    """
+    lead, k, _ = check_projection(residual, fn)
+    num_streams, hidden = residual.shape[-2:]
+    check.equal(fn.shape[0], num_mixes(num_streams), 'the number of mixes')
+    x = flat(residual, lead, k)
+    post = fn.new_empty((*lead, num_streams, 1))
+    comb = fn.new_empty((*lead, num_streams, num_streams))
+    layer_input = residual.new_empty((*lead, hidden))
+    mul_parts, square_parts, _ = project(x, fn, x.shape[0])
+    mix_and_apply_.fn(
+        flat(residual, lead, num_streams, hidden),
+        mul_parts,
+        square_parts,
+        scale,
+        base,
+        flat(post, lead, num_streams),
+        flat(comb, lead, num_streams, num_streams),
+        flat(layer_input, lead, hidden),
+        repeat,
+        eps,
+        pre_eps,
+        sinkhorn_eps,
+        post_mult,
+    )
+    return post, comb, layer_input
+
+
+# Cases --------------------------------------------------------------------------------------
+
+
+def _make(lead: tuple, hidden: int, num_streams: int) -> dict:
+    width, k = num_mixes(num_streams), num_streams * hidden
+    return dict(
+        residual=torch.randn(*lead, num_streams, hidden, dtype=BF16),
+        fn=torch.randn(width, k) * k**-0.5,
+        scale=torch.rand(3) + 0.5,
+        base=torch.randn(width) * 0.1,
+        post_mult=2.0,
+    )
+
+
+def _make_(splits: int, num_tokens: int, hidden: int, num_streams: int) -> dict:
+    made = _make((num_tokens,), hidden, num_streams)
+    del made['fn']
+    parts = dict(
+        mul_parts=torch.randn(splits, num_tokens, num_mixes(num_streams)) * hidden**0.5,
+        square_parts=(torch.rand(splits, num_tokens) + 0.5) * hidden,
+    )
+    outputs = dict(
+        post=torch.empty(num_tokens, num_streams),
+        comb=torch.empty(num_tokens, num_streams, num_streams),
+        layer_input=torch.empty(num_tokens, hidden, dtype=BF16),
+    )
+    return made | parts | outputs
+
+
+BENCH = (
+    grid(lead=[(64,), (4096,), (8192,)], hidden=[4096], num_streams=[4])
+    + grid(lead=[(4096,)], hidden=[2048, 7168], num_streams=[4])
+    + grid(lead=[(4001,)], hidden=[2560], num_streams=[4])
+)
+CLOSE = dict(rtol=1e-3, atol=1e-4)
+big_fuse.cases(
+    make=_make,
+    match=dict(rtol=1e-3, atol=1e-3),
+    smoke=grid(lead=[(0,), (2, 3)], hidden=[128], num_streams=[4]) + grid(lead=[(70,)], hidden=[64], num_streams=STREAMS),
+    full=grid(lead=[(4001,), (512,)], hidden=[1280, 2560, 7168], num_streams=[4]),
+    bench=BENCH,
+)
+mix_and_apply_.cases(
+    make=_make_,
+    match=CLOSE,
+    smoke=grid(splits=[1, 3], num_tokens=[0, 5], hidden=[576], num_streams=[4])
+    + grid(splits=[2], num_tokens=[33], hidden=[64], num_streams=STREAMS),
+    bench=grid(splits=[16], num_tokens=[4096], hidden=[4096], num_streams=[4]),
+)

@@ -1,0 +1,200 @@
+"""Sum the parts of a projection and normalise, for callers that bring their own matrix product.
+
+    mul[t, g, j]  = sum_s mul_parts[s, t, g, j]             square[t, g] = sum_s square_parts[s, t, g]
+    rstd[t, g]    = rsqrt(square[t, g] / group + eps)
+    y[t, j]       = sum_g mul[t, g, j] rstd[t, g]
+
+    dmul[t, g, j] = dy[t, j] rstd[t, g]                     dsquare[t, g] = -rstd^3 / (2 group) sum_j dy[t, j] mul[t, g, j]
+
+One thread owns a column of a token, backward a group of it. Latency bound.
+"""
+
+import torch
+from torch import Tensor
+
+from tile_kernels.core import check
+from tile_kernels.core.cases import grid
+from tile_kernels.core.jit import kernel
+from tile_kernels.core.lang import T
+from tile_kernels.core.launch import launch
+from tile_kernels.core.op import Mut, op
+
+F32 = torch.float32
+
+# Kernels ------------------------------------------------------------------------------------
+
+
+@kernel(choose=lambda *static: dict(num_threads=128), space=dict(num_threads=(64, 128, 256)))
+def reduce_parts_kernel(num_groups: int, num_mixes: int, *, num_threads: int):
+    """One thread for each mix of a token."""
+    num_tokens, splits = T.dynamic('num_tokens'), T.dynamic('splits')
+
+    @T.prim_func
+    def reduce_parts(
+        y: T.Tensor((num_tokens, num_mixes), T.float32),
+        mul_parts: T.Tensor((splits, num_tokens, num_groups, num_mixes), T.float32),
+        square_parts: T.Tensor((splits, num_tokens, num_groups), T.float32),
+        mul: T.Tensor((num_tokens, num_groups, num_mixes), T.float32),
+        square: T.Tensor((num_tokens, num_groups), T.float32),
+        group_inv: T.float32,
+        eps: T.float32,
+    ):
+        with T.Kernel(T.ceildiv(num_tokens * num_mixes, num_threads), threads=num_threads) as pid:
+            index = pid * num_threads + T.get_thread_binding()
+            token, j = index // num_mixes, index % num_mixes
+            if token < num_tokens:
+                total = T.alloc_var(T.float32, init=0.0)
+                for g in T.serial(num_groups):
+                    product = T.alloc_var(T.float32, init=0.0)
+                    squares = T.alloc_var(T.float32, init=0.0)
+                    product = 0.0
+                    squares = 0.0
+                    for s in T.serial(splits):
+                        product = product + mul_parts[s, token, g, j]
+                        squares = squares + square_parts[s, token, g]
+                    mul[token, g, j] = product
+                    if j == 0:
+                        square[token, g] = squares
+                    total = total + product * T.rsqrt(squares * group_inv + eps)
+                y[token, j] = total
+
+    return reduce_parts
+
+
+@kernel(choose=lambda *static: dict(num_threads=128), space=dict(num_threads=(64, 128, 256)))
+def reduce_parts_bwd_kernel(num_groups: int, num_mixes: int, *, num_threads: int):
+    """One thread for each group of a token."""
+    num_tokens = T.dynamic('num_tokens')
+
+    @T.prim_func
+    def reduce_parts_bwd(
+        dy: T.Tensor((num_tokens, num_mixes), T.float32),
+        mul: T.Tensor((num_tokens, num_groups, num_mixes), T.float32),
+        square: T.Tensor((num_tokens, num_groups), T.float32),
+        dmul: T.Tensor((num_tokens, num_groups, num_mixes), T.float32),
+        dsquare: T.Tensor((num_tokens, num_groups), T.float32),
+        group_inv: T.float32,
+        eps: T.float32,
+    ):
+        with T.Kernel(T.ceildiv(num_tokens * num_groups, num_threads), threads=num_threads) as pid:
+            index = pid * num_threads + T.get_thread_binding()
+            token, g = index // num_groups, index % num_groups
+            if token < num_tokens:
+                rstd = T.rsqrt(square[token, g] * group_inv + eps)
+                total = T.alloc_var(T.float32, init=0.0)
+                for j in T.unroll(num_mixes, unroll_factor=8):
+                    dmul[token, g, j] = dy[token, j] * rstd
+                    total = T.ieee_fmaf(dy[token, j], mul[token, g, j], total)
+                dsquare[token, g] = total * (rstd * rstd * rstd) * (group_inv * -0.5)
+
+    return reduce_parts_bwd
+
+
+# Ops ----------------------------------------------------------------------------------------
+
+
+def _check(**tensors: tuple[Tensor, str]) -> dict[str, int]:
+    """Check contiguous float32 tensors against their shapes in words; returns the extents by name."""
+    known: dict[str, int] = {}
+    for name, (x, spec) in tensors.items():
+        given = {dim: known[dim] for dim in spec.split() if dim in known}
+        extents = check.shape(x, name, spec, dtype=F32, **given)
+        known |= dict(zip(spec.split(), extents, strict=True))
+        check.contiguous(x, name)
+    check.same_device(**{name: x for name, (x, _) in tensors.items()})
+    return known
+
+
+@op()
+def reduce_parts_bwd_(
+    dy: Tensor, mul: Tensor, square: Tensor, dmul: Mut, dsquare: Mut, group: int, eps: float = 1e-6
+) -> None:
+    """Gradients of the sums of `reduce_parts_`.
+
+    Args:
+        dy: (num_tokens, num_mixes) float32, contiguous.
+        mul: (num_tokens, num_groups, num_mixes) float32, contiguous.
+        square: (num_tokens, num_groups) float32, contiguous.
+        dmul: shape of mul; overwritten.
+        dsquare: shape of square; overwritten.
+        group: channels of a group.
+        eps: added to the mean square.
+    """
+    extents = _check(
+        dy=(dy, 'num_tokens num_mixes'),
+        mul=(mul, 'num_tokens num_groups num_mixes'),
+        square=(square, 'num_tokens num_groups'),
+        dmul=(dmul, 'num_tokens num_groups num_mixes'),
+        dsquare=(dsquare, 'num_tokens num_groups'),
+    )
+    check.at_least(group, 1, 'group')
+    static = (extents['num_groups'], extents['num_mixes'])
+    launch(reduce_parts_bwd_kernel, static, dy, mul, square, dmul, dsquare, 1.0 / group, eps)
+
+
+@op()
+def reduce_parts_(
+    mul_parts: Tensor, square_parts: Tensor, mul: Mut, square: Mut, y: Mut, group: int, eps: float = 1e-6
+) -> None:
+    """Sum the parts of a projection and normalise.
+
+    Args:
+        mul_parts: (splits, num_tokens, num_groups, num_mixes) float32, contiguous; parts of the products.
+        square_parts: (splits, num_tokens, num_groups) float32, contiguous; parts of the sums of squares.
+        mul: (num_tokens, num_groups, num_mixes) float32, contiguous; overwritten with the products.
+        square: (num_tokens, num_groups) float32, contiguous; overwritten with the sums of squares.
+        y: (num_tokens, num_mixes) float32, contiguous; overwritten.
+        group: channels of a group.
+        eps: added to the mean square.
+    """
+    extents = _check(
+        mul_parts=(mul_parts, 'splits num_tokens num_groups num_mixes'),
+        square_parts=(square_parts, 'splits num_tokens num_groups'),
+        mul=(mul, 'num_tokens num_groups num_mixes'),
+        square=(square, 'num_tokens num_groups'),
+        y=(y, 'num_tokens num_mixes'),
+    )
+    check.at_least(group, 1, 'group')
+    static = (extents['num_groups'], extents['num_mixes'])
+    launch(reduce_parts_kernel, static, y, mul_parts, square_parts, mul, square, 1.0 / group, eps)
+
+
+# Cases --------------------------------------------------------------------------------------
+
+
+def _make(splits: int, num_tokens: int, num_groups: int, num_mixes: int) -> dict:
+    return dict(
+        mul_parts=torch.randn(splits, num_tokens, num_groups, num_mixes),
+        square_parts=torch.rand(splits, num_tokens, num_groups) * 100 + 1,
+        mul=torch.empty(num_tokens, num_groups, num_mixes),
+        square=torch.empty(num_tokens, num_groups),
+        y=torch.empty(num_tokens, num_mixes),
+        group=64,
+    )
+
+
+def _make_bwd(num_tokens: int, num_groups: int, num_mixes: int) -> dict:
+    return dict(
+        dy=torch.randn(num_tokens, num_mixes),
+        mul=torch.randn(num_tokens, num_groups, num_mixes),
+        square=torch.rand(num_tokens, num_groups) * 100 + 1,
+        dmul=torch.empty(num_tokens, num_groups, num_mixes),
+        dsquare=torch.empty(num_tokens, num_groups),
+        group=64,
+    )
+
+
+SIZES = dict(num_tokens=[0, 37], num_groups=[1, 3], num_mixes=[24])
+CLOSE = dict(rtol=1e-5, atol=1e-5)
+reduce_parts_.cases(
+    make=_make,
+    match=CLOSE,
+    smoke=grid(splits=[1, 3], **SIZES),
+    bench=grid(splits=[16], num_tokens=[4096], num_groups=[1], num_mixes=[24]),
+)
+reduce_parts_bwd_.cases(
+    make=_make_bwd,
+    match=CLOSE,
+    smoke=grid(**SIZES),
+    bench=grid(num_tokens=[4096], num_groups=[1], num_mixes=[24]),
+)
