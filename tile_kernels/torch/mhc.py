@@ -1,5 +1,6 @@
 """What the ops of `tile_kernels.mhc` mean, in plain PyTorch."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -360,3 +361,21 @@ def reduce_parts_bwd_(
     rstd = (square / group + eps).rsqrt()
     dmul.copy_(dy.unsqueeze(1) * rstd.unsqueeze(-1))
     dsquare.copy_((dy.unsqueeze(1) * mul).sum(-1) * rstd**3 / (-2 * group))
+
+
+def mhc_multilayer_recompute(
+    initial_residual: Tensor,
+    pre_mix_list: Sequence[Tensor],
+    layer_output_list: Sequence[Tensor],
+    post_mix_list: Sequence[Tensor],
+    comb_mix_list: Sequence[Tensor],
+    layer_input_list: Sequence[Tensor],
+    residual_list: Sequence[Tensor],
+) -> None:
+    """Recompute the inputs of many layers and the residual streams after them, in place."""
+    residual = initial_residual
+    for layer, pre_mix in enumerate(pre_mix_list):
+        layer_input_list[layer].copy_(apply_mix(residual, pre_mix))
+        if layer < len(layer_output_list):
+            residual = post(layer_output_list[layer], residual, post_mix_list[layer], comb_mix_list[layer])
+            residual_list[layer].copy_(residual)
