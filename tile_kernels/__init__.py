@@ -32,6 +32,7 @@ FAMILIES = ('mhc', 'moe', 'quant', 'transpose')
 
 #: Loaded when first used.
 _LAZY = ('config', 'modeling', 'utils', 'torch', 'testing', 'interpreter')
+_LAZY = ('config', 'utils', 'torch', 'testing', 'interpreter', 'modeling')
 
 _CONFIG = (
     'get_device_num_sms',

@@ -34,7 +34,7 @@ from tile_kernels.mhc._rows import (
 )
 from tile_kernels.mhc.norm_fn import check_projection, project
 from tile_kernels.mhc.norm_fn_device import padded, rstd_from, sum_squares
-from tile_kernels.mhc.sinkhorn import lanes_for, scale_columns, scale_rows, softmax_rows
+from tile_kernels.mhc.sinkhorn import lanes_for, scale_matrix
 from tile_kernels.mhc.split_mixes import affine, num_mixes, sigmoid
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -84,8 +84,8 @@ def mix_and_apply_kernel(hidden: int, num_streams: int, width: int, *, row_threa
             k_local = T.alloc_local((num_streams, held), T.float32)
             u_local = T.alloc_local((num_streams,), T.float32)
             v_local = T.alloc_local((held,), T.float32)
-            row_local = T.alloc_local((num_streams,), T.float32)
-            column_local = T.alloc_local((held,), T.float32)
+            a_local = T.alloc_local((num_streams,), T.float32)
+            b_local = T.alloc_local((held,), T.float32)
             tx = T.get_thread_binding()
 
             if pid < mix_blocks:
@@ -107,19 +107,13 @@ def mix_and_apply_kernel(hidden: int, num_streams: int, width: int, *, row_threa
                     for c in T.unroll(held):
                         j = 2 * num_streams + i * num_streams + first + c
                         k_local[i, c] = affine(T.ieee_mul(k_local[i, c], factor), scale[2], base[j])
-                softmax_rows(k_local, lanes, held, sinkhorn_eps)
-                T.fill(u_local, 1.0)
-                T.fill(v_local, 1.0)
-                scale_columns(k_local, u_local, v_local, held, T.float32(1.0), sinkhorn_eps, column_local)
-                for _ in T.serial(repeat - 1):
-                    scale_rows(k_local, u_local, v_local, lanes, sinkhorn_eps, row_local)
-                    scale_columns(k_local, u_local, v_local, held, T.float32(1.0), sinkhorn_eps, column_local)
+                scale_matrix(k_local, a_local, b_local, u_local, v_local, lanes, held, 1.0, repeat, sinkhorn_eps)
                 if pid * tokens + tx // lanes < num_tokens:
                     for i in T.unroll(num_streams):
                         if i // held == tx % lanes:
                             post[token, i] = mix_local[i]
                         for c in T.unroll(held):
-                            comb[token, i, first + c] = T.ieee_mul(T.ieee_mul(u_local[i], k_local[i, c]), v_local[c])
+                            comb[token, i, first + c] = k_local[i, c]
             else:
                 token = num_tokens - 1 - (pid - mix_blocks)
                 T.clear(mix_local)
@@ -180,7 +174,9 @@ def mix_and_apply_(
     num_streams, hidden = residual.shape[-2:]
     check_streams(num_streams, hidden)
     width = num_mixes(num_streams)
-    splits, _ = lead_of(mul_parts, 'mul_parts', 'num_mixes', F32, num_mixes=width, lead=(mul_parts.shape[0], num_tokens))
+    splits, _ = lead_of(
+        mul_parts, 'mul_parts', 'num_mixes', F32, num_mixes=width, lead=(mul_parts.shape[0], num_tokens)
+    )
     lead_of(square_parts, 'square_parts', '', F32, (splits, num_tokens))
     lead_of(post, 'post', 'num_streams', F32, (num_tokens,), num_streams=num_streams)
     lead_of(comb, 'comb', 'num_streams outputs', F32, (num_tokens,), num_streams=num_streams, outputs=num_streams)
@@ -304,7 +300,8 @@ CLOSE = dict(rtol=1e-3, atol=1e-4)
 big_fuse.cases(
     make=_make,
     match=dict(rtol=1e-3, atol=1e-3),
-    smoke=grid(lead=[(0,), (2, 3)], hidden=[128], num_streams=[4]) + grid(lead=[(70,)], hidden=[64], num_streams=STREAMS),
+    smoke=grid(lead=[(0,), (2, 3)], hidden=[128], num_streams=[4])
+    + grid(lead=[(70,)], hidden=[64], num_streams=STREAMS),
     full=grid(lead=[(4001,), (512,)], hidden=[1280, 2560, 7168], num_streams=[4]),
     bench=BENCH,
 )

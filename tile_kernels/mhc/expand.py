@@ -211,7 +211,9 @@ SMOKE = (
     + grid(lead=[(2,)], hidden=[4160], num_streams=[2])  # several parts
 )
 FULL = grid(lead=[(4001,), (3, 1001)], hidden=[1280, 2560, 7168], num_streams=STREAMS) + grid(
-    lead=[(90001,)], hidden=[7168], num_streams=[4]  # more than 2^31 elements
+    lead=[(90001,)],
+    hidden=[7168],
+    num_streams=[4],  # more than 2^31 elements
 )
 BENCH = (
     grid(lead=[(64,), (4096,), (16384,)], hidden=[4096], num_streams=[4])

@@ -91,7 +91,7 @@ def split_fn(fn, fn_parts, pid, num_mixes, num_threads):
 
 @kernel(choose=choose, space=dict(block_m=(64, 128), splits=SPLITS, num_stages=(2, 3, 4, 5, 6)))
 def project_kernel(k: int, num_mixes: int, *, block_m: int, splits: int, num_stages: int):
-    """fn in two parts, then the products and squares of `block_m` tokens over a share of k."""
+    """Fn in two parts, then the products and squares of `block_m` tokens over a share of k."""
     columns = padded(num_mixes)
     steps = -(-k // (BLOCK_K * splits))
     num_threads, row_threads = 128, BLOCK_K // 8
@@ -202,7 +202,7 @@ def normalise_kernel(k: int, num_mixes: int, *, num_threads: int):
 
 @kernel(choose=lambda *static: dict(num_threads=128), space=dict(num_threads=(128,)))
 def prepare_bwd_kernel(k: int, num_mixes: int, *, num_threads: int):
-    """fn and o in two parts, and the pull on x: what dx has of x itself."""
+    """Fn and o in two parts, and the pull on x: what dx has of x itself."""
     columns = padded(num_mixes)
     num_tokens = T.dynamic('num_tokens')
     lanes = 8

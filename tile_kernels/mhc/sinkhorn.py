@@ -4,15 +4,18 @@
     columns:  p[i, j] *= r / (sum_i p[i, j] + eps)          once, and then repeat - 1 times after
     rows:     p[i, j] *= 1 / (sum_j p[i, j] + eps)
 
-A square matrix becomes doubly stochastic. The scalings are kept apart from the matrix, p = diag(u) k diag(v), so an
-iteration is two products of k with a vector and a reciprocal for each row and column. `lanes` neighbouring threads own a
-matrix: each has all rows of its columns in registers, sums over rows need no other lane.
+A square matrix becomes doubly stochastic. The scalings are kept apart from the matrix, p = diag(u) k diag(v), and each as
+the inverse of its divisor, so an iteration is two products of k with a vector and a reciprocal for each row and column:
 
-Backward walks the scalings in reverse. With y = x d' for a factor d' = 1 / d of a row or column,
+    rows:     a[i] = sum_j k[i, j] v[j] + eps a[i]          u[i] = 1 / a[i]
+    columns:  b[j] = sum_i u[i] k[i, j] + eps / r b[j]      v[j] = r / b[j]
 
-    dx = (dy - sum(dy y)) d'                                sums over what the factor scales, for columns over r
+`lanes` neighbouring threads own a matrix: each has all rows of its columns in registers, sums over rows need no other
+lane. Backward walks the scalings in reverse. Where y = f x with a factor f for each row or column,
 
-so all it needs of the way forward are the divisors d, which it writes down in shared memory while it repeats that way.
+    dx = f (dy - sum(dy y))                                 sums over what the factor scales, for columns over r
+
+so all it needs of the way forward are the divisors, which it writes down in shared memory while it repeats that way.
 Latency bound at the sizes in use: the chain of 2 repeat sums and reciprocals.
 """
 
@@ -52,6 +55,12 @@ def choose(num_rows: int, num_columns: int, width: int, num_matrices: int) -> di
 def choose_bwd(num_rows: int, num_columns: int, width: int, repeat: int, num_matrices: int) -> dict:
     """As forward."""
     return dict(lanes=lanes_for(num_rows, num_columns), num_threads=32)
+
+
+def share_of(num_columns: int, lanes: int, width: int) -> tuple[int, int]:
+    """Columns of a lane, and how many of them an access takes when the matrix allows `width`."""
+    held = -(-num_columns // lanes)
+    return held, math.gcd(held, width)
 
 
 # Kernels ------------------------------------------------------------------------------------
@@ -94,34 +103,64 @@ def softmax_rows(k_local, lanes, columns, eps):
         for c in T.unroll(held):
             k_local[i, c] = T.if_then_else(c < columns, T.exp(k_local[i, c] - peak), T.float32(0.0))
             total = total + k_local[i, c]
-        total = sum_lanes(total, lanes)
+        total = T.ieee_frcp(sum_lanes(total, lanes))
         for c in T.unroll(held):
-            k_local[i, c] = T.if_then_else(c < columns, T.ieee_add(T.ieee_fdiv(k_local[i, c], total), eps), 0.0)
+            k_local[i, c] = T.if_then_else(c < columns, T.ieee_fmaf(k_local[i, c], total, eps), T.float32(0.0))
 
 
 @macro
-def scale_columns(k_local, u_local, v_local, columns, ratio_inv, eps, divisor_local):
-    """`v[c] /= d`, d = (v[c] sum_i u[i] k[i, c] + eps) / r, kept in `divisor_local`."""
+def start_scaling(a_local, b_local, u_local, v_local, ratio):
+    """Factors of 1, as the divisors that give them."""
+    T.fill(a_local, 1.0)
+    T.fill(u_local, 1.0)
+    T.fill(b_local, ratio)
+    T.fill(v_local, 1.0)
+
+
+@macro
+def scale_columns(k_local, u_local, b_local, v_local, columns, ratio, eps):
+    """`b[c] = sum_i u[i] k[i, c] + eps / r b[c]`, `v[c] = r / b[c]`."""
     num_rows, held = k_local.shape
     for c in T.unroll(held):
-        total = T.alloc_var(T.float32, init=0.0)
+        b_local[c] = T.ieee_mul(b_local[c], eps if ratio == 1.0 else T.ieee_mul(eps, T.float32(1.0 / ratio)))
         for i in T.unroll(num_rows):
-            total = T.ieee_fmaf(u_local[i], k_local[i, c], total)
-        divisor_local[c] = T.ieee_mul(T.ieee_fmaf(v_local[c], total, eps), ratio_inv)
-        v_local[c] = T.if_then_else(c < columns, T.ieee_mul(v_local[c], T.fast_rcp(divisor_local[c])), 0.0)
+            b_local[c] = T.ieee_fmaf(u_local[i], k_local[i, c], b_local[c])
+        v_local[c] = T.fast_rcp(b_local[c]) if ratio == 1.0 else T.ieee_mul(T.fast_rcp(b_local[c]), T.float32(ratio))
+        v_local[c] = T.if_then_else(c < columns, v_local[c], T.float32(0.0))
 
 
 @macro
-def scale_rows(k_local, u_local, v_local, lanes, eps, divisor_local):
-    """`u[i] /= d`, d = u[i] sum_c k[i, c] v[c] + eps, kept in `divisor_local`."""
+def scale_rows(k_local, a_local, u_local, v_local, lanes, eps):
+    """`a[i] = sum_c k[i, c] v[c] + eps a[i]`, `u[i] = 1 / a[i]`."""
     num_rows, held = k_local.shape
     for i in T.unroll(num_rows):
-        total = T.alloc_var(T.float32, init=0.0)
+        total = T.alloc_var(T.float32)
+        if lanes == 1:
+            total = T.ieee_mul(a_local[i], eps)
+            for c in T.unroll(held):
+                total = T.ieee_fmaf(k_local[i, c], v_local[c], total)
+            a_local[i] = total
+        else:
+            total = 0.0
+            for c in T.unroll(held):
+                total = T.ieee_fmaf(k_local[i, c], v_local[c], total)
+            a_local[i] = T.ieee_fmaf(a_local[i], eps, sum_lanes(total, lanes))
+        u_local[i] = T.fast_rcp(a_local[i])
+
+
+@macro
+def scale_matrix(k_local, a_local, b_local, u_local, v_local, lanes, columns, ratio, repeat, eps):
+    """All scalings of a matrix, and the matrix they give in `k_local`."""
+    num_rows, held = k_local.shape
+    softmax_rows(k_local, lanes, columns, eps)
+    start_scaling(a_local, b_local, u_local, v_local, ratio)
+    scale_columns(k_local, u_local, b_local, v_local, columns, ratio, eps)
+    for _ in T.serial(repeat - 1):
+        scale_rows(k_local, a_local, u_local, v_local, lanes, eps)
+        scale_columns(k_local, u_local, b_local, v_local, columns, ratio, eps)
+    for i in T.unroll(num_rows):
         for c in T.unroll(held):
-            total = T.ieee_fmaf(k_local[i, c], v_local[c], total)
-        total = sum_lanes(total, lanes)
-        divisor_local[i] = T.ieee_fmaf(u_local[i], total, eps)
-        u_local[i] = T.ieee_mul(u_local[i], T.fast_rcp(divisor_local[i]))
+            k_local[i, c] = T.ieee_mul(T.ieee_mul(u_local[i], k_local[i, c]), v_local[c])
 
 
 @macro
@@ -149,7 +188,7 @@ def store_matrix(k_local, y, matrix, first, columns, width):
 @kernel(choose=choose, space=dict(lanes=LANES, num_threads=(32, 64, 128)))
 def sinkhorn_kernel(num_rows: int, num_columns: int, width: int, *, lanes: int, num_threads: int):
     """`num_threads // lanes` matrices per block; a lane has a run of neighbouring columns, `width` in an access."""
-    held = -(-num_columns // (lanes * width)) * width
+    held, width = share_of(num_columns, lanes, width)
     matrices = num_threads // lanes
     num_matrices = T.dynamic('num_matrices')
 
@@ -162,27 +201,18 @@ def sinkhorn_kernel(num_rows: int, num_columns: int, width: int, *, lanes: int, 
     ):
         with T.Kernel(T.ceildiv(num_matrices, matrices), threads=num_threads) as pid:
             k_local = T.alloc_local((num_rows, held), T.float32)
+            a_local = T.alloc_local((num_rows,), T.float32)
+            b_local = T.alloc_local((held,), T.float32)
             u_local = T.alloc_local((num_rows,), T.float32)
             v_local = T.alloc_local((held,), T.float32)
-            row_local = T.alloc_local((num_rows,), T.float32)
-            column_local = T.alloc_local((held,), T.float32)
             tx = T.get_thread_binding()
             matrix = T.min(pid * matrices + tx // lanes, num_matrices - 1)  # shuffles need all lanes
             first = tx % lanes * held
             columns = T.max(T.min(held, num_columns - first), 0)
-            ratio_inv = T.float32(num_columns / num_rows)
 
             load_matrix(x, matrix, first, columns, k_local, width)
-            softmax_rows(k_local, lanes, columns, eps)
-            T.fill(u_local, 1.0)
-            T.fill(v_local, 1.0)
-            scale_columns(k_local, u_local, v_local, columns, ratio_inv, eps, column_local)
-            for _ in T.serial(repeat - 1):
-                scale_rows(k_local, u_local, v_local, lanes, eps, row_local)
-                scale_columns(k_local, u_local, v_local, columns, ratio_inv, eps, column_local)
-            for i in T.unroll(num_rows):
-                for c in T.unroll(held):
-                    k_local[i, c] = T.ieee_mul(T.ieee_mul(u_local[i], k_local[i, c]), v_local[c])
+            ratio = num_rows / num_columns
+            scale_matrix(k_local, a_local, b_local, u_local, v_local, lanes, columns, ratio, repeat, eps)
             if pid * matrices + tx // lanes < num_matrices:
                 store_matrix(k_local, y, matrix, first, columns, width)
 
@@ -190,24 +220,27 @@ def sinkhorn_kernel(num_rows: int, num_columns: int, width: int, *, lanes: int, 
 
 
 @macro
-def unscale_columns(k_local, g_local, u_local, v_local, columns, ratio_inv, divisor_local):
-    """The gradient before a scaling of columns, and the factors as they were."""
+def unscale_columns(k_local, g_local, u_local, b_local, v_local, columns, ratio):
+    """The gradient before a scaling of columns, and v as it was; `b_local` has the divisors from before."""
     num_rows, held = k_local.shape
     for c in T.unroll(held):
+        factor = T.alloc_var(T.float32)
+        factor = v_local[c] * b_local[c] if ratio == 1.0 else v_local[c] * b_local[c] * T.float32(1.0 / ratio)
         total = T.alloc_var(T.float32, init=0.0)
         for i in T.unroll(num_rows):
             total = T.ieee_fmaf(g_local[i, c], u_local[i] * k_local[i, c], total)
-        factor = T.alloc_var(T.float32)
-        factor = T.if_then_else(c < columns, T.fast_rcp(divisor_local[c]), T.float32(0.0))
-        total = total * v_local[c] * ratio_inv * factor
+        total = total * (v_local[c] * factor)
+        if ratio != 1.0:
+            total = total * T.float32(1.0 / ratio)
         for i in T.unroll(num_rows):
             g_local[i, c] = T.ieee_fmaf(g_local[i, c], factor, -total)
-        v_local[c] = T.if_then_else(c < columns, v_local[c] * divisor_local[c], T.float32(0.0))
+        v_local[c] = T.fast_rcp(b_local[c]) if ratio == 1.0 else T.fast_rcp(b_local[c]) * T.float32(ratio)
+        v_local[c] = T.if_then_else(c < columns, v_local[c], T.float32(0.0))
 
 
 @macro
-def unscale_rows(k_local, g_local, u_local, v_local, lanes, divisor_local):
-    """The gradient before a scaling of rows, and the factors as they were."""
+def unscale_rows(k_local, g_local, a_local, u_local, v_local, lanes):
+    """The gradient before a scaling of rows, and u as it was; `a_local` has the divisors from before."""
     num_rows, held = k_local.shape
     for i in T.unroll(num_rows):
         total = T.alloc_var(T.float32, init=0.0)
@@ -215,18 +248,19 @@ def unscale_rows(k_local, g_local, u_local, v_local, lanes, divisor_local):
             total = T.ieee_fmaf(g_local[i, c], k_local[i, c] * v_local[c], total)
         total = sum_lanes(total, lanes)
         factor = T.alloc_var(T.float32)
-        factor = T.fast_rcp(divisor_local[i])
-        total = total * u_local[i] * factor
+        factor = u_local[i] * a_local[i]
+        total = total * (u_local[i] * factor)
         for c in T.unroll(held):
             g_local[i, c] = T.ieee_fmaf(g_local[i, c], factor, -total)
-        u_local[i] = u_local[i] * divisor_local[i]
+        u_local[i] = T.fast_rcp(a_local[i])
 
 
 @kernel(choose=choose_bwd, space=dict(lanes=LANES, num_threads=(32, 64, 128)))
 def sinkhorn_bwd_kernel(num_rows: int, num_columns: int, width: int, repeat: int, *, lanes: int, num_threads: int):
     """Forward once more, then back; divisors of all steps wait in shared memory, each lane's beside its neighbours'."""
-    held = -(-num_columns // (lanes * width)) * width
+    held, width = share_of(num_columns, lanes, width)
     matrices = num_threads // lanes
+    ratio = num_rows / num_columns
     num_matrices = T.dynamic('num_matrices')
 
     @T.prim_func
@@ -239,45 +273,39 @@ def sinkhorn_bwd_kernel(num_rows: int, num_columns: int, width: int, repeat: int
         with T.Kernel(T.ceildiv(num_matrices, matrices), threads=num_threads) as pid:
             k_local = T.alloc_local((num_rows, held), T.float32)
             g_local = T.alloc_local((num_rows, held), T.float32)
+            a_local = T.alloc_local((num_rows,), T.float32)
+            b_local = T.alloc_local((held,), T.float32)
             u_local = T.alloc_local((num_rows,), T.float32)
             v_local = T.alloc_local((held,), T.float32)
-            row_local = T.alloc_local((num_rows,), T.float32)
-            column_local = T.alloc_local((held,), T.float32)
-            rows_shared = T.alloc_shared((max(repeat - 1, 1), num_rows, num_threads), T.float32)
+            rows_shared = T.alloc_shared((repeat, num_rows, num_threads), T.float32)
             columns_shared = T.alloc_shared((repeat, held, num_threads), T.float32)
             tx = T.get_thread_binding()
             matrix = T.min(pid * matrices + tx // lanes, num_matrices - 1)  # shuffles need all lanes
             first = tx % lanes * held
             columns = T.max(T.min(held, num_columns - first), 0)
-            ratio_inv = T.float32(num_columns / num_rows)
 
             T.clear(g_local)
             load_matrix(x, matrix, first, columns, k_local, width)
             load_matrix(dy, matrix, first, columns, g_local, width)
             softmax_rows(k_local, lanes, columns, eps)
-            T.fill(u_local, 1.0)
-            T.fill(v_local, 1.0)
-            scale_columns(k_local, u_local, v_local, columns, ratio_inv, eps, column_local)
-            for c in T.unroll(held):
-                columns_shared[0, c, tx] = column_local[c]
-            for step in T.serial(repeat - 1):
-                scale_rows(k_local, u_local, v_local, lanes, eps, row_local)
+            start_scaling(a_local, b_local, u_local, v_local, ratio)
+            for step in T.serial(repeat):
                 for i in T.unroll(num_rows):
-                    rows_shared[step, i, tx] = row_local[i]
-                scale_columns(k_local, u_local, v_local, columns, ratio_inv, eps, column_local)
+                    rows_shared[step, i, tx] = a_local[i]
                 for c in T.unroll(held):
-                    columns_shared[step + 1, c, tx] = column_local[c]
+                    columns_shared[step, c, tx] = b_local[c]
+                if step > 0:
+                    scale_rows(k_local, a_local, u_local, v_local, lanes, eps)
+                scale_columns(k_local, u_local, b_local, v_local, columns, ratio, eps)
 
-            for back in T.serial(repeat - 1):
+            for back in T.serial(repeat):
                 for c in T.unroll(held):
-                    column_local[c] = columns_shared[repeat - 1 - back, c, tx]
-                unscale_columns(k_local, g_local, u_local, v_local, columns, ratio_inv, column_local)
-                for i in T.unroll(num_rows):
-                    row_local[i] = rows_shared[repeat - 2 - back, i, tx]
-                unscale_rows(k_local, g_local, u_local, v_local, lanes, row_local)
-            for c in T.unroll(held):
-                column_local[c] = columns_shared[0, c, tx]
-            unscale_columns(k_local, g_local, u_local, v_local, columns, ratio_inv, column_local)
+                    b_local[c] = columns_shared[repeat - 1 - back, c, tx]
+                unscale_columns(k_local, g_local, u_local, b_local, v_local, columns, ratio)
+                if back < repeat - 1:
+                    for i in T.unroll(num_rows):
+                        a_local[i] = rows_shared[repeat - 1 - back, i, tx]
+                    unscale_rows(k_local, g_local, a_local, u_local, v_local, lanes)
 
             for i in T.unroll(num_rows):
                 total = T.alloc_var(T.float32, init=0.0)
@@ -329,8 +357,7 @@ def sinkhorn_bwd_(dy: Tensor, x: Tensor, dx: Mut, repeat: int = 10, eps: float =
     check.same_device(x=x, dy=dy, dx=dx)
     dy_flat, x_flat, dx_flat = (flat(t, lead, num_rows, num_columns) for t in (dy, x, dx))
     static = _static(num_rows, num_columns, dy_flat, x_flat, dx_flat)
-    lanes = lanes_for(num_rows, num_columns)
-    history = 4 * WARP * repeat * (num_rows + -(-num_columns // (lanes * static[2])) * static[2])
+    history = 4 * WARP * repeat * (num_rows + -(-num_columns // lanes_for(num_rows, num_columns)))
     check.at_most(history, MAX_HISTORY, 'repeat (num_rows + columns of a lane) * 128')
     launch(sinkhorn_bwd_kernel, (*static, repeat), dy_flat, x_flat, dx_flat, eps)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 """Layers built from the ops: modules and autograd functions, loaded when first used. Nothing here is a kernel."""
+"""Building blocks of models: modules and functions over the ops, with the gradients that training needs."""
+
+from __future__ import annotations
 
 import importlib
 from typing import Any
@@ -23,3 +26,17 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES.values():
         return importlib.import_module(f'tile_kernels.modeling.{name}')
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+#: Public name -> module that defines it, loaded when first used.
+_LAZY = {
+    'mhc': 'tile_kernels.modeling.mhc',
+    'MHCPipeline': 'tile_kernels.modeling.mhc.pipeline',
+}
+
+__all__ = [*_LAZY]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    module = importlib.import_module(_LAZY[name])
+    return getattr(module, name, module)

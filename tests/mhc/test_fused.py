@@ -1,0 +1,190 @@
+"""What is fused gives the bits of its parts, and the low-level forms write what the ops return."""
+
+import pytest
+import torch
+
+from tile_kernels import mhc
+from tile_kernels.core.errors import ArgumentError
+from tile_kernels.core.knobs import knobs
+from tile_kernels.mhc.apply_mix import apply_mix_bwd
+from tile_kernels.mhc.big_fuse import big_fuse
+from tile_kernels.mhc.norm_fn import norm_fn_bwd
+from tile_kernels.mhc.post import post_bwd
+from tile_kernels.mhc.recompute import mhc_multilayer_recompute
+from tile_kernels.testing.numeric import assert_equal
+from tile_kernels.testing.poison import poisoned
+
+DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def kernels():
+    torch.manual_seed(0)
+    with knobs(interpret=True), poisoned():
+        yield
+
+
+def randn(*shape, dtype=torch.float32):
+    return torch.randn(*shape, device=DEVICE, dtype=dtype)
+
+
+def pre_inputs(num_tokens, hidden, n):
+    width, k = n * (2 + n), n * hidden
+    residual, fn = randn(num_tokens, n, hidden, dtype=BF16), randn(width, k) * k**-0.5
+    return residual, fn, randn(3).abs() + 0.5, randn(width) * 0.1
+
+
+@pytest.mark.parametrize(('num_tokens', 'hidden', 'n'), [(70, 64, 2), (5, 192, 4), (33, 128, 8)])
+def test_big_fuse_has_the_bits_of_its_parts(num_tokens, hidden, n):
+    residual, fn, scale, base = pre_inputs(num_tokens, hidden, n)
+    mixes, _ = mhc.norm_fn(residual, fn, 1e-6)
+    pre, post_mix, z = mhc.split_mixes(mixes, scale, base, n, 2.0, 1e-6)
+    comb = mhc.sinkhorn(z, 7, 1e-6)
+    found = big_fuse(residual, fn, scale, base, 7, 1e-6, 1e-6, 1e-6, 2.0)
+    for actual, expected in zip(found, (post_mix, comb, mhc.apply_mix(residual, pre)), strict=True):
+        assert_equal(actual, expected)
+
+
+@pytest.mark.parametrize(('num_layers', 'num_posts'), [(1, 0), (3, 2), (8, 8)])
+def test_recompute_has_the_bits_of_its_parts(num_layers, num_posts):
+    lead, n, hidden = (2, 3), 4, 128
+    initial = randn(*lead, n, hidden, dtype=BF16)
+    pre = [randn(*lead, n, 1).sigmoid() for _ in range(num_layers)]
+    outputs = [randn(*lead, hidden, dtype=BF16) for _ in range(num_posts)]
+    post_mix = [randn(*lead, n, 1).sigmoid() for _ in range(num_posts)]
+    comb = [randn(*lead, n, n).softmax(-1) for _ in range(num_posts)]
+    inputs = [torch.empty(*lead, hidden, dtype=BF16, device=DEVICE) for _ in range(num_layers)]
+    residuals = [torch.empty_like(initial) for _ in range(num_posts)]
+    mhc_multilayer_recompute(initial, pre, outputs, post_mix, comb, inputs, residuals)
+    residual = initial
+    for layer in range(num_layers):
+        assert_equal(inputs[layer], mhc.apply_mix(residual, pre[layer]))
+        if layer < num_posts:
+            residual = mhc.post(outputs[layer], residual, post_mix[layer], comb[layer])
+            assert_equal(residuals[layer], residual)
+
+
+def test_recompute_counts_its_lists():
+    x = randn(2, 4, 64, dtype=BF16)
+    with pytest.raises(ArgumentError, match='mhc.mhc_multilayer_recompute: the number of layers must be at least 1'):
+        mhc_multilayer_recompute(x, [], [], [], [], [], [])
+    with pytest.raises(ArgumentError, match='the number of layer inputs must be 1, got 0'):
+        mhc_multilayer_recompute(x, [randn(2, 4, 1)], [], [], [], [], [])
+
+
+def test_low_level_forms_write_what_the_ops_return():
+    n, hidden, num_tokens = 4, 64, 5
+    x, residual = randn(num_tokens, hidden, dtype=BF16), randn(num_tokens, n, hidden, dtype=BF16)
+
+    out = torch.empty_like(residual)
+    mhc.expand_to_mhc_fwd(x, out)
+    assert_equal(out, mhc.expand(x, n))
+    back = torch.empty_like(x)
+    mhc.expand_to_mhc_bwd(residual, back)
+    torch.testing.assert_close(back, residual.float().sum(1).to(BF16))
+
+    mix = randn(num_tokens, n)
+    mhc.mhc_pre_apply_mix_fwd(residual, mix, back)
+    assert_equal(back, mhc.mhc_mix_apply(residual, mix.unsqueeze(-1)))
+    grad = randn(num_tokens, n, hidden, dtype=BF16)
+    before = grad.clone()
+    dmix = mhc.mhc_pre_apply_mix_bwd(x, residual, mix, grad)
+    dx, expected = apply_mix_bwd(x, residual, mix.unsqueeze(-1))
+    assert_equal(dmix, expected.squeeze(-1))
+    torch.testing.assert_close(grad.float(), before.float() + dx.float(), atol=2e-2, rtol=2e-2)
+
+    post_mix, comb = randn(num_tokens, n, 1), randn(num_tokens, n, n)
+    assert mhc.mhc_post_fwd(x, residual, post_mix, comb, out) is out
+    assert_equal(out, mhc.post(x, residual, post_mix, comb))
+    for actual, expected in zip(
+        mhc.mhc_post_bwd(x, residual, post_mix, comb, out),
+        post_bwd(out, x, residual, post_mix, comb),
+        strict=True,
+    ):
+        assert_equal(actual, expected)
+
+    z, z_out = randn(num_tokens, n, n), torch.empty(num_tokens, n, n, device=DEVICE)
+    mhc.mhc_sinkhorn_fwd(z, z_out, 5, 1e-6)
+    assert_equal(z_out, mhc.sinkhorn_normalize(z, 5))
+    mhc.mhc_sinkhorn_bwd(z, z, z_out, 5, 1e-6)
+    assert torch.isfinite(z_out).all()
+
+
+def test_mixes_in_memory_of_the_caller():
+    n, num_tokens = 4, 6
+    mixes, scale, base = randn(num_tokens, 24), randn(3), randn(24)
+    pre, post_mix, comb = (torch.empty(num_tokens, width, device=DEVICE) for width in (n, n, n * n))
+    mhc.mhc_pre_split_mixes_fwd(mixes, scale, base, pre, post_mix, comb, 2.0, 1e-6)
+    expected = mhc.mhc_mix_split(mixes, scale, base, n, post_mult=2.0)
+    for actual, value in zip((pre, post_mix, comb), expected, strict=True):
+        assert_equal(actual, value.reshape(actual.shape))
+    leaves = [t.clone().requires_grad_() for t in (mixes, scale, base)]
+    upstream = [torch.randn_like(value) for value in expected]
+    torch.autograd.backward(mhc.mhc_mix_split(*leaves, n, post_mult=2.0), upstream)
+    grads = [torch.empty_like(t) for t in leaves]
+    mhc.mhc_pre_split_mixes_bwd(*upstream, mixes, post_mix, scale, base, *grads, 2.0)
+    for actual, leaf in zip(grads, leaves, strict=True):
+        assert_equal(actual, leaf.grad)
+
+    mix, head_scale, head_base = randn(num_tokens, n), randn(1), randn(n)
+    out = torch.empty_like(mix)
+    mhc.mhc_head_compute_mix_fwd(mix, head_scale, head_base, out, 1e-6)
+    assert_equal(out, mhc.head_mix(mix, head_scale, head_base, 1e-6))
+    dmix, parts = torch.empty_like(mix), (torch.empty(7, 1, device=DEVICE), torch.empty(7, n, device=DEVICE))
+    mhc.mhc_head_compute_mix_bwd(out, mix, head_scale, head_base, dmix, *parts, 7)
+    leaves = [t.clone().requires_grad_() for t in (mix, head_scale, head_base)]
+    mhc.head_mix(*leaves).backward(out)
+    assert_equal(dmix, leaves[0].grad)
+    torch.testing.assert_close(parts[0].sum(0), leaves[1].grad)
+    torch.testing.assert_close(parts[1].sum(0), leaves[2].grad)
+
+
+def test_a_projection_from_outside_continues_in_big_fuse():
+    n, hidden, num_tokens = 4, 64, 6
+    residual, fn, scale, base = pre_inputs(num_tokens, hidden, n)
+    from tile_kernels.torch import mhc_pre_norm_fn_partials_ref
+
+    mul, square = (t.contiguous() for t in mhc_pre_norm_fn_partials_ref(residual, fn, 4))
+    post_mix, comb = torch.empty(num_tokens, n, device=DEVICE), torch.empty(num_tokens, n * n, device=DEVICE)
+    layer_input = torch.empty(num_tokens, hidden, dtype=BF16, device=DEVICE)
+    mhc.mhc_pre_big_fuse_fwd(
+        mul, square, scale, base, residual, post_mix, comb, layer_input, 1e-6, 1e-6, 1e-6, 1.0, 10, 4
+    )
+    expected = big_fuse(residual, fn, scale, base)
+    for actual, value in zip((post_mix, comb, layer_input), expected, strict=True):
+        torch.testing.assert_close(actual, value.reshape(actual.shape), rtol=1e-2, atol=1e-2)
+
+    out_mul, sqrsum = torch.empty(num_tokens, 1, 24, device=DEVICE), torch.empty(num_tokens, 1, device=DEVICE)
+    out = torch.empty(num_tokens, 24, device=DEVICE)
+    mhc.mhc_reduce_partials_and_rmsnorm_fwd(
+        mul.unsqueeze(2).contiguous(),
+        square.unsqueeze(2).contiguous(),
+        out_mul,
+        sqrsum,
+        out,
+        n * hidden,
+        1e-6,
+        4,
+    )
+    torch.testing.assert_close(out, mhc.norm_fn(residual, fn)[0], rtol=1e-3, atol=2e-3)
+    dmul, dsquare = torch.empty_like(out_mul), torch.empty_like(sqrsum)
+    mhc.mhc_reduce_partials_and_rmsnorm_bwd(out, out_mul, sqrsum, dmul, dsquare, n * hidden, 1e-6)
+    assert torch.isfinite(dmul).all() and torch.isfinite(dsquare).all()
+
+    weight, merged = randn(n * hidden), torch.empty_like(fn)
+    mhc.mhc_fn_normw_merge_fwd(fn, weight, merged)
+    assert_equal(merged, fn * weight)
+    dfn, dweight = torch.zeros_like(fn), torch.zeros_like(weight)
+    mhc.mhc_fn_normw_merge_bwd(fn, weight, merged, dfn, dweight)
+    torch.testing.assert_close(dweight, (merged * fn).sum(0))
+
+
+def test_equal_calls_give_equal_bits():
+    residual, fn, _, _ = pre_inputs(130, 64, 4)
+    mixes, rstd = mhc.norm_fn(residual, fn)
+    dmixes = randn(130, 24)
+    first = norm_fn_bwd(dmixes, residual, fn, mixes, rstd)
+    for _ in range(50 if DEVICE == 'cuda' else 2):
+        for actual, expected in zip(norm_fn_bwd(dmixes, residual, fn, mixes, rstd), first, strict=True):
+            assert_equal(actual, expected)

@@ -1,0 +1,221 @@
+"""Functions and modules over the ops: gradients with and without a hand-over, main_grad, no_grad, out=, training."""
+
+import pytest
+import torch
+from torch import nn
+
+from tile_kernels.core.errors import ArgumentError
+from tile_kernels.modeling import MHCPipeline
+from tile_kernels.modeling.mhc import expand_from_embedding, mhc_head, mhc_pre, ops
+from tile_kernels.testing.numeric import assert_equal
+from tile_kernels.torch.mhc import expand_to_mhc_ref, mhc_post_ref, mhc_pre_norm_fn_ref, sinkhorn_normalize_ref
+
+DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def inputs(n=4, hidden=64, lead=(2, 3)):
+    width, k = n * (2 + n), n * hidden
+    residual = torch.randn(*lead, n, hidden, device=DEVICE, dtype=BF16)
+    fn = torch.randn(width, k, device=DEVICE) * k**-0.5
+    weight = torch.rand(k, device=DEVICE) + 0.5
+    return residual, fn, torch.full((3,), 0.7, device=DEVICE), torch.randn(width, device=DEVICE) * 0.1, weight
+
+
+def test_no_grad_gives_the_bits_of_grad_and_honours_the_norm_weight():
+    residual, fn, scale, base, weight = inputs()
+    fn.requires_grad_()
+    layer_input, (post_mix, comb_mix) = mhc_pre(residual, fn, scale, base, norm_weight=weight)
+    with torch.no_grad():
+        fused, (fused_post, fused_comb) = mhc_pre(residual, fn, scale, base, norm_weight=weight)
+        plain, _ = mhc_pre(residual, fn, scale, base)
+    assert_equal(fused, layer_input.detach())
+    assert_equal(fused_post, post_mix.detach())
+    assert_equal(fused_comb, comb_mix.detach())
+    assert not torch.equal(fused, plain)
+
+
+def step(residual, fn, scale, base, weight, fuse):
+    mixes = ops.mhc_pre_norm_fn(residual, fn, weight, 1e-6)
+    pre, post_mix, z = ops.mhc_pre_split_mixes(mixes, scale, base, 4, 2.0, 1e-6)
+    layer_input = ops.mhc_pre_apply_mix(residual, pre)
+    comb = ops.sinkhorn_normalize(z)
+    return ops.mhc_post(torch.tanh(layer_input), residual, post_mix, comb, fuse_grad_acc=fuse)
+
+
+def test_handed_over_gradients_sum_to_those_of_autograd():
+    parts = inputs()
+    gradients = []
+    for fuse in (False, True):
+        leaf = parts[0].clone().requires_grad_()
+        residual = leaf * 1  # not a leaf, as between layers
+        step(residual, *parts[1:], fuse).float().square().sum().backward()
+        gradients.append(leaf.grad.float())
+        assert not hasattr(residual.untyped_storage(), 'grad_from_mhc_post')
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=3e-2, atol=3e-2)
+
+
+def test_a_gradient_left_on_the_storage_is_added_to_in_place():
+    residual, fn, _, _, _ = inputs()
+    residual.requires_grad_()
+    out = ops.mhc_pre_norm_fn(residual, fn, None, 1e-6)
+    left = torch.zeros_like(residual)
+    residual.untyped_storage().grad_from_mhc_post = left
+    out.sum().backward()
+    assert residual.grad is None and left.float().abs().sum() > 0
+    assert not hasattr(residual.untyped_storage(), 'grad_from_mhc_post')
+    again = residual.detach().clone().requires_grad_()
+    ops.mhc_pre_norm_fn(again, fn, None, 1e-6, fuse_grad_acc=False).sum().backward()
+    assert_equal(left, again.grad)
+
+
+def test_main_grad_takes_the_gradient_of_a_parameter():
+    residual, fn, _, _, weight = inputs()
+    fn, weight = nn.Parameter(fn), nn.Parameter(weight)
+    ops.mhc_pre_norm_fn(residual, fn, weight, 1e-6).square().sum().backward()
+    expected = fn.grad.clone(), weight.grad.clone()
+    for parameter in (fn, weight):
+        parameter.grad, parameter.main_grad = None, torch.ones_like(parameter)
+    ops.mhc_pre_norm_fn(residual, fn, weight, 1e-6).square().sum().backward()
+    assert fn.grad is None and weight.grad is None
+    torch.testing.assert_close(fn.main_grad, expected[0] + 1)
+    torch.testing.assert_close(weight.main_grad, expected[1] + 1)
+
+
+def test_out_is_written_and_part_of_the_graph():
+    residual, *_ = inputs()
+    mix = torch.rand(2, 3, 4, 1, device=DEVICE, requires_grad=True)
+    out = torch.empty(2, 3, 64, device=DEVICE, dtype=BF16)
+    assert ops.mhc_pre_apply_mix(residual, mix, out=out) is out
+    out.float().sum().backward()
+    torch.testing.assert_close(mix.grad, residual.float().sum(-1, keepdim=True), rtol=1e-3, atol=1e-3)
+    hidden = torch.randn(5, 64, device=DEVICE, dtype=BF16, requires_grad=True)
+    streams = torch.empty(5, 2, 64, device=DEVICE, dtype=BF16)
+    ops.expand_to_mhc(hidden, 2, out=streams).float().sum().backward()
+    assert (hidden.grad == 2).all()
+
+
+def test_projection_agrees_with_the_reference():
+    residual, fn, _, _, weight = inputs(hidden=128)
+    actual = ops.mhc_pre_norm_fn(residual, fn, weight, 1e-6)
+    torch.testing.assert_close(actual, mhc_pre_norm_fn_ref(residual, fn, weight, 1e-6), rtol=1e-3, atol=2e-3)
+
+
+def test_the_head_closes_any_number_of_streams():
+    for n in (2, 4, 8):
+        residual = expand_from_embedding(torch.randn(3, 64, device=DEVICE, dtype=BF16), n)
+        fn = torch.randn(n, n * 64, device=DEVICE, requires_grad=True)
+        out = mhc_head(residual, fn, torch.ones(1, device=DEVICE), torch.zeros(n, device=DEVICE), mhc_mult=n)
+        out.float().sum().backward()
+        assert out.shape == (3, 64) and fn.grad.abs().sum() > 0
+
+
+def test_a_wrong_number_of_streams_is_named():
+    residual, fn, scale, base, _ = inputs()
+    with pytest.raises(ArgumentError, match='modeling.mhc_pre: the number of streams must be 8, got 4'):
+        mhc_pre(residual, fn, scale, base, mhc_mult=8)
+
+
+# Training -----------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Attention or an MLP, as a transformer alternates them."""
+
+    def __init__(self, hidden, attends):
+        super().__init__()
+        self.attends = attends
+        self.up = nn.Linear(hidden, 3 * hidden, bias=False, dtype=BF16)
+        self.down = nn.Linear(hidden, hidden, bias=False, dtype=BF16)
+
+    def forward(self, x):
+        q, k, v = self.up(nn.functional.rms_norm(x, x.shape[-1:])).chunk(3, -1)
+        if self.attends:
+            mixed = nn.functional.scaled_dot_product_attention(*(t.unsqueeze(1) for t in (q, k, v)), is_causal=True)
+            return self.down(mixed.squeeze(1))
+        return self.down(nn.functional.silu(q) * k + v)
+
+
+def plain_step(connection, residual, layer):
+    """The same hyper-connection in plain PyTorch, by autograd."""
+    n = connection.num_connections
+    mixes = mhc_pre_norm_fn_ref(residual, connection.fn, connection.norm_weight, connection.eps)
+    parts = mixes.split([n, n, n * n], -1)
+    base = connection.base.split([n, n, n * n])
+    pre, post, z = (m * s + b for m, s, b in zip(parts, connection.scale, base, strict=True))
+    comb = sinkhorn_normalize_ref(z.unflatten(-1, (n, n)), connection.sinkhorn_repeat, connection.eps)
+    x = ((pre.sigmoid() + connection.eps).unsqueeze(-1) * residual.float()).sum(-2).to(BF16)
+    post = (post.sigmoid() * connection.post_mult_value).unsqueeze(-1)
+    return mhc_post_ref(layer(x), residual, post, comb)
+
+
+def plain_head(connection, residual):
+    mix = mhc_pre_norm_fn_ref(residual, connection.head_fn, None, connection.eps)
+    mix = (mix * connection.head_scale + connection.head_base).sigmoid() + connection.eps
+    return (mix.unsqueeze(-1) * residual.float()).sum(-2).to(BF16)
+
+
+class Transformer(nn.Module):
+    """`num_layers` layers between hyper-connections, ours or in plain PyTorch."""
+
+    def __init__(self, num_layers=12, hidden=64, vocab=17, n=4):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, hidden, dtype=BF16)
+        self.connections = nn.ModuleList(MHCPipeline(n, hidden, sinkhorn_repeat=5) for _ in range(num_layers))
+        self.layers = nn.ModuleList(Block(hidden, i % 2 == 0) for i in range(num_layers))
+        self.out = nn.Linear(hidden, vocab, bias=False, dtype=BF16)
+
+    def forward(self, tokens, plain=False):
+        x = self.embed(tokens)
+        n = self.connections[0].num_connections
+        residual = expand_to_mhc_ref(x, n) if plain else self.connections[0].expand(x)
+        for connection, layer in zip(self.connections, self.layers, strict=True):
+            residual = plain_step(connection, residual, layer) if plain else connection(residual, layer)
+        x = plain_head(self.connections[-1], residual) if plain else self.connections[-1].head(residual)
+        return self.out(x).float()
+
+
+def train(model, plain, steps=25):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    tokens = (torch.arange(4 * 17, device=DEVICE).view(4, 17) * 3 + torch.arange(4, device=DEVICE)[:, None]) % 17
+    losses = []
+    for _ in range(steps):
+        logits = model(tokens[:, :-1], plain)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_transformer_trains_to_the_loss_of_plain_pytorch():
+    ours = Transformer().to(DEVICE)
+    theirs = Transformer().to(DEVICE)
+    theirs.load_state_dict(ours.state_dict())
+    losses, expected = train(ours, plain=False), train(theirs, plain=True)
+    assert losses[0] == pytest.approx(expected[0], rel=1e-2)
+    assert losses[-1] < 0.3 * losses[0]
+    assert losses[-1] == pytest.approx(expected[-1], rel=0.2, abs=0.1)
+
+
+def test_a_model_compiles_into_one_graph():
+    connection, layer = MHCPipeline(2, 64, sinkhorn_repeat=3).to(DEVICE), nn.Linear(64, 64, dtype=BF16, device=DEVICE)
+    x = torch.randn(5, 64, device=DEVICE, dtype=BF16)
+
+    def run(x):
+        return connection.head(connection(connection.expand(x), layer))
+
+    expected = run(x)
+    expected.float().sum().backward()
+    gradient = connection.fn.grad.clone()
+    connection.zero_grad()
+    actual = torch.compile(run, fullgraph=True, backend='aot_eager')(x)
+    actual.float().sum().backward()
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(connection.fn.grad, gradient, rtol=1e-3, atol=1e-3)

@@ -1,0 +1,29 @@
+"""The ops of hyper-connections as differentiable functions, one module each.
+
+They work with ordinary autograd alone. Two things are taken where they are offered: a `main_grad` of a parameter, which
+its gradient is added to, and `grad_from_mhc_post` of the storage of a residual, see `post`.
+"""
+
+from tile_kernels.modeling.mhc.ops.expand import expand_to_mhc
+from tile_kernels.modeling.mhc.ops.head_compute_mix import mhc_head_compute_mix
+from tile_kernels.modeling.mhc.ops.multilayer_recompute import mhc_multilayer_recompute
+from tile_kernels.modeling.mhc.ops.norm_fn import mhc_pre_norm_fn
+from tile_kernels.modeling.mhc.ops.post import mhc_post, mhc_post_bwd, mhc_post_fwd
+from tile_kernels.modeling.mhc.ops.pre_apply_mix import mhc_pre_apply_mix
+from tile_kernels.modeling.mhc.ops.pre_big_fuse import mhc_pre_big_fuse
+from tile_kernels.modeling.mhc.ops.pre_split_mixes import mhc_pre_split_mixes
+from tile_kernels.modeling.mhc.ops.sinkhorn import sinkhorn_normalize
+
+__all__ = [
+    'expand_to_mhc',
+    'mhc_head_compute_mix',
+    'mhc_multilayer_recompute',
+    'mhc_post',
+    'mhc_post_bwd',
+    'mhc_post_fwd',
+    'mhc_pre_apply_mix',
+    'mhc_pre_big_fuse',
+    'mhc_pre_norm_fn',
+    'mhc_pre_split_mixes',
+    'sinkhorn_normalize',
+]

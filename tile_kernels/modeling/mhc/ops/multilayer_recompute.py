@@ -1,0 +1,5 @@
+"""Inputs and residuals of many layers once more."""
+
+from tile_kernels.mhc.recompute import mhc_multilayer_recompute
+
+__all__ = ['mhc_multilayer_recompute']

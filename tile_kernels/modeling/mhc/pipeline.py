@@ -1,0 +1,88 @@
+"""Hyper-connections as a module."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from tile_kernels.core import check
+from tile_kernels.mhc._rows import STREAMS, check_streams
+from tile_kernels.modeling.mhc.functional import expand_from_embedding, mhc_head, mhc_pre
+from tile_kernels.modeling.mhc.ops.post import mhc_post
+
+
+class MHCPipeline(nn.Module):
+    """Hyper-connections around one layer, and the two ends of a model.
+
+    >>> pipeline = MHCPipeline(num_connections=4, hidden_size=64)
+    >>> residual = pipeline.expand(torch.randn(2, 5, 64, dtype=torch.bfloat16))
+    >>> residual = pipeline(residual, nn.Identity())
+    >>> pipeline.head(residual).shape
+    torch.Size([2, 5, 64])
+
+    A new module mixes streams hardly at all: a layer reads their mean and adds its output to each of them.
+
+    Args:
+        num_connections: number of residual streams n: 2, 4 or 8.
+        hidden_size: channels of a stream, a multiple of 64.
+        sinkhorn_repeat: how often the combination is scaled; see `sinkhorn_normalize`.
+        post_mult_value: the largest share of a layer's output in a stream.
+        eps: added to the mean square, to the sums of the combination and to the shares of the streams in a layer's input.
+    """
+
+    def __init__(
+        self,
+        num_connections: int = 4,
+        hidden_size: int = 2048,
+        *,
+        sinkhorn_repeat: int = 20,
+        post_mult_value: float = 2.0,
+        eps: float = 1e-6,
+    ) -> None:
+        super().__init__()
+        check.one_of(num_connections, STREAMS, 'num_connections')
+        check_streams(num_connections, hidden_size)
+        n, k = num_connections, num_connections * hidden_size
+        self.num_connections, self.hidden_size = n, hidden_size
+        self.sinkhorn_repeat, self.post_mult_value, self.eps = sinkhorn_repeat, post_mult_value, eps
+        self.fn = nn.Parameter(torch.randn(n * (2 + n), k) * k**-0.5)
+        self.scale = nn.Parameter(torch.full((3,), 0.01))
+        mean, close = torch.full((n,), 1 / n).logit(), 8 * torch.eye(n).flatten()
+        self.base = nn.Parameter(torch.cat([mean, torch.zeros(n), close]))
+        self.norm_weight = nn.Parameter(torch.ones(k))
+        self.head_fn = nn.Parameter(torch.randn(n, k) * k**-0.5)
+        self.head_scale = nn.Parameter(torch.full((1,), 0.01))
+        self.head_base = nn.Parameter(mean.clone())
+
+    def expand(self, x: Tensor) -> Tensor:
+        """Residual streams (..., n, hidden) from hidden states (..., hidden), bfloat16."""
+        return expand_from_embedding(x.contiguous(), self.num_connections)
+
+    def forward(self, residual: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
+        """The residual streams after `layer`, which maps (..., hidden) to (..., hidden)."""
+        layer_input, (post_mix, comb_mix) = mhc_pre(
+            residual,
+            self.fn,
+            self.scale,
+            self.base,
+            norm_weight=self.norm_weight,
+            norm_eps=self.eps,
+            mhc_mult=self.num_connections,
+            post_mult_value=self.post_mult_value,
+            pre_eps=self.eps,
+            sinkhorn_eps=self.eps,
+            sinkhorn_repeat=self.sinkhorn_repeat,
+        )
+        return mhc_post(layer(layer_input).contiguous(), residual, post_mix, comb_mix)
+
+    def head(self, residual: Tensor) -> Tensor:
+        """Hidden states (..., hidden) from residual streams."""
+        return mhc_head(
+            residual,
+            self.head_fn,
+            self.head_scale,
+            self.head_base,
+            norm_eps=self.eps,
+            mhc_mult=self.num_connections,
+            pre_eps=self.eps,
+        )

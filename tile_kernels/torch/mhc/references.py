@@ -1,0 +1,88 @@
+"""The public functions under their names, and the references that test-suites compare with."""
+
+import torch
+from torch import Tensor
+
+from tile_kernels.torch.mhc.mixes import head_mix, sinkhorn, split_mixes
+from tile_kernels.torch.mhc.streams import apply_mix, expand, post
+
+
+def sinkhorn_normalize(conn_weights: Tensor, num_iters: int = 20, eps: float = 1e-6) -> Tensor:
+    """Scale the rows and columns of every matrix in turn."""
+    return sinkhorn(conn_weights, num_iters, eps)
+
+
+def mhc_mix_split(
+    mixes: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    num_streams: int = 4,
+    *,
+    post_mult: float = 1.0,
+    pre_eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Coefficients of every token from its projection."""
+    return split_mixes(mixes, scale, base, num_streams, post_mult, pre_eps)
+
+
+def mhc_mix_apply(x: Tensor, mix: Tensor) -> Tensor:
+    """The weighted sum of the residual streams."""
+    return apply_mix(x, mix)
+
+
+def expand_to_mhc_ref(hidden: Tensor, mhc_mult: int) -> Tensor:
+    """Copy hidden states into all streams."""
+    return expand(hidden, mhc_mult)
+
+
+def sinkhorn_normalize_ref(x: Tensor, repeat: int = 10, eps: float = 1e-6) -> Tensor:
+    """Scale columns and rows in turn."""
+    x = x.softmax(-1) + eps
+    x = x / (x.sum(-2, keepdim=True) + eps)
+    for _ in range(repeat - 1):
+        x = x / (x.sum(-1, keepdim=True) + eps)
+        x = x / (x.sum(-2, keepdim=True) + eps)
+    return x
+
+
+def mhc_head_compute_mix_ref(input_mix: Tensor, mhc_scale: Tensor, mhc_base: Tensor, mhc_pre_eps: float) -> Tensor:
+    """Shares of the streams in the output of a model."""
+    return head_mix(input_mix, mhc_scale, mhc_base, mhc_pre_eps)
+
+
+def mhc_pre_split_mixes_ref(
+    input_mixes: Tensor,
+    mhc_scale: Tensor,
+    mhc_base: Tensor,
+    mhc_mult: int,
+    mhc_post_mult_value: float,
+    mhc_pre_eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Coefficients from the projection."""
+    return split_mixes(input_mixes, mhc_scale, mhc_base, mhc_mult, mhc_post_mult_value, mhc_pre_eps)
+
+
+def mhc_pre_apply_mix_ref(x: Tensor, mix: Tensor) -> Tensor:
+    """The weighted sum of the streams."""
+    return apply_mix(x, mix)
+
+
+def mhc_post_ref(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor) -> Tensor:
+    """The streams after a layer."""
+    return post(x, residual, post_layer_mix, comb_res_mix)
+
+
+def mhc_pre_norm_fn_ref(
+    residual: Tensor, mhc_fn: Tensor, mhc_norm_weight: Tensor | None, mhc_norm_eps: float
+) -> Tensor:
+    """The normalised projection; its product has the precision that PyTorch is set to."""
+    merged = mhc_fn if mhc_norm_weight is None else mhc_fn * mhc_norm_weight
+    x = residual.flatten(-2).float()
+    return x @ merged.T * (x.square().mean(-1, keepdim=True) + mhc_norm_eps).rsqrt()
+
+
+def mhc_pre_norm_fn_partials_ref(residual: Tensor, fn: Tensor, n_splits: int) -> tuple[Tensor, Tensor]:
+    """Products and sums of squares of every of n_splits equal shares of the channels, shares first."""
+    shares = residual.flatten(-2).float().chunk(n_splits, -1)
+    products = [x @ part.T for x, part in zip(shares, fn.chunk(n_splits, -1), strict=True)]
+    return torch.stack(products), torch.stack([x.square().sum(-1) for x in shares])
