@@ -14,7 +14,11 @@ ALLOWED = {
     'torch': {'core', 'torch', 'moe', 'engram'},
     'interpreter': {'interpreter', 'core'},
     'engram': {'core', 'engram'},
-    'modeling': {'core', 'engram', 'modeling'},
+    'gemm': {'core', 'gemm'},
+    'mhc': {'core', 'mhc'},
+    'modeling': {'core', 'engram', 'gemm', 'mhc', 'modeling', 'moe', 'quant'},
+    'rand': {'core', 'rand'},
+    'transform': {'core', 'transform'},
     'moe': {'core', 'moe', 'quant'},  # routing builds on casts
     'quant': {'core', 'quant'},
     'transpose': {'core', 'transpose'},

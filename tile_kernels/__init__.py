@@ -15,24 +15,15 @@ from tile_kernels.core.knobs import knobs
 from tile_kernels.precompile import precompile
 
 # isort: split
-from tile_kernels import gemm, moe, quant, transpose  # registers every operator
-from tile_kernels import engram, moe, quant, transpose  # registers every operator
-from tile_kernels import moe, quant, transform, transpose  # registers every operator
-from tile_kernels import moe, quant, rand, transform, transpose  # registers every operator
-from tile_kernels import mhc, moe, quant, transpose  # registers every operator
+from tile_kernels import engram, gemm, mhc, moe, quant, rand, transform, transpose  # registers every operator
 
 __version__ = '0.1.0'
 
 #: Subpackages that hold ops.
-FAMILIES = ('gemm', 'moe', 'quant', 'transpose')
-FAMILIES = ('engram', 'moe', 'quant', 'transpose')
-FAMILIES = ('moe', 'quant', 'transform', 'transpose')
-FAMILIES = ('moe', 'quant', 'rand', 'transform', 'transpose')
-FAMILIES = ('mhc', 'moe', 'quant', 'transpose')
+FAMILIES = ('engram', 'gemm', 'mhc', 'moe', 'quant', 'rand', 'transform', 'transpose')
 
 #: Loaded when first used.
 _LAZY = ('config', 'modeling', 'utils', 'torch', 'testing', 'interpreter')
-_LAZY = ('config', 'utils', 'torch', 'testing', 'interpreter', 'modeling')
 
 _CONFIG = (
     'get_device_num_sms',

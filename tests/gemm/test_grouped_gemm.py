@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tile_kernels import ArgumentError, knobs
-from tile_kernels.torch import gemm as reference
 from tile_kernels.core.jit import kernels
 from tile_kernels.gemm import grouped_gemm, grouped_gemm_bwd, grouped_gemm_fp8
+from tile_kernels.torch import gemm as reference
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 

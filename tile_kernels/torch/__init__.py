@@ -21,6 +21,7 @@ from tile_kernels.torch.engram import (
     fused_weight,
     grad_w_reduce,
     make_offsets,
+)
 from tile_kernels.torch.mhc import (
     expand_to_mhc_ref,
     mhc_head_compute_mix_ref,
