@@ -91,11 +91,12 @@ def test_places_beyond_the_last_are_skipped():
 
 
 @pytest.mark.parametrize('row_threads', [32, 64, 128, 256])
+@pytest.mark.parametrize('vectors', [1, 4])
 @pytest.mark.parametrize('num_threads', [128, 512])
-def test_configs_agree(row_threads, num_threads):
+def test_configs_agree(row_threads, vectors, num_threads):
     maps = places(9)
     x = torch.randn(9, 640)
-    with forced_config(row_threads=row_threads, num_threads=num_threads):
+    with forced_config(row_threads=row_threads, vectors=vectors, num_threads=num_threads):
         assert_equal(expand_to_fused(x, *maps), by_hand(x, maps[0], maps[1].shape[0]))
 
 

@@ -99,10 +99,11 @@ def test_any_number_of_choices_and_row_length(num_topk, hidden):
 
 
 @pytest.mark.parametrize('row_threads', [32, 64, 128, 256])
+@pytest.mark.parametrize('vectors', [1, 4])
 @pytest.mark.parametrize('num_threads', [128, 512])
-def test_configs_agree(row_threads, num_threads):
+def test_configs_agree(row_threads, vectors, num_threads):
     token_topk_to_pos, pos_to_expert = random_places(9, 3)
-    with forced_config(row_threads=row_threads, num_threads=num_threads):
+    with forced_config(row_threads=row_threads, vectors=vectors, num_threads=num_threads):
         check(torch.randn(pos_to_expert.shape[0], 640), torch.rand(9, 3), token_topk_to_pos)
 
 

@@ -1,10 +1,11 @@
-"""Device code of the ops that move rows: a row is cut into vectors, `row_threads` neighbouring threads share it.
+"""Device code of the ops that move rows: a row is cut into vectors, `row_threads` neighbouring threads share them.
 
-Vector i of a row belongs to thread i % row_threads. A thread holds a few of them in registers, `row_local[vectors,
-width]`; a longer row is handled in several parts.
+A thread holds a few vectors in registers, `row_local[vectors, width]`, a stride of `row_threads` apart. What the
+threads cannot hold of a longer row is left to other blocks, as further parts of it.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -35,10 +36,40 @@ def row_threads_for(num_vectors: int, vectors: int = 8) -> int:
     return next((n for n in (32, 64, 128) if n * vectors >= num_vectors), 256)
 
 
-def row_vectors(num_vectors: int, row_threads: int, max_vectors: int = 8) -> int:
-    """Vectors of a row that a thread holds at a time: so many that it holds the same number each time."""
-    parts = -(-num_vectors // (row_threads * max_vectors))
-    return -(-num_vectors // (row_threads * parts))
+#: What the configs of row-moving kernels may be.
+ROW_SPACE = dict(row_threads=(32, 64, 128, 256), vectors=(1, 2, 4, 8), num_threads=(64, 128, 256, 512))
+
+
+def choose_rows(num_vectors: int, num_rows: int) -> dict:
+    """Many rows: all of a row in flight at once. Few: a vector for each thread, so that there are many small blocks."""
+    if num_rows > 4096:
+        return dict(row_threads=row_threads_for(num_vectors), vectors=8, num_threads=256)
+    return dict(row_threads=min(row_threads_for(num_vectors, 2), 128), vectors=1, num_threads=128)
+
+
+@dataclass(frozen=True)
+class RowSplit:
+    """How a row of `num_vectors` vectors is shared: `parts` blocks, `row_threads` threads of each, `vectors` a thread.
+
+    A block has `rows` groups of `row_threads` threads, each with a row of its own.
+    """
+
+    parts: int
+    vectors: int
+    row_threads: int
+    rows: int
+
+    @classmethod
+    def of(cls, num_vectors: int, row_threads: int, max_vectors: int, num_threads: int) -> 'RowSplit':
+        """Up to `max_vectors` for each thread, the same number in every part."""
+        parts = -(-num_vectors // (row_threads * max_vectors))
+        vectors = -(-num_vectors // (row_threads * parts))
+        return cls(parts, vectors, row_threads, max(1, num_threads // row_threads))
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a block."""
+        return self.rows * self.row_threads
 
 
 def bits_of(x: Tensor) -> Tensor:
@@ -46,6 +77,23 @@ def bits_of(x: Tensor) -> Tensor:
     if x.element_size() not in BITS:
         check.fail('x', 'must have elements of 1, 2, 4 or 8 bytes', check.describe(x))
     return x.view(BITS[x.element_size()])
+
+
+def empty_sf(num_expanded: int, num_groups: int, dtype: torch.dtype, col: bool, device: torch.device) -> Tensor:
+    """Uninitialised scale factors, row-major or with 16-byte aligned columns."""
+    if not col:
+        return torch.empty((num_expanded, num_groups), dtype=dtype, device=device)
+    aligned = 16 // dtype.itemsize
+    pitch = (num_expanded + aligned - 1) // aligned * aligned
+    columns = torch.empty_strided((pitch, num_groups), (1, pitch), dtype=dtype, device=device)
+    return columns[:num_expanded]
+
+
+def sf_type(num_expanded, num_groups: int, dtype, col: bool):
+    """Parameter type of such scale factors."""
+    if col:
+        return T.StridedTensor((num_expanded, num_groups), (1, T.dynamic('sf_pitch')), dtype)
+    return T.Tensor((num_expanded, num_groups), dtype)
 
 
 def check_places(token_topk_to_pos: Tensor, pos_to_expert: Tensor, num_tokens: int) -> tuple[int, int]:
@@ -80,48 +128,60 @@ def store_row(row_local, y, row, first, row_threads):
 
 
 @macro
-def expand_row(x, token, token_topk_to_pos, y, row_threads, row_local):
-    """Read the row of a token once and write it to each of its places; `row_threads` threads take part."""
-    vectors, width = row_local.shape
-    for part in T.serial(T.ceildiv(x.shape[1], width * vectors * row_threads)):
-        first = part * vectors * row_threads + T.get_thread_binding() % row_threads
-        load_row(x, token, first, row_threads, row_local)
-        for k in T.unroll(token_topk_to_pos.shape[1], unroll_factor=8):
-            pos = token_topk_to_pos[token, k]
+def load_places(token_topk_to_pos, token, place_local):
+    """Lane i of every warp reads the places of the slots i, i + 32, ... of a token, -1 where there is no slot."""
+    num_topk = token_topk_to_pos.shape[1]
+    for c in T.unroll(T.ceildiv(num_topk, WARP)):
+        slot = c * WARP + T.get_thread_binding() % WARP
+        place_local[c] = -1
+        if slot < num_topk:
+            place_local[c] = token_topk_to_pos[token, slot]
+
+
+@macro
+def store_to_places(row_local, y, place_local, num_topk, first, row_threads):
+    """Write the vectors first, first + row_threads, ... of a row to each of its places."""
+    for c in T.unroll(T.ceildiv(num_topk, WARP)):
+        for k in T.unroll(T.min(num_topk - c * WARP, WARP), unroll_factor=16):
+            pos = T.shfl_sync(place_local[c], k)
             if pos >= 0 and pos < y.shape[0]:
                 store_row(row_local, y, pos, first, row_threads)
 
 
-@macro
-def note_token(token, token_topk_to_pos, row_threads, pos_to_token):
-    """Write `token` at each of its places; `row_threads` threads take part."""
-    num_topk = token_topk_to_pos.shape[1]
-    for i in T.serial(T.ceildiv(num_topk, row_threads)):
-        k = i * row_threads + T.get_thread_binding() % row_threads
-        if k < num_topk:
-            pos = token_topk_to_pos[token, k]
-            if pos >= 0 and pos < pos_to_token.shape[0]:
-                pos_to_token[pos] = token
+# Padding --------------------------------------------------------------------------------------
+
+#: Places that a group of threads looks after, at most.
+MAX_SHARE = 16
+
+
+def num_shares(num_tokens, num_expanded):
+    """Groups of threads that are needed: one for each token, and enough to look after all places."""
+    return T.max(num_tokens, T.ceildiv(num_expanded, MAX_SHARE))
+
+
+def place_of(share, i, num_tokens, num_expanded):
+    """Place i of a share, as far apart as possible: so a long stretch of padding is everybody's work."""
+    return share + T.cast(num_shares(num_tokens, num_expanded), T.int64) * i
 
 
 @macro
-def find_padding(pos_to_expert, first):
-    """A word per warp, bit i of which says: place first + i exists and belongs to no expert."""
+def find_padding(pos_to_expert, share, num_tokens):
+    """A word per warp, bit i of which says: place i of this share exists and belongs to no expert."""
+    num_expanded = pos_to_expert.shape[0]
     lane = T.get_thread_binding() % WARP
     expert = T.alloc_var(T.int32, init=0)
-    if first + lane < pos_to_expert.shape[0]:
-        expert = pos_to_expert[first + lane]
+    place = place_of(share, lane, num_tokens, num_expanded)
+    if lane < MAX_SHARE and share < num_shares(num_tokens, num_expanded) and place < num_expanded:
+        expert = pos_to_expert[place]
     return T.cast(T.ballot(expert < 0), T.uint32)
 
 
 @macro
-def clear_rows(y, first, which, row_local):
-    """The warp writes zeros to the rows first + i of `y` whose bit i of `which` is set."""
-    vectors, width = row_local.shape
-    lane = T.get_thread_binding() % WARP
-    T.clear(row_local)
+def clear_places(which, share, num_tokens, y, vectors, width, first, row_threads):
+    """Write zeros to the vectors first, first + row_threads, ... of those places of a share whose bit is set."""
+    zero_local = T.alloc_local((vectors, width), y.dtype)
+    T.clear(zero_local)
     if which != T.uint32(0):
-        for i in T.serial(WARP):
+        for i in T.serial(MAX_SHARE):
             if (which >> T.cast(i, T.uint32)) & T.uint32(1) != T.uint32(0):
-                for part in T.serial(T.ceildiv(y.shape[1], width * vectors * WARP)):
-                    store_row(row_local, y, first + i, part * vectors * WARP + lane, WARP)
+                store_row(zero_local, y, place_of(share, i, num_tokens, y.shape[0]), first, row_threads)

@@ -3,9 +3,9 @@
     y[token_topk_to_pos[t, k], h] = x[t, h]                 slots without a place (negative) are skipped
     y[p, h] = 0                                             where pos_to_expert[p] < 0
 
-`row_threads` threads own a token: they read its row into registers and write it num_topk times. Padding is found by
-warps that look at 32 places each; their blocks come first, so that long stretches of it are not left to the end. Rows
-move as bits, in the widest accesses that alignment and length allow.
+`row_threads` threads own a part of a token: they read it into registers and write it num_topk times. They also look
+after a share of the places, up to 16, and write zeros to those that are padding: long stretches of it, as behind the
+last expert, are everybody's work. Rows move as bits, in the widest accesses that alignment and length allow.
 Memory bound: the floor is reading x and writing y.
 """
 
@@ -21,15 +21,19 @@ from tile_kernels.core.op import op
 from tile_kernels.moe._rows import (
     BITS,
     ROW_PASS_CONFIGS,
+    ROW_SPACE,
     WARP,
+    RowSplit,
     bits_of,
     check_places,
-    clear_rows,
-    expand_row,
+    choose_rows,
+    clear_places,
     find_padding,
-    row_threads_for,
-    row_vectors,
+    load_places,
+    load_row,
+    num_shares,
     row_width,
+    store_to_places,
 )
 from tile_kernels.moe._samples import random_places
 from tile_kernels.moe.reduce_device import reduce_rows_kernel
@@ -38,25 +42,20 @@ from tile_kernels.moe.reduce_device import reduce_rows_kernel
 
 
 def choose(hidden: int, elem_size: int, width: int, num_topk: int, num_expanded: int) -> dict:
-    """Up to eight vectors for each thread, all of them in flight before the first is written."""
-    return dict(row_threads=row_threads_for(hidden // width), num_threads=256)
+    """Many rows: all of a row in flight before it is written. Few rows: many small blocks."""
+    return choose_rows(hidden // width, num_expanded)
 
 
 # Kernel -------------------------------------------------------------------------------------
 
 
-@kernel(
-    choose=choose,
-    space=dict(row_threads=(32, 64, 128, 256), num_threads=(128, 256, 512)),
-    pass_configs=ROW_PASS_CONFIGS,
-)
+@kernel(choose=choose, space=ROW_SPACE, pass_configs=ROW_PASS_CONFIGS)
 def expand_to_fused_kernel(
-    hidden: int, elem_size: int, width: int, num_topk: int, *, row_threads: int, num_threads: int
+    hidden: int, elem_size: int, width: int, num_topk: int, *, row_threads: int, vectors: int, num_threads: int
 ):
     """Rows of `hidden` elements of `elem_size` bytes, `width` of them in an access."""
     dtype = T.dtype(BITS[elem_size])
-    rows = max(1, num_threads // row_threads)
-    num_threads = rows * row_threads
+    split = RowSplit.of(hidden // width, row_threads, vectors, num_threads)
     num_tokens, num_expanded, x_pitch = (T.dynamic(name) for name in ('num_tokens', 'num_expanded', 'x_pitch'))
 
     @T.prim_func
@@ -66,19 +65,22 @@ def expand_to_fused_kernel(
         pos_to_expert: T.Tensor((num_expanded,), T.int32),
         y: T.Tensor((num_expanded, hidden), dtype),
     ):
-        pad_blocks = T.ceildiv(num_expanded, num_threads)
-        with T.Kernel(pad_blocks + T.ceildiv(num_tokens, rows), threads=num_threads) as pid:
+        blocks = T.ceildiv(num_shares(num_tokens, num_expanded), split.rows)
+        with T.Kernel(blocks * split.parts, threads=split.num_threads) as pid:
             T.assume(x_pitch % width == 0)
-            row_local = T.alloc_local((row_vectors(hidden // width, row_threads), width), dtype)
+            row_local = T.alloc_local((split.vectors, width), dtype)
+            place_local = T.alloc_local((T.ceildiv(num_topk, WARP),), T.int32)
             tx = T.get_thread_binding()
+            first = pid % split.parts * (split.vectors * row_threads) + tx % row_threads
+            token = pid // split.parts * split.rows + tx // row_threads
 
-            if pid < pad_blocks:
-                place = pid * num_threads + tx // WARP * WARP
-                clear_rows(y, place, find_padding(pos_to_expert, place), row_local)
-            else:
-                token = (pid - pad_blocks) * rows + tx // row_threads
-                if token < num_tokens:
-                    expand_row(x, token, token_topk_to_pos, y, row_threads, row_local)
+            if token < num_tokens:
+                load_row(x, token, first, row_threads, row_local)
+                load_places(token_topk_to_pos, token, place_local)
+            padding = find_padding(pos_to_expert, token, num_tokens)
+            clear_places(padding, token, num_tokens, y, split.vectors, width, first, row_threads)
+            if token < num_tokens:
+                store_to_places(row_local, y, place_local, num_topk, first, row_threads)
 
     return expand_to_fused
 

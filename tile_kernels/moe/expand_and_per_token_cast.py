@@ -4,9 +4,9 @@
     y[p], y_sf[p] = q[t], sf[t]                             p = token_topk_to_pos[t, k] >= 0
     y[p], y_sf[p] = 0                                       where pos_to_expert[p] < 0
 
-`row_threads` threads own a token, 8 neighbouring channels are a lane's, and a group is found by shuffles; codes stay in
-registers while they are written num_topk times. Scale factors meet in shared memory, from where they are written in
-rows; column-major ones go to scratch, and a second launch gathers those of neighbouring places.
+`row_threads` threads own a part of a token, 8 neighbouring channels are a lane's, and a group is found by shuffles;
+codes stay in registers while they are written num_topk times. Scale factors meet in shared memory, from where they are
+written as `expand_with_sf` does. Padding is everybody's work, as in `expand`.
 Memory bound: the floor is reading x and writing y and y_sf.
 """
 
@@ -25,16 +25,20 @@ from tile_kernels.core.op import op
 from tile_kernels.moe._rows import (
     BITS,
     CONVERTED_ROW_PASS_CONFIGS,
+    MAX_SHARE,
+    ROW_SPACE,
     WARP,
+    RowSplit,
     check_places,
-    clear_rows,
+    choose_rows,
+    clear_places,
     find_padding,
-    note_token,
-    row_threads_for,
-    row_vectors,
+    load_places,
+    num_shares,
+    place_of,
+    sf_type,
 )
 from tile_kernels.moe._samples import random_places
-from tile_kernels.moe._sf_columns import TILE_PLACES, gather_sf_columns, sf_type, tile_shape
 from tile_kernels.quant._macros import (
     LANE,
     amax_to_sf,
@@ -55,8 +59,8 @@ GROUPS = (16, 32, 64, 128)
 
 
 def choose(hidden: int, fmt: QuantFormat, x_dtype: torch.dtype, piece: int, num_topk: int, num_expanded: int) -> dict:
-    """Up to eight lanes' worth of channels for each thread, all of them in flight before the first is quantised."""
-    return dict(row_threads=row_threads_for(hidden // LANE), num_threads=256)
+    """Many rows: all of a row in flight before it is quantised. Few rows: many small blocks."""
+    return choose_rows(hidden // LANE, num_expanded)
 
 
 def _sf_size(fmt: QuantFormat, num_groups: int) -> int:
@@ -103,11 +107,17 @@ def store_codes(code_local, y, row, first, row_threads):
                     y[row, (first + v * row_threads) * width + p * piece + e] = code_local[v, p * piece + e]
 
 
-@kernel(
-    choose=choose,
-    space=dict(row_threads=(32, 64, 128, 256), num_threads=(128, 256, 512)),
-    pass_configs=CONVERTED_ROW_PASS_CONFIGS,
-)
+@macro
+def clear_codes(which, share, num_tokens, y, first, row_threads, zero_local):
+    """Write zeros as codes of the places of a share whose bit is set."""
+    T.clear(zero_local)
+    if which != T.uint32(0):
+        for i in T.serial(MAX_SHARE):
+            if (which >> T.cast(i, T.uint32)) & T.uint32(1) != T.uint32(0):
+                store_codes(zero_local, y, place_of(share, i, num_tokens, y.shape[0]), first, row_threads)
+
+
+@kernel(choose=choose, space=ROW_SPACE, pass_configs=CONVERTED_ROW_PASS_CONFIGS)
 def expand_and_per_token_cast_kernel(
     hidden: int,
     fmt: QuantFormat,
@@ -116,19 +126,25 @@ def expand_and_per_token_cast_kernel(
     num_topk: int,
     *,
     row_threads: int,
+    vectors: int,
     num_threads: int,
 ):
-    """Rows of `hidden` channels read `piece` at a time; `sf_rows` and `pos_to_token` are scratch of column-major sf."""
+    """Rows of `hidden` channels read `piece` at a time."""
     stored, width = fmt.data.stored(hidden), fmt.data.stored(LANE)
     group_lanes = fmt.sf_block[1] // LANE
     num_groups = -(-hidden // fmt.sf_block[1])
-    sf_slots = -(-num_groups // fmt.sf_pack) * fmt.sf_pack  # of a row, those of groups that do not exist included
+    split = RowSplit.of(num_groups * group_lanes, row_threads, vectors, num_threads)
+    if split.parts > 1:  # so that a part has whole words of scale factors
+        row_threads = max(row_threads, 4 * group_lanes)
+        split = RowSplit.of(num_groups * group_lanes, row_threads, vectors, num_threads)
+    vectors = split.vectors
+    part_groups = vectors * row_threads // group_lanes
+    part_slots = -(-part_groups // 4) * 4
     sf_size = _sf_size(fmt, num_groups)
-    sf_words = sf_slots * fmt.sf_dtype.itemsize // fmt.sf_pack // sf_size
+    slots_per_word = sf_size * fmt.sf_pack // fmt.sf_dtype.itemsize
+    sf_words = -(-num_groups // slots_per_word)
+    part_words = part_slots // slots_per_word
     sf_dtype = T.dtype(BITS[sf_size])
-    vectors = row_vectors(num_groups * group_lanes, row_threads)
-    rows = max(1, num_threads // row_threads)
-    num_threads = rows * row_threads
     code_registers = ((1,), T.uint32) if fmt.data.name == 'e2m1' else ((LANE,), T.dtype(fmt.data.torch))
     num_tokens, num_expanded, x_pitch = (T.dynamic(name) for name in ('num_tokens', 'num_expanded', 'x_pitch'))
 
@@ -137,14 +153,12 @@ def expand_and_per_token_cast_kernel(
         x: T.StridedTensor((num_tokens, hidden), (x_pitch, 1), T.dtype(x_dtype)),
         token_topk_to_pos: T.Tensor((num_tokens, num_topk), T.int32),
         pos_to_expert: T.Tensor((num_expanded,), T.int32),
-        pos_to_token: T.Tensor((num_expanded,), T.int32),
-        sf_rows: T.Tensor((num_tokens, sf_words), sf_dtype),
         y: T.Tensor((num_expanded, stored), T.uint8),
         y_sf: sf_type(num_expanded, sf_words, sf_dtype, fmt.col),
         amax_floor: T.float32,
     ):
-        pad_blocks = T.ceildiv(num_expanded, num_threads)
-        with T.Kernel(pad_blocks + T.ceildiv(num_tokens, rows), threads=num_threads) as pid:
+        blocks = T.ceildiv(num_shares(num_tokens, num_expanded), split.rows)
+        with T.Kernel(blocks * split.parts, threads=split.num_threads) as pid:
             T.assume(x_pitch % piece == 0)
             x_local = T.alloc_local((vectors, LANE), T.dtype(x_dtype))
             amax = T.alloc_local((vectors,), T.float32)
@@ -153,68 +167,57 @@ def expand_and_per_token_cast_kernel(
             v_local = T.alloc_local((LANE,), T.float32)
             y_local = T.alloc_local(*code_registers)
             code_local = T.alloc_local((vectors, width), T.uint8)
-            pos_local = T.alloc_local((num_topk,), T.int32)
-            zero_local = T.alloc_local((4, math.gcd(stored, 16)), T.uint8)
-            zero_sf_local = T.alloc_local((1, 1), sf_dtype)
-            sf_shared = T.alloc_shared((rows, sf_slots), sf_register_dtype(fmt))
-            sf_words_shared = T.view(sf_shared, (rows, sf_words), sf_dtype)
+            zero_local = T.alloc_local((vectors, width), T.uint8)
+            place_local = T.alloc_local((T.ceildiv(num_topk, WARP),), T.int32)
+            sf_shared = T.alloc_shared((split.rows, part_slots), sf_register_dtype(fmt))
+            sf_words_shared = T.view(sf_shared, (split.rows, part_words), sf_dtype)
             tx = T.get_thread_binding()
+            part, row, thread = pid % split.parts, tx // row_threads, tx % row_threads
+            first = part * (vectors * row_threads) + thread
+            token = pid // split.parts * split.rows + row
 
-            if pid < pad_blocks:
-                place = pid * num_threads + tx // WARP * WARP
-                padding = find_padding(pos_to_expert, place)
-                clear_rows(y, place, padding, zero_local)
-                if not fmt.col:
-                    clear_rows(y_sf, place, padding, zero_sf_local)
-            else:
-                row = tx // row_threads
-                token = (pid - pad_blocks) * rows + row
-                if token < num_tokens:
-                    for k in T.unroll(num_topk):
-                        pos_local[k] = token_topk_to_pos[token, k]
-                    if tx % row_threads < sf_slots - num_groups:
-                        sf_shared[row, num_groups + tx % row_threads] = T.cast(0, sf_shared.dtype)
-                    for part in T.serial(T.ceildiv(num_groups * group_lanes, vectors * row_threads)):
-                        first = part * vectors * row_threads + tx % row_threads
-                        T.clear(x_local)
-                        for v in T.unroll(vectors):
-                            load_lane(x, x_local, v, token, first + v * row_threads, piece, hidden)
-                        quantise_lanes(x_local, fmt, amax_floor, amax, sf, sf_inv, v_local, y_local, code_local)
-                        for v in T.unroll(vectors):
-                            group = (first + v * row_threads) // group_lanes
-                            if tx % group_lanes == 0 and group < num_groups:
-                                sf_shared[row, group] = sf[v]
-                        for k in T.unroll(num_topk):
-                            if pos_local[k] >= 0 and pos_local[k] < num_expanded:
-                                store_codes(code_local, y, pos_local[k], first, row_threads)
-                T.sync_threads()
-                if token < num_tokens:
-                    for i in T.serial(T.ceildiv(sf_words, row_threads)):
-                        word = i * row_threads + tx % row_threads
-                        if word < sf_words:
-                            if fmt.col:
-                                sf_rows[token, word] = sf_words_shared[row, word]
-                            else:
-                                for k in T.unroll(num_topk):
-                                    if pos_local[k] >= 0 and pos_local[k] < num_expanded:
-                                        y_sf[pos_local[k], word] = sf_words_shared[row, word]
-                    if fmt.col:
-                        note_token(token, token_topk_to_pos, row_threads, pos_to_token)
-
-        if fmt.col:
-            with T.Kernel(T.ceildiv(num_expanded, TILE_PLACES), threads=num_threads) as pid:
-                token_shared = T.alloc_shared((TILE_PLACES,), T.int32)
-                tile_shared = T.alloc_shared(tile_shape(sf_words), sf_dtype)
-                gather_sf_columns(
-                    sf_rows,
-                    pos_to_token,
-                    pos_to_expert,
-                    y_sf,
-                    pid * TILE_PLACES,
-                    num_threads,
-                    token_shared,
-                    tile_shared,
-                )
+            T.clear(x_local)
+            if token < num_tokens:
+                for v in T.unroll(vectors):
+                    load_lane(x, x_local, v, token, first + v * row_threads, piece, hidden)
+                load_places(token_topk_to_pos, token, place_local)
+            padding = find_padding(pos_to_expert, token, num_tokens)
+            clear_codes(padding, token, num_tokens, y, first, row_threads, zero_local)
+            clear_places(
+                padding,
+                token,
+                num_tokens,
+                y_sf,
+                T.ceildiv(part_words, row_threads),
+                1,
+                part * part_words + thread,
+                row_threads,
+            )
+            if token < num_tokens:
+                quantise_lanes(x_local, fmt, amax_floor, amax, sf, sf_inv, v_local, y_local, code_local)
+                for v in T.unroll(vectors):
+                    if thread % group_lanes == 0:
+                        exists = (first + v * row_threads) // group_lanes < num_groups
+                        sf_shared[row, (thread + v * row_threads) // group_lanes] = T.if_then_else(
+                            exists, sf[v], T.cast(0, sf_shared.dtype)
+                        )
+                if thread < part_slots - part_groups:
+                    sf_shared[row, part_groups + thread] = T.cast(0, sf_shared.dtype)
+                for c in T.unroll(T.ceildiv(num_topk, WARP)):
+                    for k in T.unroll(T.min(num_topk - c * WARP, WARP), unroll_factor=16):
+                        pos = T.shfl_sync(place_local[c], k)
+                        if pos >= 0 and pos < num_expanded:
+                            store_codes(code_local, y, pos, first, row_threads)
+            T.sync_threads()
+            if token < num_tokens:
+                for c in T.unroll(T.ceildiv(num_topk, WARP)):
+                    for k in T.unroll(T.min(num_topk - c * WARP, WARP), unroll_factor=16):
+                        pos = T.shfl_sync(place_local[c], k)
+                        if pos >= 0 and pos < num_expanded:
+                            for i in T.unroll(T.ceildiv(part_words, row_threads)):
+                                word = i * row_threads + thread
+                                if word < part_words and part * part_words + word < sf_words:
+                                    y_sf[pos, part * part_words + word] = sf_words_shared[row, word]
 
     return expand_and_per_token_cast
 
@@ -246,15 +249,11 @@ def expand_and_per_token_cast(
     check.one_of(fmt.data.name, DATA, 'data of fmt')
     check.one_of(fmt.sf_block, [(1, group) for group in GROUPS], 'scale block of fmt')
     y = fmt.empty(num_expanded, hidden, x.device)
-    pos_to_token = sf_rows = None
-    if fmt.col:
-        pos_to_token = torch.empty_like(pos_to_expert)
-        sf_rows = torch.empty((num_tokens, y.sf.shape[1]), dtype=BITS[y.sf.element_size()], device=x.device)
     piece = math.gcd(LANE, check.vector_bytes(x) // x.element_size(), hidden)
     static = (hidden, fmt, x.dtype, piece, num_topk)
-    maps = (token_topk_to_pos, pos_to_expert, pos_to_token)
+    maps = (token_topk_to_pos, pos_to_expert)
     results = (y.data.view(torch.uint8), y.sf.view(BITS[_sf_size(fmt, fmt.blocks(1, hidden)[1])]))
-    launch(expand_and_per_token_cast_kernel, static, x, *maps, sf_rows, *results, fmt.amax_floor, size=num_expanded)
+    launch(expand_and_per_token_cast_kernel, static, x, *maps, *results, fmt.amax_floor, size=num_expanded)
     return y
 
 

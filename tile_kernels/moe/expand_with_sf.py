@@ -4,9 +4,9 @@
     y_sf[p, g] = x_sf[t, g]
     y[p, h]    = y_sf[p, g] = 0                             where pos_to_expert[p] < 0
 
-Codes and row-major scale factors are moved like the rows of `expand`. For column-major ones the first launch also notes
-the token of every place, and a second one gathers the factors of neighbouring places. Memory bound: the floor is one
-read of x and x_sf and one write of y and y_sf.
+Codes and scale factors are moved like the rows of `expand`, by the same threads. Column-major factors of a token lie
+apart, but those of neighbouring places are written at about the same time, so the L2 makes whole sectors of them.
+Memory bound: the floor is one read of x and x_sf and one write of y and y_sf.
 """
 
 import torch
@@ -21,36 +21,36 @@ from tile_kernels.core.op import op
 from tile_kernels.moe._rows import (
     BITS,
     ROW_PASS_CONFIGS,
+    ROW_SPACE,
     WARP,
+    RowSplit,
     bits_of,
     check_places,
-    clear_rows,
-    expand_row,
+    choose_rows,
+    clear_places,
+    empty_sf,
     find_padding,
-    note_token,
-    row_threads_for,
-    row_vectors,
+    load_places,
+    load_row,
+    num_shares,
     row_width,
+    sf_type,
+    store_to_places,
 )
 from tile_kernels.moe._samples import random_places
-from tile_kernels.moe._sf_columns import TILE_PLACES, empty_sf, gather_sf_columns, sf_type, tile_shape
 
 # Config -------------------------------------------------------------------------------------
 
 
 def choose(hidden: int, elem_size: int, width: int, num_topk: int, *rest: int) -> dict:
-    """Up to eight vectors for each thread, all of them in flight before the first is written."""
-    return dict(row_threads=row_threads_for(hidden // width), num_threads=256)
+    """Many rows: all of a row in flight before it is written. Few rows: many small blocks."""
+    return choose_rows(hidden // width, rest[-1])
 
 
 # Kernel -------------------------------------------------------------------------------------
 
 
-@kernel(
-    choose=choose,
-    space=dict(row_threads=(32, 64, 128, 256), num_threads=(128, 256, 512)),
-    pass_configs=ROW_PASS_CONFIGS,
-)
+@kernel(choose=choose, space=ROW_SPACE, pass_configs=ROW_PASS_CONFIGS)
 def expand_with_sf_kernel(
     hidden: int,
     elem_size: int,
@@ -62,12 +62,13 @@ def expand_with_sf_kernel(
     col: bool,
     *,
     row_threads: int,
+    vectors: int,
     num_threads: int,
 ):
     """Rows of `hidden` elements of `elem_size` bytes, `width` in an access, and `num_groups` scale factors alike."""
     dtype, sf_dtype = T.dtype(BITS[elem_size]), T.dtype(BITS[sf_size])
-    rows = max(1, num_threads // row_threads)
-    num_threads = rows * row_threads
+    split = RowSplit.of(hidden // width, row_threads, vectors, num_threads)
+    sf_vectors = -(-num_groups // (sf_width * row_threads * split.parts))
     num_tokens, num_expanded = T.dynamic('num_tokens'), T.dynamic('num_expanded')
     x_pitch, x_sf_pitch = T.dynamic('x_pitch'), T.dynamic('x_sf_pitch')
 
@@ -77,40 +78,32 @@ def expand_with_sf_kernel(
         x_sf: T.StridedTensor((num_tokens, num_groups), (x_sf_pitch, 1), sf_dtype),
         token_topk_to_pos: T.Tensor((num_tokens, num_topk), T.int32),
         pos_to_expert: T.Tensor((num_expanded,), T.int32),
-        pos_to_token: T.Tensor((num_expanded,), T.int32),
         y: T.Tensor((num_expanded, hidden), dtype),
         y_sf: sf_type(num_expanded, num_groups, sf_dtype, col),
     ):
-        pad_blocks = T.ceildiv(num_expanded, num_threads)
-        with T.Kernel(pad_blocks + T.ceildiv(num_tokens, rows), threads=num_threads) as pid:
+        blocks = T.ceildiv(num_shares(num_tokens, num_expanded), split.rows)
+        with T.Kernel(blocks * split.parts, threads=split.num_threads) as pid:
             T.assume(x_pitch % width == 0)
             T.assume(x_sf_pitch % sf_width == 0)
-            row_local = T.alloc_local((row_vectors(hidden // width, row_threads), width), dtype)
-            sf_local = T.alloc_local((1, sf_width), sf_dtype)
+            row_local = T.alloc_local((split.vectors, width), dtype)
+            sf_local = T.alloc_local((sf_vectors, sf_width), sf_dtype)
+            place_local = T.alloc_local((T.ceildiv(num_topk, WARP),), T.int32)
             tx = T.get_thread_binding()
+            part = pid % split.parts
+            first = part * (split.vectors * row_threads) + tx % row_threads
+            sf_first = part * (sf_vectors * row_threads) + tx % row_threads
+            token = pid // split.parts * split.rows + tx // row_threads
 
-            if pid < pad_blocks:
-                place = pid * num_threads + tx // WARP * WARP
-                padding = find_padding(pos_to_expert, place)
-                clear_rows(y, place, padding, row_local)
-                if not col:
-                    clear_rows(y_sf, place, padding, sf_local)
-            else:
-                token = (pid - pad_blocks) * rows + tx // row_threads
-                if token < num_tokens:
-                    if col:
-                        note_token(token, token_topk_to_pos, row_threads, pos_to_token)
-                    else:
-                        expand_row(x_sf, token, token_topk_to_pos, y_sf, row_threads, sf_local)
-                    expand_row(x, token, token_topk_to_pos, y, row_threads, row_local)
-
-        if col:
-            with T.Kernel(T.ceildiv(num_expanded, TILE_PLACES), threads=num_threads) as pid:
-                token_shared = T.alloc_shared((TILE_PLACES,), T.int32)
-                tile_shared = T.alloc_shared(tile_shape(num_groups), sf_dtype)
-                gather_sf_columns(
-                    x_sf, pos_to_token, pos_to_expert, y_sf, pid * TILE_PLACES, num_threads, token_shared, tile_shared
-                )
+            if token < num_tokens:
+                load_row(x, token, first, row_threads, row_local)
+                load_row(x_sf, token, sf_first, row_threads, sf_local)
+                load_places(token_topk_to_pos, token, place_local)
+            padding = find_padding(pos_to_expert, token, num_tokens)
+            clear_places(padding, token, num_tokens, y, split.vectors, width, first, row_threads)
+            clear_places(padding, token, num_tokens, y_sf, sf_vectors, sf_width, sf_first, row_threads)
+            if token < num_tokens:
+                store_to_places(sf_local, y_sf, place_local, num_topk, sf_first, row_threads)
+                store_to_places(row_local, y, place_local, num_topk, first, row_threads)
 
     return expand_with_sf
 
@@ -143,11 +136,10 @@ def expand_with_sf(
     check.same_device(x=x, x_sf=x_sf, token_topk_to_pos=token_topk_to_pos, pos_to_expert=pos_to_expert)
     y = torch.empty((num_expanded, hidden), dtype=x.dtype, device=x.device)
     y_sf = empty_sf(num_expanded, num_groups, x_sf.dtype, col, x.device)
-    pos_to_token = torch.empty_like(pos_to_expert) if col else None
     sf_width = 1 if col else row_width(num_groups, x_sf, y_sf)
     static = (hidden, x.element_size(), row_width(hidden, x, y), num_topk)
     static += (num_groups, x_sf.element_size(), sf_width, col)
-    maps = (token_topk_to_pos, pos_to_expert, pos_to_token)
+    maps = (token_topk_to_pos, pos_to_expert)
     launch(
         expand_with_sf_kernel, static, bits_of(x), bits_of(x_sf), *maps, bits_of(y), bits_of(y_sf), size=num_expanded
     )
