@@ -96,20 +96,22 @@ def test_numbers_that_are_no_expert_are_not_routed():
     assert maps['token_topk_to_pos'].tolist() == [[0, -1, -1], [-1, 1, -1]]
 
 
-@pytest.mark.parametrize('num_threads', [128, 256, 1024])
-@pytest.mark.parametrize('num_chunks', [1, 8, 32, 64, 128])
-def test_chunks_and_warps_do_not_matter(num_chunks, num_threads):
+@pytest.mark.parametrize('num_threads', [256, 1024])
+@pytest.mark.parametrize('rounds', [1, 2, 8])
+@pytest.mark.parametrize('launches', [1, 2, 3])
+def test_launches_chunks_and_warps_do_not_matter(launches, rounds, num_threads):
     torch.manual_seed(0)
     topk_idx = torch.randint(-1, 12, (210, 6))
-    with forced_config(num_chunks=num_chunks, num_threads=num_threads):
+    with forced_config(launches=launches, rounds=rounds, num_threads=num_threads):
         run(topk_idx, 12, 16)
 
 
-def test_long_runs_take_several_steps():
+@pytest.mark.parametrize('launches', [2, 3])
+def test_more_chunks_than_warps_and_more_experts_than_threads(launches):
     torch.manual_seed(0)
-    topk_idx = torch.randint(-1, 70, (900, 5))
-    with forced_config(num_chunks=1, num_threads=128):
-        run(topk_idx, 70, 4)
+    with forced_config(launches=launches, rounds=2, num_threads=256):
+        run(torch.randint(-1, 70, (3500, 5)), 70, 4)
+        run(torch.randint(-1, 300, (500, 5)), 300, 1)
 
 
 def test_more_tokens_than_int32_products_allow():

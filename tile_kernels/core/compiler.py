@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tile_kernels.core.device import arch_number
 from tile_kernels.core.errors import CompileError, UnsupportedError
 
 log = logging.getLogger('tile_kernels')
@@ -85,6 +86,19 @@ def interpreter_pass_configs(extra: dict[str, Any]) -> dict[str, Any]:
     return {key.value: value for key, value in _pass_configs(extra).items()}
 
 
+def _for_arch(prim_func: Any, arch: str) -> Any:
+    """The kernel without what an architecture lacks: before Hopper launches cannot overlap, they follow each other."""
+    if arch_number(arch) >= 90:
+        return prim_func
+    from tilelang import tvm
+
+    def drop(node: Any) -> Any:
+        name = getattr(getattr(node.value, 'op', None), 'name', '')
+        return tvm.tirx.Evaluate(tvm.tirx.const(0)) if name in ('tl.pdl_sync', 'tl.pdl_trigger') else None
+
+    return prim_func.with_body(tvm.tirx.stmt_functor.ir_transform(prim_func.body, None, drop, ['tirx.Evaluate']))
+
+
 def _lower(prim_func: Any, pass_configs: dict[str, Any], arch: str) -> Any:
     require_tilelang()
     import tilelang
@@ -93,7 +107,7 @@ def _lower(prim_func: Any, pass_configs: dict[str, Any], arch: str) -> Any:
     target = tvm.target.Target({'kind': 'cuda', 'arch': arch})
     config = {key.value: value for key, value in _pass_configs(pass_configs).items()}
     with target, tvm.transform.PassContext(opt_level=3, config=config):
-        return tilelang.lower(prim_func, target=target, enable_device_compile=False)
+        return tilelang.lower(_for_arch(prim_func, arch), target=target, enable_device_compile=False)
 
 
 def cuda_source(prim_func: Any, pass_configs: dict[str, Any], arch: str) -> str:
@@ -120,7 +134,7 @@ def compile_library(prim_func: Any, pass_configs: dict[str, Any], arch: str, pat
     logging.getLogger('tilelang').setLevel(logging.WARNING)
     try:
         compiled = tilelang.compile(
-            prim_func,
+            _for_arch(prim_func, arch),
             target={'kind': 'cuda', 'arch': arch},
             execution_backend='tvm_ffi',
             pass_configs=_pass_configs(pass_configs),

@@ -4,10 +4,11 @@
     end[e]   = sum of align(count[e'], alignment) over e' <= e
     place    = start[e] + number of earlier slots of e      so inside an expert rows are in the order of tokens
 
-The slots are cut into `num_chunks` chunks, a chunk into one run of slots per warp. A first launch counts the experts of
-each chunk. In a second one each block sums what comes before its chunk and in total, and its warps, one run each, walk
-through their slots again: lanes with the same expert find each other by `match_any` and take places in the order of
-lanes. Few slots are one chunk and one launch. The result does not depend on chunks, warps or SMs.
+The slots are cut into chunks, a chunk into one run of slots per warp. A first launch counts the experts of each chunk.
+Meanwhile the blocks of the last launch, one per chunk, number their own slots: lanes with the same expert find each
+other by `match_any`, warps are scanned. Then they sum the counts of the chunks before theirs and of all chunks, and
+write. With very many counts a launch in between does the sums; few slots need no counts, every block looks at all of
+them. The result does not depend on chunks, warps or SMs.
 Latency bound: the bytes (one read of the choice, one write of the maps) are few.
 """
 
@@ -19,7 +20,7 @@ from tile_kernels.core.cases import grid
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
 from tile_kernels.moe._samples import random_choice
-from tile_kernels.moe.fused_mapping_device import MAX_CHUNKS, fused_mapping_kernel
+from tile_kernels.moe.fused_mapping_device import MIN_CHUNK, fused_mapping_kernel
 
 MAX_EXPERTS = 4096
 INT32_MAX = 2**31 - 1
@@ -61,7 +62,7 @@ def fused_mapping(
 
     places = (empty(num_expanded), empty(num_expanded), empty(num_expanded), empty(num_tokens, num_topk))
     experts = (empty(num_experts), empty(num_experts), empty(num_experts), empty(1))
-    counts = empty(num_experts, MAX_CHUNKS)
+    counts = empty(num_tokens * num_topk // MIN_CHUNK + 2, num_experts)
     static = (num_experts, num_topk, topk_idx.dtype)
     # without tokens there is still padding to write
     size = torch.sym_max(num_tokens * num_topk, 1)
@@ -130,7 +131,7 @@ fused_mapping.cases(
     smoke=grid(num_tokens=[0, 1, 65], num_topk=[6], num_experts=[9], alignment=[1, 16])
     + grid(
         num_tokens=[600], num_topk=[8], num_experts=[32], alignment=[64], dtype=[torch.int64, torch.int32]
-    )  # 8 chunks
+    )  # 3 chunks
     + grid(num_tokens=[40], num_topk=[9], num_experts=[1, 600, 4096], alignment=[2])  # lanes and warps by experts
     + grid(num_tokens=[50], num_topk=[4], num_experts=[8], alignment=[8], unrouted=[0.0, 1.0])
     + grid(num_tokens=[50], num_topk=[4], num_experts=[8], alignment=[8], unrouted=[0.0], missing=[120]),  # overflow

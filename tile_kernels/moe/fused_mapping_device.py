@@ -1,4 +1,4 @@
-"""Kernel of `fused_mapping`; see there for the method."""
+"""Kernels of `fused_mapping`; see there for the method."""
 
 import torch
 
@@ -6,10 +6,12 @@ from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, macro
 
 WARP = 32
-MAX_CHUNKS = 128
 
-#: Rounds of 32 slots that a warp has in flight.
-ROUNDS = 4
+#: Slots of the smallest chunk, which bounds the scratch for counts.
+MIN_CHUNK = 256
+
+#: Places that a block looks after when there are more of them than slots.
+FILL = 4096
 
 #: Warps own their part of shared memory, so barriers of the whole block are written where they are needed.
 PASS_CONFIGS = {
@@ -22,106 +24,160 @@ PASS_CONFIGS = {
 
 
 def choose(num_experts: int, num_topk: int, index_dtype: torch.dtype, size: int) -> dict:
-    """About 1024 slots for each block; many experts allow fewer chunks (all are summed) and warps (shared memory)."""
-    most = 128 if num_experts <= 64 else 64 if num_experts <= 256 else 32
-    num_chunks = next((n for n in (1, 8, 32, 64) if size <= n * (2048 if n == 1 else 1024)), 128)
-    num_threads = next(n for n in (1024, 512, 256, 128) if n * num_experts <= 1 << 19)
-    return dict(num_chunks=min(num_chunks, most), num_threads=num_threads)
+    """Few slots are counted by every block; a block sums the counts of all chunks unless they are very many."""
+    num_threads = next(n for n in (1024, 512, 256) if n * num_experts <= 1 << 20)
+    if size <= 4096:
+        return dict(launches=1, rounds=1, num_threads=num_threads)
+    rounds = 2 if size <= 1 << 18 else 8
+    many = num_experts * -(-size // (num_threads * rounds)) > 1 << 16
+    return dict(launches=3 if many else 2, rounds=rounds, num_threads=num_threads)
 
 
-# Kernel -------------------------------------------------------------------------------------
+# Slots --------------------------------------------------------------------------------------
 
 
 @macro
-def load_experts(topk_idx, first, stop, num_experts, expert_local):
-    """Experts of the slots first + lane, first + 32 + lane, ... before `stop`; -1 if there is none."""
+def load_experts(topk_idx, first, num_experts, expert_local):
+    """Experts of the slots first + lane, first + 32 + lane, ...; -1 where there is none."""
     num_topk = topk_idx.shape[1]
-    for i in T.unroll(ROUNDS):
+    index_local = T.alloc_local((expert_local.shape[0],), topk_idx.dtype)
+    for i in T.unroll(expert_local.shape[0]):
         slot = first + i * WARP + T.get_thread_binding() % WARP
-        expert_local[i] = -1
-        if slot < stop:
-            index = topk_idx[slot // num_topk, slot % num_topk]
-            if index >= 0 and index < num_experts:
-                expert_local[i] = T.cast(index, T.int32)
+        index_local[i] = -1
+        if slot < topk_idx.shape[0] * num_topk:
+            index_local[i] = topk_idx[slot // num_topk, slot % num_topk]
+    for i in T.unroll(expert_local.shape[0]):
+        exists = index_local[i] >= 0 and index_local[i] < num_experts
+        expert_local[i] = T.if_then_else(exists, T.cast(index_local[i], T.int32), -1)
 
 
 @macro
-def count_experts(topk_idx, first, stop, num_experts, expert_local, count_shared, row):
-    """Add the experts of a warp's slots to row `row` of `count_shared`; `expert_local` holds the first of them."""
-    for step in T.serial(T.ceildiv(stop - first, WARP * ROUNDS)):
-        if step > 0:
-            load_experts(topk_idx, first + step * (WARP * ROUNDS), stop, num_experts, expert_local)
-        for i in T.unroll(ROUNDS):
-            if expert_local[i] >= 0:
-                T.atomic_add(count_shared[row, expert_local[i]], 1)
+def rank_slots(expert_local, warp, rank_local, table_shared):
+    """Number of earlier slots of the warp with the same expert; `table_shared[warp]` counts them all."""
+    lane = T.get_thread_binding() % WARP
+    for i in T.unroll(expert_local.shape[0]):
+        expert = expert_local[i]
+        peers = T.match_any_sync(expert)
+        rank_local[i] = T.cast(T.popcount(peers & ((T.uint32(1) << T.cast(lane, T.uint32)) - T.uint32(1))), T.int32)
+        leads = rank_local[i] == 0
+        if expert >= 0:
+            rank_local[i] = rank_local[i] + table_shared[warp, expert]
+        T.sync_warp()
+        if expert >= 0 and leads:
+            table_shared[warp, expert] = rank_local[i] + T.cast(T.popcount(peers), T.int32)
+        T.sync_warp()
 
 
 def _lanes(num_experts: int, num_warps: int) -> int:
-    """Neighbouring lanes that own an expert: they share the chunks to sum and the warps to scan."""
+    """Neighbouring lanes that own an expert: they share the warps to scan."""
     return max(n for n in (1, 2, 4, 8, 16, 32) if n == 1 or (n * num_experts <= num_warps * WARP and n <= num_warps))
 
 
 @macro
-def sum_chunks(counts, chunk, num_chunks, num_warps, before_shared, count_shared):
-    """For every expert, the slots in the chunks before this one and in all chunks."""
-    num_experts = count_shared.shape[0]
-    lanes = _lanes(int(num_experts), num_warps)
-    lane = T.get_thread_binding() % lanes
-    before = T.alloc_var(T.int32)
-    total = T.alloc_var(T.int32)
-    count = T.alloc_var(T.int32)
-    for i in T.serial(T.ceildiv(num_experts * lanes, num_warps * WARP)):
-        expert = (i * (num_warps * WARP) + T.get_thread_binding()) // lanes
-        before = 0
-        total = 0
-        for c in T.unroll(T.ceildiv(num_chunks, lanes)):
-            if expert < num_experts and c * lanes + lane < num_chunks:
-                count = counts[expert, c * lanes + lane]
-                total += count
-                if c * lanes + lane < chunk:
-                    before += count
-        for s in T.unroll(lanes.bit_length() - 1):
-            total += T.shfl_xor(total, 1 << s)
-            before += T.shfl_xor(before, 1 << s)
-        if expert < num_experts and lane == 0:
-            before_shared[expert] = before
-            count_shared[expert] = total
-
-
-@macro
-def scan_warps(num_chunks, alignment, place_shared, before_shared, count_shared, size_shared):
-    """Turn the counts of each warp into its first places within the expert; sizes of experts follow from all counts."""
-    num_warps = place_shared.shape[0]
-    num_experts = count_shared.shape[0]
-    lanes = _lanes(int(num_experts), int(num_warps))
+def scan_warps(table_shared, num_experts):
+    """Turn the counts of each warp into those of the warps before it."""
+    num_warps = table_shared.shape[0]
+    lanes = _lanes(num_experts, int(num_warps))
     own_warps = num_warps // lanes
     lane = T.get_thread_binding() % lanes
-    own = T.alloc_var(T.int32)
     scan = T.alloc_var(T.int32)
     count = T.alloc_var(T.int32)
+    own = T.alloc_var(T.int32)
     for i in T.serial(T.ceildiv(num_experts * lanes, num_warps * WARP)):
         expert = (i * (num_warps * WARP) + T.get_thread_binding()) // lanes
         own = 0
         for w in T.unroll(own_warps):
             if expert < num_experts:
-                own += place_shared[lane * own_warps + w, expert]
+                own += table_shared[lane * own_warps + w, expert]
         scan = own
         for s in T.unroll(lanes.bit_length() - 1):
             count = T.shfl_up(scan, 1 << s, lanes)
             if lane >= (1 << s):
                 scan += count
-        if expert < num_experts:
-            if lane == lanes - 1:
-                if num_chunks == 1:
-                    count_shared[expert] = scan
-                size_shared[expert] = T.truncdiv(count_shared[expert] + alignment - 1, alignment) * alignment
-            scan -= own
-            if num_chunks > 1:
-                scan += before_shared[expert]
-            for w in T.unroll(own_warps):
-                count = place_shared[lane * own_warps + w, expert]
-                place_shared[lane * own_warps + w, expert] = scan
+        scan -= own
+        for w in T.unroll(own_warps):
+            if expert < num_experts:
+                count = table_shared[lane * own_warps + w, expert]
+                table_shared[lane * own_warps + w, expert] = scan
                 scan += count
+
+
+# Experts ------------------------------------------------------------------------------------
+
+
+@macro
+def count_all(topk_idx, stop, num_threads, num_experts, before_shared, count_shared):
+    """Count the slots before `stop` and all slots of every expert, one slot after another."""
+    num_topk = topk_idx.shape[1]
+    num_slots = topk_idx.shape[0] * num_topk
+    for step in T.serial(T.ceildiv(num_slots, num_threads)):
+        slot = step * num_threads + T.get_thread_binding()
+        if slot < num_slots:
+            index = topk_idx[slot // num_topk, slot % num_topk]
+            if index >= 0 and index < num_experts:
+                T.atomic_add(count_shared[T.cast(index, T.int32)], 1)
+                if slot < stop:
+                    T.atomic_add(before_shared[T.cast(index, T.int32)], 1)
+
+
+@macro
+def sum_chunks(counts, chunk, num_chunks, num_threads, before_shared, count_shared):
+    """Sum the counts of the chunks before this one and of all chunks for every expert."""
+    num_experts = counts.shape[1]
+    teams = max(1, num_threads // int(num_experts))  # they share the chunks
+    before = T.alloc_var(T.int32)
+    total = T.alloc_var(T.int32)
+    count = T.alloc_var(T.int32)
+    for i in T.serial(T.ceildiv(num_experts, num_threads)):
+        expert = i * num_threads + T.get_thread_binding() % (num_experts if teams > 1 else num_threads)
+        team = T.get_thread_binding() // num_experts if teams > 1 else 0
+        if expert < num_experts and team < teams:
+            before = 0
+            total = 0
+            for step in T.unroll(T.ceildiv(num_chunks, teams), unroll_factor=8):
+                if step * teams + team < num_chunks:
+                    count = counts[step * teams + team, expert]
+                    total += count
+                    if step * teams + team < chunk:
+                        before += count
+            T.atomic_add(before_shared[expert], before)
+            T.atomic_add(count_shared[expert], total)
+
+
+@macro
+def place_experts(alignment, before_shared, count_shared, size_shared, end_shared, part_shared):
+    """Sizes and ends of the experts; what was before a chunk becomes its first place of every expert."""
+    num_experts = count_shared.shape[0]
+    num_warps = part_shared.shape[0]
+    items = -(-int(num_experts) // (int(num_warps) * WARP))  # neighbouring experts of a thread
+    tx = T.get_thread_binding()
+    lane, warp = tx % WARP, tx // WARP
+    own = T.alloc_var(T.int32, init=0)
+    scan = T.alloc_var(T.int32)
+    other = T.alloc_var(T.int32)
+    for i in T.unroll(items):
+        if tx * items + i < num_experts:
+            size_shared[tx * items + i] = (
+                T.truncdiv(count_shared[tx * items + i] + alignment - 1, alignment) * alignment
+            )
+            own += size_shared[tx * items + i]
+    scan = own
+    for s in T.unroll(5):
+        other = T.shfl_up(scan, 1 << s)
+        if lane >= (1 << s):
+            scan += other
+    if lane == WARP - 1:
+        part_shared[warp] = scan
+    T.sync_threads()
+    other = 0
+    if lane < warp:
+        other = part_shared[lane]
+    scan += T.warp_reduce_sum(other) - own
+    for i in T.unroll(items):
+        if tx * items + i < num_experts:
+            before_shared[tx * items + i] = before_shared[tx * items + i] + scan
+            scan += size_shared[tx * items + i]
+            end_shared[tx * items + i] = scan
 
 
 @macro
@@ -132,22 +188,26 @@ def set_place(pos, expert, slot, num_topk, pos_to_expert, pos_to_token, pos_to_t
     pos_to_token_topk[pos] = slot
 
 
+# Kernel -------------------------------------------------------------------------------------
+
+
 @kernel(
     choose=choose,
-    space=dict(num_chunks=(1, 8, 32, 64, 128), num_threads=(128, 256, 512, 1024)),
+    space=dict(launches=(1, 2, 3), rounds=(1, 2, 4, 8), num_threads=(256, 512, 1024)),
     pass_configs=PASS_CONFIGS,
 )
 def fused_mapping_kernel(
-    num_experts: int, num_topk: int, index_dtype: torch.dtype, *, num_chunks: int, num_threads: int
+    num_experts: int, num_topk: int, index_dtype: torch.dtype, *, launches: int, rounds: int, num_threads: int
 ):
-    """Maps of a (num_tokens, num_topk) choice; `counts` is scratch."""
+    """Maps of a (num_tokens, num_topk) choice; `counts` is scratch, its last row for the sums of the others."""
     num_warps = num_threads // WARP
-    num_tokens, num_expanded = T.dynamic('num_tokens'), T.dynamic('num_expanded')
+    chunk_slots = num_threads * rounds
+    num_tokens, num_expanded, count_rows = (T.dynamic(n) for n in ('num_tokens', 'num_expanded', 'count_rows'))
 
     @T.prim_func
     def fused_mapping(
         topk_idx: T.Tensor((num_tokens, num_topk), T.dtype(index_dtype)),
-        counts: T.Tensor((num_experts, MAX_CHUNKS), T.int32),
+        counts: T.Tensor((count_rows, num_experts), T.int32),
         pos_to_expert: T.Tensor((num_expanded,), T.int32),
         pos_to_token: T.Tensor((num_expanded,), T.int32),
         pos_to_token_topk: T.Tensor((num_expanded,), T.int32),
@@ -159,89 +219,126 @@ def fused_mapping_kernel(
         alignment: T.int32,
     ):
         num_slots = num_tokens * num_topk
-        run = T.ceildiv(num_slots, num_chunks * num_warps)
+        num_chunks = T.max(1, T.ceildiv(num_slots, chunk_slots))
 
-        if num_chunks > 1:
+        if launches > 1:
             with T.Kernel(num_chunks, threads=num_threads) as chunk:
-                count_shared = T.alloc_shared((1, num_experts), T.int32)
-                expert_local = T.alloc_local((ROUNDS,), T.int32)
+                count_shared = T.alloc_shared((num_experts,), T.int32)
+                expert_local = T.alloc_local((rounds,), T.int32)
                 tx = T.get_thread_binding()
-                first = (chunk * num_warps + tx // WARP) * run
-                stop = T.min(first + run, num_slots)
 
-                load_experts(topk_idx, first, stop, num_experts, expert_local)
+                T.pdl_trigger()
+                load_experts(topk_idx, chunk * chunk_slots + tx // WARP * (WARP * rounds), num_experts, expert_local)
                 for i in T.serial(T.ceildiv(num_experts, num_threads)):
                     if i * num_threads + tx < num_experts:
-                        count_shared[0, i * num_threads + tx] = 0
+                        count_shared[i * num_threads + tx] = 0
                 T.sync_threads()
-                count_experts(topk_idx, first, stop, num_experts, expert_local, count_shared, 0)
+                for i in T.unroll(rounds):
+                    if expert_local[i] >= 0:
+                        T.atomic_add(count_shared[expert_local[i]], 1)
                 T.sync_threads()
                 for i in T.serial(T.ceildiv(num_experts, num_threads)):
                     if i * num_threads + tx < num_experts:
-                        counts[i * num_threads + tx, chunk] = count_shared[0, i * num_threads + tx]
+                        counts[chunk, i * num_threads + tx] = count_shared[i * num_threads + tx]
 
-        with T.Kernel(num_chunks, threads=num_threads) as chunk:
-            place_shared = T.alloc_shared((num_warps, num_experts | 1), T.int32)  # odd pitch: warps in different banks
+        if launches > 2:
+            with T.Kernel(T.ceildiv(num_experts, WARP), threads=1024) as pid:  # a lane for each expert
+                sum_shared = T.alloc_shared((WARP, WARP), T.int32)
+                tx = T.get_thread_binding()
+                lane, warp = tx % WARP, tx // WARP
+                expert = pid * WARP + lane
+                own_chunks = T.ceildiv(num_chunks, WARP)
+                before = T.alloc_var(T.int32, init=0)
+                count = T.alloc_var(T.int32)
+
+                T.pdl_trigger()
+                T.pdl_sync()
+                for c in T.unroll(own_chunks, unroll_factor=8):
+                    if warp * own_chunks + c < num_chunks and expert < num_experts:
+                        before += counts[warp * own_chunks + c, expert]
+                sum_shared[warp, lane] = before
+                T.sync_threads()
+                before = 0
+                for w in T.unroll(WARP):
+                    if w < warp:
+                        before += sum_shared[w, lane]
+                for c in T.unroll(own_chunks, unroll_factor=8):
+                    if warp * own_chunks + c < num_chunks and expert < num_experts:
+                        count = counts[warp * own_chunks + c, expert]
+                        counts[warp * own_chunks + c, expert] = before
+                        before += count
+                if warp == WARP - 1 and expert < num_experts:
+                    counts[count_rows - 1, expert] = before
+
+        with T.Kernel(T.max(num_chunks, T.ceildiv(num_expanded, FILL)), threads=num_threads) as chunk:
+            table_shared = T.alloc_shared((num_warps, num_experts | 1), T.int32)  # odd pitch: warps in different banks
             before_shared = T.alloc_shared((num_experts,), T.int32)
             count_shared = T.alloc_shared((num_experts,), T.int32)
             size_shared = T.alloc_shared((num_experts,), T.int32)  # the count, aligned
             end_shared = T.alloc_shared((num_experts,), T.int32)
-            expert_local = T.alloc_local((ROUNDS,), T.int32)
+            part_shared = T.alloc_shared((num_warps,), T.int32)
+            expert_local = T.alloc_local((rounds,), T.int32)
+            rank_local = T.alloc_local((rounds,), T.int32)
             tx = T.get_thread_binding()
             pos = T.alloc_var(T.int32)
             lane, warp = tx % WARP, tx // WARP
-            first = (chunk * num_warps + warp) * run
-            stop = T.min(first + run, num_slots)
+            num_blocks = T.max(num_chunks, T.ceildiv(num_expanded, FILL))
+            first = chunk * chunk_slots + warp * (WARP * rounds)
 
-            load_experts(topk_idx, first, stop, num_experts, expert_local)
+            load_experts(topk_idx, first, num_experts, expert_local)
             for i in T.serial(T.ceildiv(num_warps * (num_experts | 1), num_threads)):
                 item = i * num_threads + tx
                 if item < num_warps * (num_experts | 1):
-                    place_shared[item // (num_experts | 1), item % (num_experts | 1)] = 0
-            if num_chunks > 1:
-                sum_chunks(counts, chunk, num_chunks, num_warps, before_shared, count_shared)
+                    table_shared[item // (num_experts | 1), item % (num_experts | 1)] = 0
+            for i in T.serial(T.ceildiv(num_experts, num_threads)):
+                if i * num_threads + tx < num_experts:
+                    before_shared[i * num_threads + tx] = 0
+                    count_shared[i * num_threads + tx] = 0
             T.sync_threads()
-            count_experts(topk_idx, first, stop, num_experts, expert_local, place_shared, warp)
+            rank_slots(expert_local, warp, rank_local, table_shared)
             T.sync_threads()
-            scan_warps(num_chunks, alignment, place_shared, before_shared, count_shared, size_shared)
+            scan_warps(table_shared, num_experts)
+
+            if launches == 1:
+                count_all(topk_idx, chunk * chunk_slots, num_threads, num_experts, before_shared, count_shared)
+            else:
+                T.pdl_sync()
+                if launches == 2:
+                    sum_chunks(counts, chunk, num_chunks, num_threads, before_shared, count_shared)
+                else:
+                    for i in T.serial(T.ceildiv(num_experts, num_threads)):
+                        if i * num_threads + tx < num_experts:
+                            if chunk < num_chunks:
+                                before_shared[i * num_threads + tx] = counts[chunk, i * num_threads + tx]
+                            count_shared[i * num_threads + tx] = counts[count_rows - 1, i * num_threads + tx]
             T.sync_threads()
-            T.cumsum(size_shared, end_shared)
+            place_experts(alignment, before_shared, count_shared, size_shared, end_shared, part_shared)
             T.sync_threads()
 
-            for step in T.serial(T.ceildiv(stop - first, WARP * ROUNDS)):
-                if run > WARP * ROUNDS:  # otherwise they are still there
-                    load_experts(topk_idx, first + step * (WARP * ROUNDS), stop, num_experts, expert_local)
-                for i in T.unroll(ROUNDS):
-                    slot = first + (step * ROUNDS + i) * WARP + lane
-                    expert = expert_local[i]
-                    peers = T.match_any_sync(expert)
-                    rank = T.cast(T.popcount(peers & ((T.uint32(1) << T.cast(lane, T.uint32)) - T.uint32(1))), T.int32)
+            for i in T.unroll(rounds):
+                slot = first + i * WARP + lane
+                expert = expert_local[i]
+                if slot < num_slots:
                     pos = -1
                     if expert >= 0:
-                        pos = place_shared[warp, expert] + rank
-                    T.sync_warp()
-                    if expert >= 0 and rank == 0:
-                        place_shared[warp, expert] = pos + T.cast(T.popcount(peers), T.int32)
-                    T.sync_warp()
-                    if slot < stop:
-                        if expert >= 0:
-                            pos += end_shared[expert] - size_shared[expert]
-                            if pos >= num_expanded:
-                                pos = -1
-                        token_topk_to_pos[slot // num_topk, slot % num_topk] = pos
-                        if pos >= 0:
-                            set_place(pos, expert, slot, num_topk, pos_to_expert, pos_to_token, pos_to_token_topk)
+                        pos = before_shared[expert] + table_shared[warp, expert] + rank_local[i]
+                        if pos >= num_expanded:
+                            pos = -1
+                    token_topk_to_pos[slot // num_topk, slot % num_topk] = pos
+                    if pos >= 0:
+                        set_place(pos, expert, slot, num_topk, pos_to_expert, pos_to_token, pos_to_token_topk)
 
-            for i in T.serial(T.ceildiv(num_experts, num_chunks * num_warps)):
-                expert = (i * num_warps + warp) * num_chunks + chunk
+            for i in T.serial(T.ceildiv(num_experts, num_blocks * num_threads)):
+                expert = (i * num_blocks + chunk) * num_threads + tx
                 if expert < num_experts:
-                    start = end_shared[expert] - size_shared[expert]
+                    expert_start[expert] = T.min(end_shared[expert] - size_shared[expert], num_expanded)
+                    expert_end[expert] = T.min(end_shared[expert], num_expanded)
+                    num_tokens_per_expert[expert] = size_shared[expert]
+            for i in T.serial(T.ceildiv(num_experts, num_blocks * num_warps)):
+                expert = (i * num_warps + warp) * num_blocks + chunk
+                if expert < num_experts:
                     end = T.min(end_shared[expert], num_expanded)
-                    used = start + count_shared[expert]
-                    if lane == 0:
-                        expert_start[expert] = T.min(start, num_expanded)
-                        expert_end[expert] = end
-                        num_tokens_per_expert[expert] = size_shared[expert]
+                    used = end_shared[expert] - size_shared[expert] + count_shared[expert]
                     for j in T.serial(T.ceildiv(end - used, WARP)):
                         pos = used + j * WARP + lane
                         if pos < end:
@@ -250,8 +347,8 @@ def fused_mapping_kernel(
             last = end_shared[num_experts - 1]
             if chunk == 0 and tx == 0:
                 overflow[0] = T.max(last - num_expanded, 0)
-            for j in T.serial(T.ceildiv(num_expanded - last, num_chunks * num_threads)):
-                pos = last + (j * num_chunks + chunk) * num_threads + tx
+            for j in T.serial(T.ceildiv(num_expanded - last, num_blocks * num_threads)):
+                pos = last + (j * num_blocks + chunk) * num_threads + tx
                 if pos < num_expanded:
                     set_place(pos, -1, -1, num_topk, pos_to_expert, pos_to_token, pos_to_token_topk)
 
