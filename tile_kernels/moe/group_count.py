@@ -3,8 +3,9 @@
     count[g] = number of slots with group_idx = g           negative numbers count nowhere
     f[e]     = count[e] * num_experts / (num_tokens * num_aux_topk)
 
-Each block counts a run of slots in shared memory and writes its counts; a second launch adds them up. Few slots are one
-block and one launch. Nothing has to be cleared beforehand, and integers make the result independent of any order.
+Each block counts a run of slots in shared memory and writes its counts; a second launch, which is made early and waits
+on the device, adds them up. Few slots are one block and one launch. Nothing has to be cleared beforehand, and integers
+make the result independent of any order.
 """
 
 import torch
@@ -71,6 +72,8 @@ def group_count_kernel(
             index_local = T.alloc_local((ROUNDS,), T.dtype(index_dtype))
             tx = T.get_thread_binding()
 
+            if num_blocks > 1:
+                T.pdl_trigger()
             for i in T.serial(T.ceildiv(num_groups, num_threads)):
                 if i * num_threads + tx < num_groups:
                     count_shared[i * num_threads + tx] = 0
@@ -99,6 +102,7 @@ def group_count_kernel(
                 tx = T.get_thread_binding()
                 group = pid * warps + tx // 32
                 count = T.alloc_var(T.int32, init=0)
+                T.pdl_sync()
                 for i in T.unroll(T.ceildiv(num_blocks, 32)):
                     if group < num_groups and i * 32 + tx % 32 < num_blocks:
                         count += partial[group, i * 32 + tx % 32]
