@@ -169,6 +169,7 @@ expand_to_fused.cases(
     + grid(num_tokens=[100003], num_topk=[3], hidden=[7169], dtype=[torch.float8_e4m3fn]),  # more than 2^31 elements
     bench=grid(num_tokens=[8004], num_topk=[2], hidden=[7168], dtype=[torch.bfloat16], padding=[0])
     + grid(num_tokens=[4096], num_topk=[8], hidden=[2048, 7168], dtype=[torch.bfloat16], padding=[0])
+    + grid(num_tokens=[64], num_topk=[8], hidden=[7168], dtype=[torch.bfloat16], padding=[0])
     + grid(num_tokens=[64, 4001], num_topk=[9], hidden=[576], dtype=[torch.bfloat16], padding=[0]),
 )
 expand_to_fused_bwd.cases(

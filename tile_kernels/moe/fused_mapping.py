@@ -5,10 +5,10 @@
     place    = start[e] + number of earlier slots of e      so inside an expert rows are in the order of tokens
 
 The slots are cut into chunks, a chunk into one run of slots per warp. A first launch counts the experts of each chunk.
-Meanwhile the blocks of the last launch, one per chunk, number their own slots: lanes with the same expert find each
-other by `match_any`, warps are scanned. Then they sum the counts of the chunks before theirs and of all chunks, and
-write. With very many counts a launch in between does the sums; few slots need no counts, every block looks at all of
-them. The result does not depend on chunks, warps or SMs.
+Meanwhile the blocks of the last launch, one per chunk, sort their own slots by expert: lanes with the same expert find
+each other by `match_any`, warps and experts are scanned. Then they sum the counts of the chunks before theirs and of
+all chunks, and write runs of places. With very many counts a launch in between does the sums; few slots need no
+counts, every block looks at all of them. The result does not depend on chunks, warps or SMs.
 Latency bound: the bytes (one read of the choice, one write of the maps) are few.
 """
 

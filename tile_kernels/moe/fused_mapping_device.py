@@ -74,10 +74,11 @@ def _lanes(num_experts: int, num_warps: int) -> int:
 
 
 @macro
-def scan_warps(table_shared, num_experts):
-    """Turn the counts of each warp into those of the warps before it."""
+def scan_warps(table_shared, count_shared):
+    """Turn the counts of each warp into those of the warps before it; `count` is the sum."""
+    num_experts = count_shared.shape[0]
     num_warps = table_shared.shape[0]
-    lanes = _lanes(num_experts, int(num_warps))
+    lanes = _lanes(int(num_experts), int(num_warps))
     own_warps = num_warps // lanes
     lane = T.get_thread_binding() % lanes
     scan = T.alloc_var(T.int32)
@@ -100,6 +101,8 @@ def scan_warps(table_shared, num_experts):
                 count = table_shared[lane * own_warps + w, expert]
                 table_shared[lane * own_warps + w, expert] = scan
                 scan += count
+        if expert < num_experts and lane == lanes - 1:
+            count_shared[expert] = scan
 
 
 # Experts ------------------------------------------------------------------------------------
@@ -144,23 +147,26 @@ def sum_chunks(counts, chunk, num_chunks, num_threads, before_shared, count_shar
             T.atomic_add(count_shared[expert], total)
 
 
+def _items(num_experts: int, num_warps: int) -> int:
+    """Neighbouring experts of a thread."""
+    return -(-num_experts // (num_warps * WARP))
+
+
 @macro
-def place_experts(alignment, before_shared, count_shared, size_shared, end_shared, part_shared):
-    """Sizes and ends of the experts; what was before a chunk becomes its first place of every expert."""
+def scan_experts(count_shared, alignment, size_shared, start_shared, part_shared):
+    """Sizes of the experts, which are the aligned counts, and the sum of the sizes before each of them."""
     num_experts = count_shared.shape[0]
-    num_warps = part_shared.shape[0]
-    items = -(-int(num_experts) // (int(num_warps) * WARP))  # neighbouring experts of a thread
+    items = _items(int(num_experts), int(part_shared.shape[0]))
     tx = T.get_thread_binding()
     lane, warp = tx % WARP, tx // WARP
     own = T.alloc_var(T.int32, init=0)
     scan = T.alloc_var(T.int32)
     other = T.alloc_var(T.int32)
     for i in T.unroll(items):
-        if tx * items + i < num_experts:
-            size_shared[tx * items + i] = (
-                T.truncdiv(count_shared[tx * items + i] + alignment - 1, alignment) * alignment
-            )
-            own += size_shared[tx * items + i]
+        expert = tx * items + i
+        if expert < num_experts:
+            size_shared[expert] = T.truncdiv(count_shared[expert] + alignment - 1, alignment) * alignment
+            own += size_shared[expert]
     scan = own
     for s in T.unroll(5):
         other = T.shfl_up(scan, 1 << s)
@@ -174,10 +180,10 @@ def place_experts(alignment, before_shared, count_shared, size_shared, end_share
         other = part_shared[lane]
     scan += T.warp_reduce_sum(other) - own
     for i in T.unroll(items):
-        if tx * items + i < num_experts:
-            before_shared[tx * items + i] = before_shared[tx * items + i] + scan
-            scan += size_shared[tx * items + i]
-            end_shared[tx * items + i] = scan
+        expert = tx * items + i
+        if expert < num_experts:
+            start_shared[expert] = scan
+            scan += size_shared[expert]
 
 
 @macro
@@ -202,6 +208,7 @@ def fused_mapping_kernel(
     """Maps of a (num_tokens, num_topk) choice; `counts` is scratch, its last row for the sums of the others."""
     num_warps = num_threads // WARP
     chunk_slots = num_threads * rounds
+    items = _items(num_experts, num_warps)
     num_tokens, num_expanded, count_rows = (T.dynamic(n) for n in ('num_tokens', 'num_expanded', 'count_rows'))
 
     @T.prim_func
@@ -274,8 +281,10 @@ def fused_mapping_kernel(
             table_shared = T.alloc_shared((num_warps, num_experts | 1), T.int32)  # odd pitch: warps in different banks
             before_shared = T.alloc_shared((num_experts,), T.int32)
             count_shared = T.alloc_shared((num_experts,), T.int32)
-            size_shared = T.alloc_shared((num_experts,), T.int32)  # the count, aligned
-            end_shared = T.alloc_shared((num_experts,), T.int32)
+            size_shared = T.alloc_shared((num_experts,), T.int32)  # the count, aligned; first that of the chunk
+            start_shared = T.alloc_shared((num_experts,), T.int32)
+            local_shared = T.alloc_shared((num_experts,), T.int32)  # the start in the sorted chunk
+            sorted_shared = T.alloc_shared((chunk_slots,), T.int32)  # the chunk by experts: expert * chunk_slots + slot
             part_shared = T.alloc_shared((num_warps,), T.int32)
             expert_local = T.alloc_local((rounds,), T.int32)
             rank_local = T.alloc_local((rounds,), T.int32)
@@ -297,7 +306,16 @@ def fused_mapping_kernel(
             T.sync_threads()
             rank_slots(expert_local, warp, rank_local, table_shared)
             T.sync_threads()
-            scan_warps(table_shared, num_experts)
+            scan_warps(table_shared, size_shared)
+            T.sync_threads()
+            scan_experts(size_shared, 1, size_shared, local_shared, part_shared)
+            T.sync_threads()
+            num_placed = local_shared[num_experts - 1] + size_shared[num_experts - 1]
+            for i in T.unroll(rounds):
+                expert = expert_local[i]
+                if expert >= 0:
+                    rank_local[i] = rank_local[i] + local_shared[expert] + table_shared[warp, expert]
+                    sorted_shared[rank_local[i]] = expert * chunk_slots + (warp * rounds + i) * WARP + lane
 
             if launches == 1:
                 count_all(topk_idx, chunk * chunk_slots, num_threads, num_experts, before_shared, count_shared)
@@ -312,39 +330,47 @@ def fused_mapping_kernel(
                                 before_shared[i * num_threads + tx] = counts[chunk, i * num_threads + tx]
                             count_shared[i * num_threads + tx] = counts[count_rows - 1, i * num_threads + tx]
             T.sync_threads()
-            place_experts(alignment, before_shared, count_shared, size_shared, end_shared, part_shared)
+            scan_experts(count_shared, alignment, size_shared, start_shared, part_shared)
+            for i in T.unroll(items):
+                if tx * items + i < num_experts:  # from the order of the chunk to that of all slots
+                    before_shared[tx * items + i] += start_shared[tx * items + i] - local_shared[tx * items + i]
             T.sync_threads()
 
             for i in T.unroll(rounds):
                 slot = first + i * WARP + lane
-                expert = expert_local[i]
                 if slot < num_slots:
                     pos = -1
-                    if expert >= 0:
-                        pos = before_shared[expert] + table_shared[warp, expert] + rank_local[i]
+                    if expert_local[i] >= 0:
+                        pos = before_shared[expert_local[i]] + rank_local[i]
                         if pos >= num_expanded:
                             pos = -1
                     token_topk_to_pos[slot // num_topk, slot % num_topk] = pos
-                    if pos >= 0:
+            for i in T.unroll(rounds):
+                rank = i * num_threads + tx
+                if rank < num_placed:
+                    expert, slot = sorted_shared[rank] // chunk_slots, sorted_shared[rank] % chunk_slots
+                    pos = before_shared[expert] + rank
+                    if pos < num_expanded:
+                        slot = chunk * chunk_slots + slot
                         set_place(pos, expert, slot, num_topk, pos_to_expert, pos_to_token, pos_to_token_topk)
 
             for i in T.serial(T.ceildiv(num_experts, num_blocks * num_threads)):
                 expert = (i * num_blocks + chunk) * num_threads + tx
                 if expert < num_experts:
-                    expert_start[expert] = T.min(end_shared[expert] - size_shared[expert], num_expanded)
-                    expert_end[expert] = T.min(end_shared[expert], num_expanded)
+                    expert_start[expert] = T.min(start_shared[expert], num_expanded)
+                    expert_end[expert] = T.min(start_shared[expert] + size_shared[expert], num_expanded)
                     num_tokens_per_expert[expert] = size_shared[expert]
             for i in T.serial(T.ceildiv(num_experts, num_blocks * num_warps)):
                 expert = (i * num_warps + warp) * num_blocks + chunk
                 if expert < num_experts:
-                    end = T.min(end_shared[expert], num_expanded)
-                    used = end_shared[expert] - size_shared[expert] + count_shared[expert]
+                    end = T.min(start_shared[expert] + size_shared[expert], num_expanded)
+                    used = start_shared[expert] + count_shared[expert]
                     for j in T.serial(T.ceildiv(end - used, WARP)):
                         pos = used + j * WARP + lane
                         if pos < end:
                             set_place(pos, -1, -1, num_topk, pos_to_expert, pos_to_token, pos_to_token_topk)
 
-            last = end_shared[num_experts - 1]
+            last = start_shared[num_experts - 1] + size_shared[num_experts - 1]
             if chunk == 0 and tx == 0:
                 overflow[0] = T.max(last - num_expanded, 0)
             for j in T.serial(T.ceildiv(num_expanded - last, num_blocks * num_threads)):
