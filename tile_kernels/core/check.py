@@ -129,10 +129,25 @@ def same_device(**tensors: Tensor | None) -> None:
             fail(name, f'must be on the device of {first_name} ({first.device})', describe(x))
 
 
+def together(**values: object) -> None:
+    """All of these are given or none is."""
+    missing = [name for name, value in values.items() if value is None]
+    if missing and len(missing) < len(values):
+        present = next(name for name in values if name not in missing)
+        fail(present, f'must come with {missing[0]}', f'no {missing[0]}')
+
+
 def contiguous(x: Tensor, name: str) -> None:
     """`x` must be contiguous."""
     if not x.is_contiguous():
         fail(name, 'must be contiguous', describe(x), hint=f'pass {name}.contiguous()')
+
+
+def packed(x: Tensor | None, name: str, spec: str, dtype: torch.dtype | Collection[torch.dtype], **known: int) -> None:
+    """`x` must be contiguous with the dimensions named in `spec`, or be None."""
+    if x is not None:
+        shape(x, name, spec, dtype, **known)
+        contiguous(x, name)
 
 
 def unit_stride(x: Tensor, name: str) -> None:

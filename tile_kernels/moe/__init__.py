@@ -3,17 +3,26 @@
 from tile_kernels.moe.expand import expand_to_fused
 from tile_kernels.moe.expand_and_per_token_cast import expand_and_per_token_cast
 from tile_kernels.moe.expand_with_sf import expand_to_fused_with_sf
+from tile_kernels.moe.front_gates import (
+    moe_topk_gate,
+    moe_topk_gate_backward,
+    moe_topk_gate_forward,
+    top2_sum_gate,
+)
 from tile_kernels.moe.fused_mapping import fused_mapping, get_fused_mapping
 from tile_kernels.moe.group_count import aux_fi, group_count
 from tile_kernels.moe.inplace_unique_group_indices import inplace_unique_group_indices
 from tile_kernels.moe.mask_indices_by_tp import mask_indices_by_tp
 from tile_kernels.moe.normalize_weight import normalize_weight, weight_normalize
 from tile_kernels.moe.reduce import reduce_fused
+from tile_kernels.moe.route_topk import route_topk_
+from tile_kernels.moe.route_topk_bwd import route_topk_bwd_
 from tile_kernels.moe.routing import RoutingMap, fused_expand_reduce, token_to_expert_map
 from tile_kernels.moe.scoring import ScoringFunc
 from tile_kernels.moe.topk_gate import topk_gate
 from tile_kernels.moe.topk_gating import topk_gating
 from tile_kernels.moe.topk_gating_bwd import topk_gating_bwd
+from tile_kernels.moe.topk_sum_and_topk_group_idx import topk_sum_and_topk_group_idx
 
 __all__ = [
     'RoutingMap',
@@ -28,11 +37,18 @@ __all__ = [
     'group_count',
     'inplace_unique_group_indices',
     'mask_indices_by_tp',
+    'moe_topk_gate',
+    'moe_topk_gate_backward',
+    'moe_topk_gate_forward',
     'normalize_weight',
     'reduce_fused',
+    'route_topk_',
+    'route_topk_bwd_',
     'token_to_expert_map',
+    'top2_sum_gate',
     'topk_gate',
     'topk_gating',
     'topk_gating_bwd',
+    'topk_sum_and_topk_group_idx',
     'weight_normalize',
 ]

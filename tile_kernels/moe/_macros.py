@@ -15,6 +15,7 @@ from tile_kernels.moe.scoring import ScoringFunc
 WARP = 32
 #: Keeps a row of zero scores from dividing by zero.
 EPSILON = 1e-20
+FLOAT32_MAX = 3.4028234663852886e38
 
 #: Warps of a block share nothing, so barriers of the whole block and guards of row ends are left to the code.
 WARP_PASS_CONFIGS = {
@@ -33,6 +34,7 @@ class RowLayout:
 
     num_experts: int
     vec: int
+    float_vec: int  # the same for float32 rows that belong to these: no wider than 16 bytes
 
     @classmethod
     def of(cls, num_experts: int, elem_size: int, vector_bytes: int) -> RowLayout:
@@ -40,7 +42,7 @@ class RowLayout:
         vec = max(vector_bytes // elem_size, 1)
         while vec > 1 and (num_experts % vec or num_experts < WARP * vec):
             vec //= 2
-        return cls(num_experts, vec)
+        return cls(num_experts, vec, min(vec, max(vector_bytes // 4, 1)))
 
     @property
     def num_slots(self) -> int:
@@ -105,6 +107,20 @@ def score(x: Any, scoring: ScoringFunc) -> Any:
     return x
 
 
+def estimate(x: Any, scoring: ScoringFunc) -> Any:
+    """The score of a logit within `estimate_error`, by the fast functions of the hardware; NaN of NaN alone."""
+    if scoring == ScoringFunc.SIGMOID:
+        return T.fast_rcp(T.float32(1) + T.__exp(-x))
+    # The bounds keep 0 * inf out of the root: it would make NaN of 0 and of inf.
+    softplus = T.min(T.max(x, T.float32(0)), T.float32(FLOAT32_MAX)) + T.__log(T.float32(1) + T.__exp(-T.abs(x)))
+    return softplus * T.rsqrt(T.max(softplus, T.float32(1e-30)))
+
+
+def estimate_error(scoring: ScoringFunc) -> float:
+    """What an estimate can be off, with room: 1e-6 of a score or a softplus, of which the root makes 1e-3 near zero."""
+    return 2e-6 if scoring == ScoringFunc.SIGMOID else 1e-3
+
+
 def slope(x, value, scoring: ScoringFunc):
     """Derivative of the score `value` of the logit `x`."""
     if scoring == ScoringFunc.SIGMOID:
@@ -138,17 +154,18 @@ def load_rows(logits, at: Place, layout: RowLayout, x):
 
 @macro
 def store_rows(x, out, at: Place, layout: RowLayout):
-    """The inverse of `load_rows`."""
+    """The inverse of `load_rows`; a row of float32 may go with logits of another type."""
+    vec = layout.float_vec if out.dtype == 'float32' else layout.vec
     cast = T.alloc_local((at.rows, layout.num_slots), out.dtype)
     for r in T.unroll(at.rows):
         for s in T.unroll(layout.num_slots):
             cast[r, s] = T.cast(x[r, s], out.dtype)
     for r in T.unroll(at.rows):
-        for i in T.unroll(layout.num_slots // layout.vec):
-            first = layout.expert(i * layout.vec, at.lane)
+        for i in T.unroll(layout.num_slots // vec):
+            first = layout.expert(i * vec, at.lane)
             if first < layout.num_experts:
-                for j in T.vectorized(layout.vec):
-                    out[at.tokens[r], first + j] = cast[r, i * layout.vec + j]
+                for j in T.vectorized(vec):
+                    out[at.tokens[r], first + j] = cast[r, i * vec + j]
 
 
 # Sums over the warp ---------------------------------------------------------------------------
@@ -207,6 +224,14 @@ def exp_of_chosen(value, peak, at: Place, num_topk: int):
     for p in T.unroll(-(-num_topk // WARP)):
         if p * WARP + at.sublane < num_topk:
             value[p] = T.exp(value[p] - peak)
+
+
+@macro
+def sum_of_renormalized(value, scoring: ScoringFunc, at: Place, num_topk: int):
+    """What the values of all choices are divided by to become weights; logits of a softmax become exponentials."""
+    if scoring == ScoringFunc.SOFTMAX:
+        exp_of_chosen(value, peak_of_chosen(value, at, num_topk), at, num_topk)
+    return sum_of_chosen(value, at, num_topk, width_of(num_topk)) + T.float32(EPSILON)
 
 
 @macro

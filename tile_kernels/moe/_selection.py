@@ -5,8 +5,10 @@ Two ways lead to the k best scores of a row:
     by cut      The k-th largest lane maximum is a cut that at least k scores reach, and few more do. Those few are
                 gathered, one per lane, and each counts how many of the others come before it: that is its rank. So few
                 lanes are busy with it that one half of a warp ranks one row while the other half ranks another.
+                Only the few are scored: the cut goes through logits where scores rise with them, and through estimates
+                of the scores, lowered by what these can be off, where a bias is added.
     by rounds   k times the warp finds the best score that is left. Slower, and right for every row: it takes over where
-                a cut does not separate (ties, too few finite scores), for large k and for groups.
+                a cut does not separate (ties, too few finite scores) and for large k.
 
 Scores are compared as int32 keys in the order of the floats, with -0 = +0 and NaN below -inf.
 """
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tile_kernels.core.lang import T, macro
-from tile_kernels.moe._macros import WARP, Place, RowLayout, score
+from tile_kernels.moe._macros import WARP, Place, RowLayout, estimate, estimate_error, score
 from tile_kernels.moe.scoring import ScoringFunc
 
 #: Below every key: a slot without an expert, or one that may not be chosen (any more).
@@ -26,6 +28,28 @@ NAN_KEY = LOWEST + 1
 MINUS_INF_KEY = -0x7F800001
 #: Logits per lane up to which two rows fit into the registers of a warp.
 MAX_SLOTS_OF_TWO = 32
+
+
+@dataclass(frozen=True)
+class Bias:
+    """What is added to the scores of a token before they rank; tokens of images may have a bias of their own."""
+
+    plain: Any = None
+    image: Any = None
+    image_rows: Any = None  # for every row whether its token is of an image
+    image_part: Any = None  # the same for the token of the part
+
+    def of_row(self, expert: Any, row: Any) -> Any:
+        """Bias of an expert for the token of a row."""
+        return self._of(expert, self.image_rows[row] != 0 if self.image is not None else None)
+
+    def of_part(self, expert: Any) -> Any:
+        """Bias of an expert for the token of the part."""
+        return self._of(expert, self.image_part != 0 if self.image is not None else None)
+
+    def _of(self, expert: Any, is_image: Any) -> Any:
+        plain = T.float32(0) if self.plain is None else self.plain[expert]
+        return plain if is_image is None else T.if_then_else(is_image, self.image[expert], plain)
 
 
 @dataclass(frozen=True)
@@ -59,12 +83,17 @@ class Ranking:
         """Whether only candidates are scored: scores rise with logits, so the logits can be cut instead."""
         return not (self.by_logit or self.biased or self.grouped)
 
+    @property
+    def estimated(self) -> bool:
+        """Whether estimates of the scores are cut and only candidates are scored: exact scores cost several times."""
+        return self.biased and not self.grouped and self.scoring in (ScoringFunc.SIGMOID, ScoringFunc.SQRTSOFTPLUS)
+
     def rows_by_cut(self, rows: int) -> int:
         """How many of `rows` rows a warp takes at once; 0 where a cut would mostly leave too many candidates."""
-        if self.grouped or self.num_topk > WARP // 2:
+        if self.num_topk > WARP // 2:
             return 0
         fits = self.num_topk + 4 <= WARP // rows and self.layout.num_slots <= MAX_SLOTS_OF_TWO
-        return rows if fits else 1
+        return rows if fits and not self.grouped else 1
 
 
 # Keys ---------------------------------------------------------------------------------------
@@ -104,6 +133,17 @@ def find_cuts(x, at: Place, num_slots: int, rounds: int, cut):
             cut[r] = T.warp_reduce_max(key[r])
             if key[r] == cut[r]:
                 key[r] = LOWEST
+
+
+@macro
+def lower_cuts(cut, rows: int, error: float):
+    """Lower cuts through estimates, so that everything that may be as good as what reaches them exactly does, too.
+
+    An estimate is off by `error`, plus the rounding of the sum with its bias; so is the one the cut was taken from.
+    """
+    for r in T.unroll(rows):
+        level = from_order_key(cut[r])
+        cut[r] = order_key(level - (T.float32(2 * error) + T.abs(level) * T.float32(2**-20)))
 
 
 @macro
@@ -156,7 +196,7 @@ def count_better(key, expert, count, likely: int, at: Place, tickets):
 
 
 @macro
-def select_by_cut(ranking: Ranking, logits, bias, at: Place, x, expert, value):
+def select_by_cut(ranking: Ranking, logits, bias: Bias, at: Place, x, expert, value):
     """Choose by cuts through the rows of `x`; returns a mask of the lanes whose row no cut could separate."""
     num_topk, first = ranking.num_topk, at.part * at.width
     found = T.alloc_shared((at.num_warps, at.rows, 3 * WARP), 'int32')  # the last 32 are a dump
@@ -170,6 +210,8 @@ def select_by_cut(ranking: Ranking, logits, bias, at: Place, x, expert, value):
     key = T.alloc_var('int32')
     settled = T.alloc_var('bool')
     find_cuts(x, at, ranking.layout.num_slots, num_topk + int(ranking.deferred), cuts)
+    if ranking.estimated:
+        lower_cuts(cuts, at.rows, estimate_error(ranking.scoring))
     gather(x, cuts, at, ranking.layout, found, counts)
     T.sync_warp()
     count = 0  # of all rows, a byte each: picked by a shift, since indexed by the part they would leave the registers
@@ -184,7 +226,7 @@ def select_by_cut(ranking: Ranking, logits, bias, at: Place, x, expert, value):
     value[0] = score(T.cast(logits[at.token, expert[0]], 'float32'), ranking.scoring)
     ranked = value[0]
     if ranking.biased:
-        ranked = ranked + bias[expert[0]]
+        ranked = ranked + bias.of_part(expert[0])
     key = rank_key(ranked)
     if at.sublane >= count:
         key = LOWEST
@@ -205,69 +247,110 @@ def select_by_cut(ranking: Ranking, logits, bias, at: Place, x, expert, value):
     return T.cast(T.ballot(not settled), 'uint32')
 
 
-# By rounds ----------------------------------------------------------------------------------
+# Groups -------------------------------------------------------------------------------------
+
+
+@macro
+def sum_groups(layout: RowLayout, num_groups: int, num_summed: int, at: Place, keys, totals):
+    """Key of the sum of the `num_summed` (1 or 2) best scores of every group, from the keys of a row.
+
+    Neighbouring lanes share a group, and groups lie so far apart in shared memory that they read different banks.
+    """
+    warp, lane, group_size = at.warp, at.lane, layout.num_experts // num_groups
+    sharing = max(WARP // (1 << (num_groups - 1).bit_length()), 1)
+    row = T.alloc_shared((at.num_warps, num_groups * (group_size + sharing)), 'int32')
+    first = T.alloc_var('int32')
+    second = T.alloc_var('int32')
+    total = T.alloc_var('float32')
+    for s in T.unroll(layout.num_slots):
+        expert = layout.expert(s, lane)
+        if expert < layout.num_experts:
+            row[warp, expert + expert // group_size * sharing] = keys[s]
+    T.sync_warp()
+    for i in T.serial(-(-num_groups * sharing // WARP)):
+        group = i * (WARP // sharing) + lane // sharing
+        first = LOWEST
+        second = LOWEST
+        if group < num_groups:
+            for j in T.serial(-(-group_size // sharing)):
+                if j * sharing + lane % sharing < group_size:
+                    key = row[warp, group * (group_size + sharing) + j * sharing + lane % sharing]
+                    second = T.max(second, T.min(first, key))
+                    first = T.max(first, key)
+        for step in T.unroll(sharing.bit_length() - 1):
+            other_first = T.shfl_xor(first, 1 << step)
+            other_second = T.shfl_xor(second, 1 << step)
+            second = T.max(T.max(second, other_second), T.min(first, other_first))
+            first = T.max(first, other_first)
+        if group < num_groups and lane % sharing == 0:
+            total = from_order_key(first)
+            if num_summed > 1:
+                total = total + from_order_key(second)
+            totals[warp, group] = rank_key(total)
+    T.sync_warp()
+
+
+@macro
+def rank_of_group(group, num_groups: int, at: Place, totals):
+    """How many groups have a larger total, or an equal one and a smaller number."""
+    rank = T.alloc_var('int32')
+    rank = 0
+    for g in T.serial(num_groups):
+        if totals[at.warp, g] > totals[at.warp, group] or (totals[at.warp, g] == totals[at.warp, group] and g < group):
+            rank = rank + 1
+    return rank
 
 
 @macro
 def keep_best_groups(ranking: Ranking, at: Place, keys):
     """Drop experts outside the `num_topk_groups` groups whose two best scores have the largest sum."""
-    layout, num_groups, warp, lane = ranking.layout, ranking.num_groups, at.warp, at.lane
+    layout, num_groups = ranking.layout, ranking.num_groups
     group_size = layout.num_experts // num_groups
-    row = T.alloc_shared((at.num_warps, layout.num_experts), 'int32')
     totals = T.alloc_shared((at.num_warps, num_groups), 'int32')
     kept = T.alloc_shared((at.num_warps, num_groups), 'int32')
-    first = T.alloc_var('int32')
-    second = T.alloc_var('int32')
-    total = T.alloc_var('float32')
-    rank = T.alloc_var('int32')
-    for s in T.unroll(layout.num_slots):
-        if layout.expert(s, lane) < layout.num_experts:
-            row[warp, layout.expert(s, lane)] = keys[s]
-    T.sync_warp()
+    sum_groups(layout, num_groups, min(group_size, 2), at, keys, totals)
     for i in T.serial(-(-num_groups // WARP)):
-        if i * WARP + lane < num_groups:
-            first = LOWEST
-            second = LOWEST
-            for j in T.serial(group_size):
-                second = T.max(second, T.min(first, row[warp, (i * WARP + lane) * group_size + j]))
-                first = T.max(first, row[warp, (i * WARP + lane) * group_size + j])
-            total = from_order_key(first)
-            if group_size > 1:
-                total = total + from_order_key(second)
-            totals[warp, i * WARP + lane] = rank_key(total)
-    T.sync_warp()
-    for i in T.serial(-(-num_groups // WARP)):
-        if i * WARP + lane < num_groups:
-            rank = 0
-            for g in T.serial(num_groups):
-                if totals[warp, g] > totals[warp, i * WARP + lane] or (
-                    totals[warp, g] == totals[warp, i * WARP + lane] and g < i * WARP + lane
-                ):
-                    rank = rank + 1
-            kept[warp, i * WARP + lane] = T.Select(rank < ranking.num_topk_groups, 1, 0)
+        if i * WARP + at.lane < num_groups:
+            rank = rank_of_group(i * WARP + at.lane, num_groups, at, totals)
+            kept[at.warp, i * WARP + at.lane] = T.Select(rank < ranking.num_topk_groups, 1, 0)
     T.sync_warp()
     for s in T.unroll(layout.num_slots):
-        if layout.expert(s, lane) < layout.num_experts and kept[warp, layout.expert(s, lane) // group_size] == 0:
+        expert = layout.expert(s, at.lane)
+        if expert < layout.num_experts and kept[at.warp, expert // group_size] == 0:
             keys[s] = LOWEST
 
 
+# By rounds ----------------------------------------------------------------------------------
+
+
 @macro
-def select_by_rounds(ranking: Ranking, logits, at: Place, row: int, x, expert, value):
-    """Take the best score that is left, of the smallest expert among equals, `num_topk` times; any row."""
-    layout, lane = ranking.layout, at.lane
-    keys = T.alloc_local((layout.num_slots,), 'int32')
+def key_row(ranking: Ranking, logits, bias: Bias, at: Place, row: int, x, keys):
+    """What ranks the experts of a row, as keys; `x` still holds the logits where they are all that ranks."""
+    layout = ranking.layout
     ranked = T.alloc_var('float32')
-    best = T.alloc_var('int32')
-    where = T.alloc_var('int32')
     for s in T.unroll(layout.num_slots):
+        expert = layout.expert(s, at.lane)
         keys[s] = LOWEST
-        if layout.expert(s, lane) < layout.num_experts:
-            ranked = x[row, s]
-            if ranking.deferred:
-                ranked = score(x[row, s], ranking.scoring)
+        if expert < layout.num_experts:
+            if ranking.by_logit and not ranking.grouped:
+                ranked = x[row, s]
+            else:
+                ranked = score(T.cast(logits[at.tokens[row], expert], 'float32'), ranking.scoring)
+            if ranking.biased:
+                ranked = ranked + bias.of_row(expert, row)
             keys[s] = rank_key(ranked)
     if ranking.grouped:
         keep_best_groups(ranking, at, keys)
+
+
+@macro
+def select_by_rounds(ranking: Ranking, logits, bias: Bias, at: Place, row: int, x, expert, value):
+    """Take the best score that is left, of the smallest expert among equals, `num_topk` times; any row."""
+    layout, lane = ranking.layout, at.lane
+    keys = T.alloc_local((layout.num_slots,), 'int32')
+    best = T.alloc_var('int32')
+    where = T.alloc_var('int32')
+    key_row(ranking, logits, bias, at, row, x, keys)
     for pick in T.unroll(ranking.num_picks):
         for k in T.serial(T.min(ranking.num_topk - pick * WARP, WARP)):
             best = LOWEST
@@ -290,19 +373,43 @@ def select_by_rounds(ranking: Ranking, logits, at: Place, row: int, x, expert, v
 
 
 @macro
-def score_rows(ranking: Ranking, bias, at: Place, x):
-    """Turn the logits of all rows into what ranks them."""
-    layout = ranking.layout
-    for s in T.unroll(layout.num_slots):
+def rank_rows(ranking: Ranking, bias: Bias, at: Place, x):
+    """Turn the logits of all rows into what their cuts go through."""
+    layout, num_slots = ranking.layout, ranking.layout.num_slots
+    width = layout.float_vec
+    keys = T.alloc_local((num_slots,), 'int32')
+    bias_local = T.alloc_local((num_slots,), 'float32')
+    if ranking.biased and bias.image is None:
+        for i in T.unroll(num_slots // width):
+            if layout.expert(i * width, at.lane) < layout.num_experts:
+                for j in T.vectorized(width):
+                    bias_local[i * width + j] = bias.plain[layout.expert(i * width, at.lane) + j]
+    for s in T.unroll(num_slots):
         if layout.expert(s, at.lane) < layout.num_experts:
             for r in T.unroll(at.rows):
-                x[r, s] = score(x[r, s], ranking.scoring)
+                if ranking.estimated:
+                    x[r, s] = estimate(x[r, s], ranking.scoring)
+                else:
+                    x[r, s] = score(x[r, s], ranking.scoring)
                 if ranking.biased:
-                    x[r, s] = x[r, s] + bias[layout.expert(s, at.lane)]
+                    if bias.image is None:
+                        x[r, s] = x[r, s] + bias_local[s]
+                    else:
+                        x[r, s] = x[r, s] + bias.of_row(layout.expert(s, at.lane), r)
+    if ranking.grouped:
+        for r in T.unroll(at.rows):
+            for s in T.unroll(num_slots):
+                keys[s] = LOWEST
+                if layout.expert(s, at.lane) < layout.num_experts:
+                    keys[s] = rank_key(x[r, s])
+            keep_best_groups(ranking, at, keys)
+            for s in T.unroll(num_slots):
+                if keys[s] < NAN_KEY:  # dropped; LOWEST itself is a literal the simplifier cannot compare with
+                    x[r, s] = -T.infinity('float32')
 
 
 @macro
-def select_topk(ranking: Ranking, logits, bias, at: Place, x, expert, value):
+def select_topk(ranking: Ranking, logits, bias: Bias, at: Place, x, expert, value):
     """Choose the experts of the tokens of a warp, whose logits are in `x`: choice k is pick k // 32 of sublane k % 32.
 
     `expert` gets the choices and `value` their scores without bias (for softmax their logits); where k is `num_topk` or
@@ -310,10 +417,10 @@ def select_topk(ranking: Ranking, logits, bias, at: Place, x, expert, value):
     """
     unsettled = T.alloc_var('uint32')
     unsettled = T.uint32(0xFFFFFFFF)
-    if not (ranking.by_logit or ranking.deferred):
-        score_rows(ranking, bias, at, x)
     if ranking.rows_by_cut(at.rows) > 0:
+        if not ((ranking.by_logit and not ranking.grouped) or ranking.deferred):
+            rank_rows(ranking, bias, at, x)
         unsettled = select_by_cut(ranking, logits, bias, at, x, expert, value)
     for r in range(at.rows):
         if (unsettled >> T.uint32(r * at.width)) & T.uint32(1) != T.uint32(0):
-            select_by_rounds(ranking, logits, at, r, x, expert, value)
+            select_by_rounds(ranking, logits, bias, at, r, x, expert, value)

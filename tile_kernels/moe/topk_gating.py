@@ -20,19 +20,16 @@ from tile_kernels.core.lang import T
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
 from tile_kernels.moe._macros import (
-    EPSILON,
     WARP,
     WARP_PASS_CONFIGS,
     Place,
     RowLayout,
     exp_of_chosen,
     load_rows,
-    peak_of_chosen,
     softmax_of_row,
-    sum_of_chosen,
-    width_of,
+    sum_of_renormalized,
 )
-from tile_kernels.moe._selection import Ranking, select_topk
+from tile_kernels.moe._selection import Bias, Ranking, select_topk
 from tile_kernels.moe.scoring import SCORINGS, ScoringFunc
 from tile_kernels.moe.topk_gate import DTYPES, MAX_EXPERTS, MAX_TOPK
 from tile_kernels.moe.topk_gating_bwd import topk_gating_bwd
@@ -116,13 +113,11 @@ def topk_gating_kernel(
                         if at.part == r:
                             peak = row_peak
                             total = row_total
-                select_topk(ranking, logits, bias, at, x_local, expert_local, value_local)
-                if is_softmax:
-                    if renormalize:
-                        peak = peak_of_chosen(value_local, at, num_topk)
-                    exp_of_chosen(value_local, peak, at, num_topk)
+                select_topk(ranking, logits, Bias(bias), at, x_local, expert_local, value_local)
                 if renormalize:
-                    total = sum_of_chosen(value_local, at, num_topk, width_of(num_topk)) + T.float32(EPSILON)
+                    total = sum_of_renormalized(value_local, scoring, at, num_topk)
+                elif is_softmax:
+                    exp_of_chosen(value_local, peak, at, num_topk)
                 for p in T.unroll(ranking.num_picks):
                     if p * WARP + at.sublane < num_topk and first_token + at.part < num_tokens:
                         weights[token, p * WARP + at.sublane] = value_local[p] / total * scale
@@ -179,7 +174,7 @@ def topk_gating(
         check.shape(bias, 'bias', 'num_experts', dtype=torch.float32, num_experts=num_experts)
         check.contiguous(bias, 'bias')
         check.same_device(logits=logits, bias=bias)
-    num_groups, num_topk_groups = _check_groups(num_experts, top_k, num_groups, num_topk_groups)
+    num_groups, num_topk_groups = check_groups(num_experts, top_k, num_groups, num_topk_groups)
     weights = logits.new_empty(num_tokens, top_k, dtype=torch.float32)
     indices = logits.new_empty(num_tokens, top_k, dtype=index_dtype)
     static = (
@@ -192,15 +187,17 @@ def topk_gating(
         bias is not None,
         num_groups,
         num_topk_groups,
-        check.vector_bytes(logits),
+        check.vector_bytes(logits, bias),
         logits.is_contiguous(),
     )
     launch(topk_gating_kernel, static, logits, bias, weights, indices, routed_scaling_factor)
     return weights, indices
 
 
-def _check_groups(num_experts: int, top_k: int, num_groups: int | None, num_topk_groups: int | None) -> tuple[int, int]:
-    """Groups as the kernel takes them: one group of all experts where none are asked for."""
+def check_groups(
+    num_experts: int, top_k: int, num_groups: int | None, num_topk_groups: int | None, name: str = 'top_k'
+) -> tuple[int, int]:
+    """Groups as the kernels take them: one group of all experts where none are asked for."""
     if num_groups is None and num_topk_groups is None:
         return 1, 1
     if num_groups is None or num_topk_groups is None:
@@ -209,7 +206,7 @@ def _check_groups(num_experts: int, top_k: int, num_groups: int | None, num_topk
     check.equal(num_experts % num_groups, 0, 'num_experts % num_groups')
     check.at_least(num_topk_groups, 1, 'num_topk_groups')
     check.at_most(num_topk_groups, num_groups, 'num_topk_groups')
-    check.at_most(top_k, num_experts // num_groups * num_topk_groups, 'top_k')
+    check.at_most(top_k, num_experts // num_groups * num_topk_groups, name)
     return num_groups, num_topk_groups
 
 

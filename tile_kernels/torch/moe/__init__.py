@@ -25,5 +25,14 @@ from tile_kernels.torch.moe.moving import (
     weighted_reduce_rows,
     weighted_reduce_rows_bwd,
 )
+from tile_kernels.torch.moe.routes import (
+    moe_topk_gate,
+    moe_topk_gate_backward,
+    moe_topk_gate_forward,
+    route_topk_,
+    route_topk_bwd_,
+    top2_sum_gate,
+    topk_sum_and_topk_group_idx,
+)
 
-__all__ = [name for name in dir() if not name.startswith('_') and name not in ('gates', 'moving')]
+__all__ = [name for name in dir() if not name.startswith('_') and name not in ('gates', 'moving', 'routes')]
