@@ -10,9 +10,11 @@ from tile_kernels.moe.front_gates import (
     top2_sum_gate,
 )
 from tile_kernels.moe.fused_mapping import fused_mapping, get_fused_mapping
+from tile_kernels.moe.gate_logits import gate_logits, gate_logits_bwd
 from tile_kernels.moe.group_count import aux_fi, group_count
 from tile_kernels.moe.inplace_unique_group_indices import inplace_unique_group_indices
 from tile_kernels.moe.mask_indices_by_tp import mask_indices_by_tp
+from tile_kernels.moe.moe_topk_routing import MoETopKRouting, moe_topk_routing
 from tile_kernels.moe.normalize_weight import normalize_weight, weight_normalize
 from tile_kernels.moe.reduce import reduce_fused
 from tile_kernels.moe.route_topk import route_topk_
@@ -25,6 +27,7 @@ from tile_kernels.moe.topk_gating_bwd import topk_gating_bwd
 from tile_kernels.moe.topk_sum_and_topk_group_idx import topk_sum_and_topk_group_idx
 
 __all__ = [
+    'MoETopKRouting',
     'RoutingMap',
     'ScoringFunc',
     'aux_fi',
@@ -33,6 +36,8 @@ __all__ = [
     'expand_to_fused_with_sf',
     'fused_expand_reduce',
     'fused_mapping',
+    'gate_logits',
+    'gate_logits_bwd',
     'get_fused_mapping',
     'group_count',
     'inplace_unique_group_indices',
@@ -40,6 +45,7 @@ __all__ = [
     'moe_topk_gate',
     'moe_topk_gate_backward',
     'moe_topk_gate_forward',
+    'moe_topk_routing',
     'normalize_weight',
     'reduce_fused',
     'route_topk_',

@@ -26,9 +26,12 @@ from tile_kernels.torch.moe.moving import (
     weighted_reduce_rows_bwd,
 )
 from tile_kernels.torch.moe.routes import (
+    gate_logits,
+    gate_logits_bwd,
     moe_topk_gate,
     moe_topk_gate_backward,
     moe_topk_gate_forward,
+    moe_topk_routing,
     route_topk_,
     route_topk_bwd_,
     top2_sum_gate,

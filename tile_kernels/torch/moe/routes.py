@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tile_kernels.torch.moe.gates import _best_groups, _score, _stable_topk_of, stable_topk
+from tile_kernels.torch.moe.gates import _best_groups, _score, _stable_topk_of, stable_topk, topk_gating
 from tile_kernels.torch.moe.moving import mask_indices_by_tp
 
 
@@ -284,3 +284,22 @@ def moe_topk_gate_backward(
 def _empty_slots(logits: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
     topk_idx = torch.empty(logits.shape[0], num_slots, dtype=torch.int64, device=logits.device)
     return topk_idx, torch.empty(logits.shape[0], num_slots, dtype=torch.float32, device=logits.device)
+
+
+# Router ---------------------------------------------------------------------------------------
+
+
+def gate_logits(hidden_states: Tensor, gate_weight: Tensor) -> Tensor:
+    """Scores of all experts for every token, in float32."""
+    return hidden_states.float() @ gate_weight.float().T
+
+
+def gate_logits_bwd(dlogits: Tensor, hidden_states: Tensor, gate_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of `gate_logits`."""
+    dhidden, dgate_weight = dlogits @ gate_weight.float(), dlogits.T @ hidden_states.float()
+    return dhidden.to(hidden_states.dtype), dgate_weight.to(gate_weight.dtype)
+
+
+def moe_topk_routing(hidden_states: Tensor, gate_weight: Tensor, topk: int = 8) -> tuple[Tensor, Tensor]:
+    """Scores of all experts, the best of them, and their softmax."""
+    return topk_gating(gate_logits(hidden_states, gate_weight), topk)

@@ -1,0 +1,360 @@
+"""Gate logits: the scores of all experts for every token, a matrix product with float32 sums, and its gradients.
+
+    logits[t, e] = sum_h hidden[t, h] gate_weight[e, h]
+    dhidden[t, h] = sum_e dlogits[t, e] gate_weight[e, h]
+    dgate_weight[e, h] = sum_t dlogits[t, e] hidden[t, h]
+
+A block owns a tile of the result and walks along the sum. Few tokens make few tiles, so their sum over h is cut into
+parts that several blocks add up on their own; a second kernel adds the parts in their order, which keeps the result
+deterministic. Gradients come in float32: each is split into two bfloat16 numbers that together hold 16 of its bits, and
+both are multiplied. Compute bound for many tokens; for few the floor is reading gate_weight.
+"""
+
+import torch
+from torch import Tensor
+
+from tile_kernels.core import check
+from tile_kernels.core.cases import grid
+from tile_kernels.core.jit import kernel
+from tile_kernels.core.lang import T
+from tile_kernels.core.launch import launch
+from tile_kernels.core.op import op
+from tile_kernels.moe.topk_gate import MAX_EXPERTS
+
+MAX_PARTS = 16
+BLOCK_K = 64
+BF16 = 'bfloat16'
+
+# Config -------------------------------------------------------------------------------------
+
+
+def num_parts_for(num_tokens: int, hidden: int) -> int:
+    """Parts of the sum over h: enough blocks for all SMs from tiles of 64 tokens, at least four steps for each."""
+    if not isinstance(num_tokens, int) or num_tokens == 0:
+        return 1  # nothing is launched: no tokens, or any number of them in a trace
+    wanted = max(1, 32 // -(-num_tokens // 64))
+    parts = 1
+    while parts < min(wanted, MAX_PARTS) and hidden >= 8 * parts * BLOCK_K:
+        parts *= 2
+    return parts
+
+
+def choose(num_experts: int, hidden: int, num_parts: int, packed: bool, size: int) -> dict:
+    """Tiles of 64 tokens until there are more of them than SMs; then larger ones, which read less."""
+    if size > 8192:
+        return dict(block_m=128, block_n=256, num_stages=3)
+    return dict(block_m=64, block_n=128 if size > 512 else 64, num_stages=4)
+
+
+def choose_sum(size: int) -> dict:
+    """One access for each thread: parts are made for few tokens only."""
+    return dict(num_threads=256)
+
+
+def choose_dhidden(num_experts: int, hidden: int, size: int) -> dict:
+    """One tile for all sizes: the result is larger than what is read."""
+    return dict(block_m=128, block_n=128, num_stages=3)
+
+
+def choose_dweight(num_experts: int, hidden: int, vec: int, packed: bool, size: int) -> dict:
+    """Long runs of steps between which the loads start anew; short ones for few tokens, which do not fill them."""
+    return dict(block_m=128, block_n=128, num_stages=3, num_steps=4 if size <= 512 else 16)
+
+
+# Kernels ------------------------------------------------------------------------------------
+
+
+def _gate_logits(
+    name: str,
+    num_experts: int,
+    hidden: int,
+    num_parts: int,
+    packed: bool,
+    block_m: int,
+    block_n: int,
+    num_stages: int,
+):
+    """A part of the sum for a tile of tokens and experts."""
+    num_threads = 128 if block_m == 64 else 256
+    num_steps = -(-hidden // (BLOCK_K * num_parts))
+    num_tokens = T.dynamic('num_tokens')
+    row_stride = hidden if packed else T.dynamic('row_stride')
+
+    @T.prim_func
+    def gate_logits(
+        x: T.StridedTensor((num_tokens, hidden), (row_stride, 1), BF16),
+        gate_weight: T.Tensor((num_experts, hidden), BF16),
+        parts: T.Tensor((num_parts, num_tokens, num_experts), 'float32'),
+    ):
+        with T.Kernel(
+            T.ceildiv(num_experts, block_n), T.ceildiv(num_tokens, block_m), num_parts, threads=num_threads
+        ) as (pid_n, pid_m, pid_part):
+            x_shared = T.alloc_shared((block_m, BLOCK_K), BF16)
+            weight_shared = T.alloc_shared((block_n, BLOCK_K), BF16)
+            sum_frag = T.alloc_fragment((block_m, block_n), 'float32')
+            row, col = pid_m * block_m, pid_n * block_n
+
+            T.clear(sum_frag)
+            for i in T.Pipelined(num_steps, num_stages=num_stages):
+                k = (pid_part * num_steps + i) * BLOCK_K
+                T.copy(x[row : row + block_m, k : k + BLOCK_K], x_shared)
+                T.copy(gate_weight[col : col + block_n, k : k + BLOCK_K], weight_shared)
+                T.gemm(x_shared, weight_shared, sum_frag, transpose_B=True)
+            T.copy(sum_frag, parts[pid_part, row : row + block_m, col : col + block_n])
+
+    return gate_logits.with_attr('global_symbol', name)
+
+
+TILES = dict(block_m=(64, 128), block_n=(64, 128, 256), num_stages=(2, 3, 4))
+#: Rows that begin at multiples of 16 bytes are loaded by TMA, by warps of their own.
+LOADING_WARPS = {'TL_DISABLE_WARP_SPECIALIZED': False}
+#: Tiles that threads write must not be read by asynchronous products without more fences than TileLang sets.
+PLAIN_PRODUCTS = {'TL_DISABLE_WGMMA': True}
+
+
+@kernel(choose=choose, space=TILES, pass_configs=LOADING_WARPS)
+def gate_logits_kernel(
+    num_experts: int, hidden: int, num_parts: int, packed: bool, *, block_m: int, block_n: int, num_stages: int
+):
+    """Rows aligned to 16 bytes."""
+    return _gate_logits('gate_logits', num_experts, hidden, num_parts, packed, block_m, block_n, num_stages)
+
+
+@kernel(choose=choose, space=TILES, pass_configs=PLAIN_PRODUCTS)
+def gate_logits_unaligned_kernel(
+    num_experts: int, hidden: int, num_parts: int, packed: bool, *, block_m: int, block_n: int, num_stages: int
+):
+    """Any rows."""
+    name = 'gate_logits_unaligned'
+    return _gate_logits(name, num_experts, hidden, num_parts, packed, block_m, block_n, num_stages)
+
+
+@kernel(choose=choose_sum, space=dict(num_threads=(128, 256)))
+def gate_logits_sum_kernel(*, num_threads: int):
+    """Parts added in their order."""
+    num_logits, num_parts = T.dynamic('num_logits'), T.dynamic('num_parts')
+
+    @T.prim_func
+    def gate_logits_sum(
+        parts: T.Tensor((num_parts, num_logits), 'float32'), logits: T.Tensor((num_logits,), 'float32')
+    ):
+        with T.Kernel(T.ceildiv(num_logits, num_threads), threads=num_threads) as pid:
+            total = T.alloc_var('float32')
+            i = pid * num_threads + T.get_thread_binding()
+            total = 0.0
+            if i < num_logits:
+                for p in T.serial(num_parts):
+                    total = total + parts[p, i]
+                logits[i] = total
+
+    return gate_logits_sum
+
+
+@kernel(choose=choose_sum, space=dict(num_threads=(128, 256)))
+def gate_logits_halve_kernel(*, num_threads: int):
+    """Every gradient as the sum of two bfloat16 numbers: the nearest one, and the nearest to what is left."""
+    num_logits = T.dynamic('num_logits')
+
+    @T.prim_func
+    def gate_logits_halve(
+        dlogits: T.Tensor((num_logits,), 'float32'),
+        upper: T.Tensor((num_logits,), BF16),
+        lower: T.Tensor((num_logits,), BF16),
+    ):
+        with T.Kernel(T.ceildiv(num_logits, num_threads), threads=num_threads) as pid:
+            i = pid * num_threads + T.get_thread_binding()
+            if i < num_logits:
+                nearest = T.cast(dlogits[i], BF16)
+                upper[i] = nearest
+                lower[i] = T.cast(dlogits[i] - T.cast(nearest, 'float32'), BF16)
+
+    return gate_logits_halve
+
+
+@kernel(
+    choose=choose_dhidden,
+    space=dict(block_m=(64, 128), block_n=(64, 128), num_stages=(2, 3, 4)),
+    pass_configs=PLAIN_PRODUCTS,
+)
+def gate_logits_dhidden_kernel(num_experts: int, hidden: int, *, block_m: int, block_n: int, num_stages: int):
+    """A tile of tokens and channels, summed over experts."""
+    num_threads = 128 if block_m == 64 else 256
+    num_tokens = T.dynamic('num_tokens')
+
+    @T.prim_func
+    def gate_logits_dhidden(
+        upper: T.Tensor((num_tokens, num_experts), BF16),
+        lower: T.Tensor((num_tokens, num_experts), BF16),
+        gate_weight: T.Tensor((num_experts, hidden), BF16),
+        dhidden: T.Tensor((num_tokens, hidden), BF16),
+    ):
+        with T.Kernel(T.ceildiv(hidden, block_n), T.ceildiv(num_tokens, block_m), threads=num_threads) as (
+            pid_n,
+            pid_m,
+        ):
+            upper_shared = T.alloc_shared((block_m, BLOCK_K), BF16)
+            lower_shared = T.alloc_shared((block_m, BLOCK_K), BF16)
+            weight_shared = T.alloc_shared((BLOCK_K, block_n), BF16)
+            sum_frag = T.alloc_fragment((block_m, block_n), 'float32')
+            row, col = pid_m * block_m, pid_n * block_n
+
+            T.clear(sum_frag)
+            for i in T.Pipelined(T.ceildiv(num_experts, BLOCK_K), num_stages=num_stages):
+                k = i * BLOCK_K
+                T.copy(upper[row : row + block_m, k : k + BLOCK_K], upper_shared)
+                T.copy(lower[row : row + block_m, k : k + BLOCK_K], lower_shared)
+                T.copy(gate_weight[k : k + BLOCK_K, col : col + block_n], weight_shared)
+                T.gemm(upper_shared, weight_shared, sum_frag)
+                T.gemm(lower_shared, weight_shared, sum_frag)
+            T.copy(sum_frag, dhidden[row : row + block_m, col : col + block_n])
+
+    return gate_logits_dhidden
+
+
+@kernel(
+    choose=choose_dweight,
+    space=dict(block_m=(64, 128), block_n=(64, 128), num_stages=(2, 3, 4), num_steps=(4, 16)),
+    pass_configs=PLAIN_PRODUCTS,
+)
+def gate_logits_dweight_kernel(
+    num_experts: int,
+    hidden: int,
+    vec: int,
+    packed: bool,
+    *,
+    block_m: int,
+    block_n: int,
+    num_stages: int,
+    num_steps: int,
+):
+    """A tile of experts and channels, summed over tokens; TileLang pipelines a known number of steps only."""
+    num_threads = 128 if block_m == 64 else 256
+    num_tokens = T.dynamic('num_tokens')
+    row_stride = hidden if packed else T.dynamic('row_stride')
+
+    @T.prim_func
+    def gate_logits_dweight(
+        x: T.StridedTensor((num_tokens, hidden), (row_stride, 1), BF16),
+        upper: T.Tensor((num_tokens, num_experts), BF16),
+        lower: T.Tensor((num_tokens, num_experts), BF16),
+        dgate_weight: T.Tensor((num_experts, hidden), BF16),
+    ):
+        with T.Kernel(T.ceildiv(hidden, block_n), T.ceildiv(num_experts, block_m), threads=num_threads) as (
+            pid_n,
+            pid_m,
+        ):
+            T.assume(row_stride % vec == 0)
+            upper_shared = T.alloc_shared((BLOCK_K, block_m), BF16)
+            lower_shared = T.alloc_shared((BLOCK_K, block_m), BF16)
+            x_shared = T.alloc_shared((BLOCK_K, block_n), BF16)
+            sum_frag = T.alloc_fragment((block_m, block_n), 'float32')
+            row, col = pid_m * block_m, pid_n * block_n
+
+            T.clear(sum_frag)
+            for run in T.serial(T.ceildiv(num_tokens, num_steps * BLOCK_K)):
+                for i in T.Pipelined(num_steps, num_stages=num_stages):
+                    k = (run * num_steps + i) * BLOCK_K
+                    T.copy(upper[k : k + BLOCK_K, row : row + block_m], upper_shared)
+                    T.copy(lower[k : k + BLOCK_K, row : row + block_m], lower_shared)
+                    T.copy(x[k : k + BLOCK_K, col : col + block_n], x_shared)
+                    T.gemm(upper_shared, x_shared, sum_frag, transpose_A=True)
+                    T.gemm(lower_shared, x_shared, sum_frag, transpose_A=True)
+            T.copy(sum_frag, dgate_weight[row : row + block_m, col : col + block_n])
+
+    return gate_logits_dweight
+
+
+# Ops ----------------------------------------------------------------------------------------
+
+
+def _check(hidden_states: Tensor, gate_weight: Tensor) -> tuple[int, int, int, int]:
+    """Sizes, and elements of the widest access to rows."""
+    num_tokens, hidden = check.shape(hidden_states, 'hidden_states', 'num_tokens hidden', dtype=torch.bfloat16)
+    num_experts, _ = check.shape(gate_weight, 'gate_weight', 'num_experts hidden', dtype=torch.bfloat16, hidden=hidden)
+    check.at_least(hidden, 1, 'hidden')
+    check.at_least(num_experts, 1, 'num_experts')
+    check.at_most(num_experts, MAX_EXPERTS, 'num_experts')
+    check.unit_stride(hidden_states, 'hidden_states')
+    check.contiguous(gate_weight, 'gate_weight')
+    check.same_device(hidden_states=hidden_states, gate_weight=gate_weight)
+    return num_tokens, num_experts, hidden, check.vector_bytes(hidden_states, gate_weight) // 2
+
+
+@op(outputs='dhidden_states dgate_weight')
+def gate_logits_bwd(dlogits: Tensor, hidden_states: Tensor, gate_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of `gate_logits`, with float32 sums; deterministic.
+
+    Args:
+        dlogits: (num_tokens, num_experts) float32, contiguous.
+        hidden_states: (num_tokens, hidden) bfloat16; rows may be strided.
+        gate_weight: (num_experts, hidden) bfloat16, contiguous.
+
+    Returns:
+        Gradients of hidden_states and of gate_weight, bfloat16.
+    """
+    num_tokens, num_experts, hidden, vec = _check(hidden_states, gate_weight)
+    known = dict(num_tokens=num_tokens, num_experts=num_experts)
+    check.packed(dlogits, 'dlogits', 'num_tokens num_experts', torch.float32, **known)
+    check.same_device(hidden_states=hidden_states, dlogits=dlogits)
+    dhidden = hidden_states.new_empty(num_tokens, hidden)
+    dgate_weight = torch.empty_like(gate_weight)
+    upper, lower = (dlogits.new_empty(num_tokens, num_experts, dtype=torch.bfloat16) for _ in range(2))
+    launch(gate_logits_halve_kernel, (), dlogits.view(-1), upper.view(-1), lower.view(-1))
+    launch(gate_logits_dhidden_kernel, (num_experts, hidden), upper, lower, gate_weight, dhidden)
+    static = (num_experts, hidden, vec, hidden_states.is_contiguous())
+    # Without tokens as well: the gradient of the weights is zero then.
+    launch(gate_logits_dweight_kernel, static, hidden_states, upper, lower, dgate_weight, size=num_tokens + 1)
+    return dhidden, dgate_weight
+
+
+@op(outputs='logits', backward=gate_logits_bwd)
+def gate_logits(hidden_states: Tensor, gate_weight: Tensor) -> Tensor:
+    """Scores of all experts for every token, `hidden_states @ gate_weight.T` in float32; differentiable.
+
+    Args:
+        hidden_states: (num_tokens, hidden) bfloat16; rows may be strided.
+        gate_weight: (num_experts, hidden) bfloat16, contiguous; up to 4096 experts.
+
+    Returns:
+        (num_tokens, num_experts) float32; deterministic.
+    """
+    num_tokens, num_experts, hidden, vec = _check(hidden_states, gate_weight)
+    num_parts = num_parts_for(num_tokens, hidden)
+    logits = hidden_states.new_empty(num_tokens, num_experts, dtype=torch.float32)
+    static = (num_experts, hidden, num_parts, hidden_states.is_contiguous())
+    gemm = gate_logits_kernel if vec == 8 else gate_logits_unaligned_kernel
+    if num_parts == 1:
+        launch(gemm, static, hidden_states, gate_weight, logits.view(1, num_tokens, num_experts))
+    else:
+        parts = logits.new_empty(num_parts, num_tokens, num_experts)
+        launch(gemm, static, hidden_states, gate_weight, parts)
+        launch(gate_logits_sum_kernel, (), parts.view(num_parts, -1), logits.view(-1))
+    return logits
+
+
+# Cases --------------------------------------------------------------------------------------
+
+
+def make(num_tokens: int, num_experts: int, hidden: int, is_strided: bool = False) -> dict:
+    """Weights of the size that keeps logits near 1."""
+    wide = torch.randn(num_tokens, hidden + 8 * is_strided, dtype=torch.bfloat16)
+    gate_weight = torch.randn(num_experts, hidden).mul(hidden**-0.5).to(torch.bfloat16)
+    return dict(hidden_states=wide[:, :hidden], gate_weight=gate_weight)
+
+
+def make_bwd(num_tokens: int, num_experts: int, hidden: int, is_strided: bool = False) -> dict:
+    """Gradients with zeros, as a choice of experts leaves them."""
+    dlogits = torch.randn(num_tokens, num_experts) * (torch.rand(num_tokens, num_experts) < 0.25)
+    return dict(dlogits=dlogits, **make(num_tokens, num_experts, hidden, is_strided))
+
+
+SMOKE = grid(num_tokens=[0, 5], num_experts=[64], hidden=[192]) + grid(
+    num_tokens=[70], num_experts=[72], hidden=[1032, 130], is_strided=[True]
+)
+FULL = grid(num_tokens=[1, 65, 1001], num_experts=[8, 72, 256], hidden=[100, 129, 7168])
+BENCH = grid(num_tokens=[64, 1000, 4096, 16384], num_experts=[256], hidden=[7168]) + grid(
+    num_tokens=[4001], num_experts=[160], hidden=[5124]
+)
+
+gate_logits.cases(make=make, match=dict(rtol=1e-5, atol=2e-5), smoke=SMOKE, full=FULL, bench=BENCH)
+gate_logits_bwd.cases(make=make_bwd, match=dict(rtol=1e-2, atol=1e-2), smoke=SMOKE, full=FULL, bench=BENCH[:3])
