@@ -148,7 +148,7 @@ def lower_cuts(cut, rows: int, error: float):
 
 @macro
 def gather(x, cut, at: Place, layout: RowLayout, found, count):
-    """List the experts of every row that reach its cut in `found`, in any order; `count` them, or stop after 32."""
+    """List the slots of every row that reach its cut in `found`, in any order; `count` them, or stop after 32."""
     left = T.alloc_local((at.rows,), 'uint32')
     votes = T.alloc_local((at.rows,), 'uint32')
     waiting = T.alloc_var('uint32')
@@ -169,8 +169,9 @@ def gather(x, cut, at: Place, layout: RowLayout, found, count):
             for r in T.unroll(at.rows):
                 slot = 31 - T.cast(T.clz(left[r]), 'int32')
                 place = count[r] + T.cast(T.popcount(votes[r] & lanes_below), 'int32')
-                place_or_dump = T.Select(left[r] != T.uint32(0), place, 2 * WARP + at.lane)
-                found[at.warp, r, place_or_dump] = layout.expert(word * 32 + slot, at.lane)
+                # The last 32 entries are a dump, so that no lane branches.
+                place_or_dump = T.Select(left[r] != T.uint32(0), place, found.shape[2] - WARP + at.lane)
+                found[at.warp, r, place_or_dump] = (word * 32 + slot) * WARP + at.lane
                 left[r] = left[r] & ~(T.uint32(1) << T.cast(slot, 'uint32'))
                 count[r] = count[r] + T.cast(T.popcount(votes[r]), 'int32')
                 if count[r] > WARP:
@@ -199,7 +200,7 @@ def count_better(key, expert, count, likely: int, at: Place, tickets):
 def select_by_cut(ranking: Ranking, logits, bias: Bias, at: Place, x, expert, value):
     """Choose by cuts through the rows of `x`; returns a mask of the lanes whose row no cut could separate."""
     num_topk, first = ranking.num_topk, at.part * at.width
-    found = T.alloc_shared((at.num_warps, at.rows, 3 * WARP), 'int32')  # the last 32 are a dump
+    found = T.alloc_shared((at.num_warps, at.rows, 3 * WARP), 'int32')
     values = T.alloc_shared((at.num_warps, WARP), 'float32')
     tickets = T.alloc_shared((at.num_warps, WARP), 'int64')
     cuts = T.alloc_local((at.rows,), 'int32')
@@ -219,10 +220,10 @@ def select_by_cut(ranking: Ranking, logits, bias: Bias, at: Place, x, expert, va
         count = count | (T.Select(cuts[r] > MINUS_INF_KEY and counts[r] <= at.width, counts[r], 0) << (8 * r))
     count = (count >> (8 * at.part)) & 0xFF
 
-    expert[0] = 0
+    source = T.max(T.min(at.sublane, count - 1), 0)
     if count > 0:
-        source = T.min(at.sublane, count - 1)
-        expert[0] = found[at.warp, at.part, source]
+        source = found[at.warp, at.part, source]
+    expert[0] = ranking.layout.expert(source >> 5, source & (WARP - 1))
     value[0] = score(T.cast(logits[at.token, expert[0]], 'float32'), ranking.scoring)
     ranked = value[0]
     if ranking.biased:
@@ -230,7 +231,8 @@ def select_by_cut(ranking: Ranking, logits, bias: Bias, at: Place, x, expert, va
     key = rank_key(ranked)
     if at.sublane >= count:
         key = LOWEST
-    rank = count_better(key, expert[0], count, min(num_topk + 2, at.width), at, tickets)
+    likely = min(num_topk + int(ranking.deferred) + 3, at.width)
+    rank = count_better(key, expert[0], count, likely, at, tickets)
 
     if at.sublane < count:
         found[at.warp, at.part, rank] = expert[0]
