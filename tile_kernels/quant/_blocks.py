@@ -47,6 +47,11 @@ def reduce_block(value, height, lanes, rows, lane, warp, shared):
         value[0] = T.max(value[0], shared[warp // warps * warps + w, lane // lanes])
 
 
+def bytes_of_words(low: Any, high: Any, selector: Any) -> Any:
+    """A word of four bytes of two words; nibble k of `selector` numbers byte k, its highest bit does not count."""
+    return T.call_extern(T.uint32, '__byte_perm', low, high, selector)
+
+
 # Reading quantised tensors ------------------------------------------------------------------
 
 

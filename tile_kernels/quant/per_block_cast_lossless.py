@@ -5,8 +5,9 @@
     y[t, h]  = x[t, h] * 2^(E[t, h] - F[t, h])              exact while the exponents of a block differ by at most 14
     sf[k, l] = 2^F[k, l]
 
-The layout of work is that of `per_block_cast`, with exponents in place of magnitudes. Memory bound: the floor is
-reading x and writing y once.
+The layout of work is that of `per_block_cast`, with exponents in place of magnitudes and wider lanes, because fp4 is
+small. Arithmetic would cost more than memory: a lane computes the eight magnitudes that its codes can become and looks
+its codes up, four at a time. Memory bound: the floor is reading x and writing y once.
 """
 
 import math
@@ -15,24 +16,24 @@ import torch
 
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
+from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.formats import QuantFormat, QuantTensor
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T
+from tile_kernels.core.lang import T, macro
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
 from tile_kernels.quant._blocks import (
     HEIGHTS,
     ROW_LANES,
-    TILE_COLS,
     WARP,
-    decode,
+    bytes_of_words,
     load_codes,
     reduce_block,
+    resident_blocks,
     sf_exponent,
     tile_rows,
 )
 from tile_kernels.quant._macros import (
-    LANE,
     float_of,
     sf_tensor,
     shuffle_steps,
@@ -42,6 +43,10 @@ from tile_kernels.quant._macros import (
 from tile_kernels.quant.per_block_cast import check_sf
 
 WIDTHS = (16, 32, 64, 128)
+VECTOR_BYTES = 16
+
+#: What the codes 0 to 7 of e2m1 stand for.
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 #: 6 * 2^6 is the largest power-of-two multiple of the largest e2m1 number in e4m3.
 SPARE_EXPONENT = 6
@@ -51,30 +56,64 @@ SPARE_EXPONENT = 6
 
 
 def choose(hidden: int, x_fmt: QuantFormat, fmt: QuantFormat, vector_bytes: int, num_tokens: int) -> dict:
-    """Eight rows for each lane, so that many loads are in flight; flat blocks of a small problem get flat tiles."""
-    if fmt.sf_block[0] <= 32 and num_tokens * hidden < 1 << 22:
-        return dict(rows=4, num_threads=128)
-    return dict(rows=8, num_threads=256)
+    """Eight rows of 8 bytes for each lane are in flight; flat blocks of a small problem get flat tiles."""
+    if fmt.sf_block[0] <= 32 and num_tokens * hidden < 1 << 23:
+        return dict(rows=4, num_threads=128, lane=16, resident_threads=1024)
+    return dict(rows=8, num_threads=256, lane=16, resident_threads=1024)
 
 
 # Kernel -------------------------------------------------------------------------------------
 
 
+@macro
+def encode_codes(codes, i, factor, y_local):
+    """fp8 codes of `factor` times the numbers of a row of fp4 codes, which is what selects bytes of the table."""
+    words = T.view(codes, (codes.shape[0], codes.shape[1] // 4), T.uint32)
+    y_words = T.view(y_local, (y_local.shape[0] // 4,), T.uint32)
+    numbers = T.alloc_local((len(MAGNITUDES),), T.float32)
+    table = T.alloc_local((len(MAGNITUDES),), y_local.dtype)
+    table_words = T.view(table, (2,), T.uint32)
+    for code, magnitude in enumerate(MAGNITUDES):
+        numbers[code] = T.float32(magnitude) * factor
+    for code in T.vectorized(len(MAGNITUDES)):
+        table[code] = T.cast(numbers[code], y_local.dtype)
+    for w in T.unroll(codes.shape[1] // 4):
+        for half in T.unroll(2):
+            quad = words[i, w] >> T.cast(16 * half, T.uint32)
+            signs = (quad >> T.uint32(3)) & T.uint32(0x1111)
+            y_words[2 * w + half] = bytes_of_words(table_words[0], table_words[1], quad) | bytes_of_words(
+                T.uint32(0x8000), T.uint32(0), signs
+            )
+
+
 @kernel(
     choose=choose,
-    space=dict(rows=(4, 8), num_threads=(128, 256, 512)),
+    space=dict(rows=(4, 8), num_threads=(128, 256, 512), lane=(16, 32), resident_threads=(768, 1024)),
     pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True},
 )
 def per_block_cast_lossless_kernel(
-    hidden: int, x_fmt: QuantFormat, fmt: QuantFormat, vector_bytes: int, *, rows: int, num_threads: int
+    hidden: int,
+    x_fmt: QuantFormat,
+    fmt: QuantFormat,
+    vector_bytes: int,
+    *,
+    rows: int,
+    num_threads: int,
+    lane: int,
+    resident_threads: int,
 ):
-    """One tile for each thread block; blocks of one row need no shared memory."""
+    """One tile for each thread block; blocks of one row need no shared memory. A lane owns `lane` channels.
+
+    `zero` is 0, which the compiler must not know.
+    """
+    if x_fmt.sf_block[1] % lane:
+        raise ArgumentError(f'a lane of {lane} channels would have several scale factors of {x_fmt}')
     x_height, x_width = x_fmt.sf_block
     height, width = fmt.sf_block
-    lanes, num_groups, tiles_n = width // LANE, -(-hidden // width), -(-hidden // TILE_COLS)
+    lanes, num_groups, tiles_n = width // lane, -(-hidden // width), -(-hidden // (ROW_LANES * lane))
     tile_m = tile_rows(rows, num_threads, height)
     own = rows if height == 1 else 1
-    codes_width = x_fmt.data.stored(LANE)
+    codes_width = x_fmt.data.stored(lane)
     piece = math.gcd(codes_width, vector_bytes, x_fmt.data.stored(hidden))
     num_tokens, x_pitch = T.dynamic('num_tokens'), T.dynamic('x_pitch')
     x_sf_rows, sf_rows, x_sf_pitch = T.dynamic('x_sf_rows'), T.dynamic('sf_rows'), T.dynamic('x_sf_pitch')
@@ -88,29 +127,38 @@ def per_block_cast_lossless_kernel(
         ),
         y: T.Tensor((num_tokens, hidden), T.dtype(fmt.data.torch)),
         y_sf: sf_tensor(fmt, sf_rows, num_groups),
+        zero: T.uint32,
     ):
         with T.Kernel(T.ceildiv(num_tokens, tile_m) * tiles_n, threads=num_threads) as pid:
             T.assume(x_pitch % piece == 0)
+            T.annotate_min_blocks_per_sm(resident_blocks(resident_threads, num_threads))
             row = T.alloc_var(T.int32)
             slot = T.alloc_var(T.int32)
             codes = T.alloc_local((rows, codes_width), T.int8)
+            code_words = T.view(codes, (rows, codes_width // 4), T.uint32)
+            read_row = T.alloc_local((rows,), T.int32)
             exponent = T.alloc_local((rows,), T.uint32)
             top = T.alloc_local((own,), T.uint32)
             top_shared = T.alloc_shared((num_threads // WARP, ROW_LANES // lanes), T.uint32)
             shift = T.alloc_var(T.int32)
-            v_local = T.alloc_local((LANE,), T.float32)
-            y_local = T.alloc_local((LANE,), T.dtype(fmt.data.torch))
+            y_local = T.alloc_local((lane,), T.dtype(fmt.data.torch))
             thread = T.get_thread_binding()
-            lane = thread % ROW_LANES
-            slot = pid % tiles_n * ROW_LANES + lane
+            place = thread % ROW_LANES
+            slot = pid % tiles_n * ROW_LANES + place
             row = pid // tiles_n * tile_m + thread // ROW_LANES * rows
 
-            T.clear(codes)
-            T.clear(exponent)
+            if hidden % lane:
+                T.clear(codes)
+            # past the edges the last row or lane is read again, which changes no maximum and costs no branch
+            read_slot = T.min(slot, -(-hidden // lane) - 1)
             for i in T.unroll(rows):
-                if row + i < num_tokens and slot * LANE < hidden:
-                    load_codes(x, codes, i, row + i, slot, piece)
-                    exponent[i] = sf_exponent(x_sf, x_fmt, (row + i) // x_height, slot * LANE // x_width)
+                read_row[i] = T.min(row + i, num_tokens - 1)
+                load_codes(x, codes, i, read_row[i], read_slot, piece)
+            for i in T.unroll(rows):
+                exponent[i] = sf_exponent(x_sf, x_fmt, read_row[i] // x_height, read_slot * lane // x_width)
+            # the maxima below wait for the codes, too: else ptxas loads the codes only when the maxima are known
+            for i in T.unroll(rows):
+                exponent[i] = exponent[i] | (code_words[i, 0] & zero)
 
             T.clear(top)
             for i in T.unroll(rows):
@@ -120,24 +168,19 @@ def per_block_cast_lossless_kernel(
                     for i in T.unroll(rows):
                         top[i] = T.max(top[i], T.shfl_xor(top[i], 1 << step))
             else:
-                reduce_block(top, height, lanes, rows, lane, thread // WARP, top_shared)
+                reduce_block(top, height, lanes, rows, place, thread // WARP, top_shared)
             for k in T.unroll(own):
                 top[k] = T.max(top[k], T.uint32(SPARE_EXPONENT + 1)) - T.uint32(SPARE_EXPONENT)
-                first = (row + k) % height == 0 and lane % lanes == 0
-                if first and row + k < num_tokens and slot * LANE < hidden:
+                first = (row + k) % height == 0 and place % lanes == 0
+                if first and row + k < num_tokens and slot * lane < hidden:
                     sf = T.cast(top[k], T.uint8) if fmt.sf == 'ue8m0x4' else float_of(top[k] << T.uint32(23))
                     store_sf(y_sf, fmt, num_groups, (row + k) // height, slot // lanes, sf)
 
             for i in T.unroll(rows):
-                decode(codes, i, x_fmt.data.name, v_local)
                 shift = T.cast(exponent[i], T.int32) - T.cast(top[i % own], T.int32)
-                factor = float_of(T.cast(T.max(shift + 127, 0), T.uint32) << T.uint32(23))
-                for e in T.unroll(LANE):
-                    v_local[e] = v_local[e] * factor
-                for e in T.vectorized(LANE):
-                    y_local[e] = T.cast(v_local[e], T.dtype(fmt.data.torch))
+                encode_codes(codes, i, float_of(T.cast(T.max(shift + 127, 0), T.uint32) << T.uint32(23)), y_local)
                 if row + i < num_tokens:
-                    store_lane(y, y_local, row + i, slot, math.gcd(LANE, hidden), hidden, LANE)
+                    store_lane(y, y_local, row + i, slot, math.gcd(VECTOR_BYTES, hidden), hidden, lane)
 
     return per_block_cast_lossless
 
@@ -176,7 +219,7 @@ def per_block_cast_lossless(x: QuantTensor, fmt: QuantFormat) -> QuantTensor:
     check_sf(x.sf, 'x.sf', x.fmt, num_tokens, hidden)
     check.same_device(x=x.data, x_sf=x.sf)
     y = fmt.empty(num_tokens, hidden, x.device)
-    launch(per_block_cast_lossless_kernel, (hidden, x.fmt, fmt, check.vector_bytes(x.data)), x.data, x.sf, *y)
+    launch(per_block_cast_lossless_kernel, (hidden, x.fmt, fmt, check.vector_bytes(x.data)), x.data, x.sf, *y, 0)
     return y
 
 
