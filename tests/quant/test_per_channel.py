@@ -53,7 +53,7 @@ def test_a_last_group_uses_only_its_own_rows(name):
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize('num_tokens', [1, 128, 300])
+@pytest.mark.parametrize('num_tokens', [1, 128, 300])  # one pass, one pass, two passes
 def test_one_group_of_all_rows_spans_tiles(num_tokens, dtype):
     x = torch.randn(num_tokens, 130).to(dtype)
     x[:, 7], x[0, 8], x[0, 9] = 0, NAN, INF
@@ -72,10 +72,10 @@ def test_packed_factors_hold_four_groups_of_a_channel(num_tokens):
         assert torch.equal(byte, exponents[group] if group < len(exponents) else torch.zeros_like(byte))
 
 
-@pytest.mark.parametrize(('rows', 'num_threads'), [(8, 256), (4, 512), (4, 128)])
-def test_every_tile_gives_the_same(rows, num_threads):
-    x = torch.randn(70, 136).bfloat16()
-    with forced_config(rows=rows, num_threads=num_threads, resident_threads=512):
+@pytest.mark.parametrize(('rows', 'num_threads', 'panel'), [(8, 256, 3), (4, 512, 1), (4, 128, 2)])
+def test_every_tile_gives_the_same(rows, num_threads, panel):
+    x = torch.randn(70, 300).bfloat16()
+    with forced_config(rows=rows, num_threads=num_threads, resident_threads=512, panel=panel):
         y = kernel(per_channel_cast, x, parse('e4m3_32x1_f32'))
     assert_same(y, twin.per_channel_cast(x, parse('e4m3_32x1_f32')))
 
@@ -94,7 +94,7 @@ def test_requantising_is_dequantising_and_quantising(source, gathered):
     assert_same(y, twin.per_channel_cast(spread, parse('e4m3_32x1_f32'), rows))
 
 
-@pytest.mark.parametrize('num_tokens', [16, 40, 132, 134, 161])  # stores of 16, 8, 4, 2 and 1 bytes
+@pytest.mark.parametrize('num_tokens', [16, 3, 40, 132, 134, 271])  # aligned; in parts; every shift of whole tiles
 @pytest.mark.parametrize('name', ['e4m3_128x1_f32', 'e4m3_32x1_ue8m0x4'])
 def test_the_transpose_is_that_of_the_cast(num_tokens, name):
     x = torch.randn(num_tokens, 137).bfloat16()
@@ -118,6 +118,7 @@ def test_a_transposed_tile_has_one_shape():
             rows=4,
             num_threads=128,
             resident_threads=512,
+            panel=1,
         )
 
 

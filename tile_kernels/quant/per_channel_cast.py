@@ -10,8 +10,10 @@
 A thread block owns a tile of 128 channels in registers, so a row is read once. Warps meet in shared memory twice: for
 the amax of a channel, and for the multiplier that one thread computes from it for all. A transposed result is turned
 in 8 x 8 pieces in registers and put together in shared memory, so that both sides of memory see whole rows.
-One group of all rows needs two passes: the amax of every tile is merged by integer atomics (positive floats order like
-their bits, so the result does not depend on the order), then the tiles are scaled.
+One group of all rows needs two passes unless a tile holds them all: the amax of every tile is merged by integer
+atomics (positive floats order like their bits, so the result does not depend on the order), then the tiles are scaled,
+last ones first, because they are what the L2 cache still holds. Gathered rows are read as often as the map names them:
+the tiles of a panel of channels run one after the other, so that all but the first read find the row in the L2 cache.
 Memory bound. Numbers that are not finite are treated as by `per_token_cast`.
 """
 
@@ -45,6 +47,9 @@ from tile_kernels.quant.per_token_cast import DTYPES, per_token_cast
 
 FP8 = ('e4m3', 'e5m2')
 
+#: One group of all rows takes one pass if it has no more rows than the smallest tile that is chosen for it.
+TILE_ROWS = 128
+
 
 # Config -------------------------------------------------------------------------------------
 
@@ -59,11 +64,17 @@ def choose(
     task: str,
     num_tokens: int,
 ) -> dict:
-    """Eight rows for each lane, so that many loads are in flight; flat groups of a small problem get flat tiles."""
-    resident_threads = 512 if isinstance(source, QuantFormat) or source.itemsize == 4 else 768
-    if not store_bytes and fmt.sf_block[0] == 32 and num_tokens * hidden < 1 << 22:
-        return dict(rows=4, num_threads=128, resident_threads=resident_threads)
-    return dict(rows=8, num_threads=256, resident_threads=resident_threads)
+    """Eight rows for each lane, so that many loads are in flight; flat groups of a small problem get flat tiles.
+
+    Rows in pieces and float32 rows need more registers than 1024 threads leave.
+    """
+    x_dtype = source.data.torch if isinstance(source, QuantFormat) else source
+    in_pieces = vector_bytes < LANE * x_dtype.itemsize or hidden % LANE > 0
+    resident_threads = 512 if x_dtype.itemsize == 4 else 768 if in_pieces or x_dtype.itemsize == 2 else 1024
+    panel = 8 if gathered else 0
+    flat = not store_bytes and fmt.sf_block[0] == 32 and num_tokens * hidden < 1 << 22
+    rows, num_threads = (4, 128) if flat else (8, 256)
+    return dict(rows=rows, num_threads=num_threads, resident_threads=resident_threads, panel=panel)
 
 
 # Kernel -------------------------------------------------------------------------------------
@@ -71,7 +82,7 @@ def choose(
 
 @kernel(
     choose=choose,
-    space=dict(rows=(4, 8), num_threads=(128, 256, 512), resident_threads=(512, 768, 1024)),
+    space=dict(rows=(4, 8), num_threads=(128, 256, 512), resident_threads=(512, 768, 1024), panel=(0, 4, 8)),
     pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True},
 )
 def per_channel_cast_kernel(
@@ -86,8 +97,9 @@ def per_channel_cast_kernel(
     rows: int,
     num_threads: int,
     resident_threads: int,
+    panel: int,
 ):
-    """One tile for each thread block.
+    """One tile for each thread block, those of `panel` neighbouring tiles of channels (0: all) before the next ones.
 
     `source` is what x holds. `store_bytes` is 0, or the bytes that stores to a transposed result may have. `task`:
     'cast', or the passes of one group of all rows, 'amax' (merge into `amax`) and 'scale' (use `amax`).
@@ -96,7 +108,7 @@ def per_channel_cast_kernel(
         raise ArgumentError(f'a transposed tile has {TURNING_ROWS} rows a lane and {TURNING_THREADS} threads')
     quantised = isinstance(source, QuantFormat)
     x_dtype = source.data.torch if quantised else source
-    tile_m = tile_rows(rows, num_threads, fmt.sf_block[0] or 1)
+    tile_m = tile_rows(rows, num_threads, fmt.sf_block[0] or (TILE_ROWS if task == 'cast' else 1))
     height = fmt.sf_block[0] or tile_m
     groups, warps, tiles_n = tile_m // height, height // (2 * rows), -(-hidden // TILE_COLS)
     per_thread = -(-groups * TILE_COLS // num_threads)
@@ -122,9 +134,8 @@ def per_channel_cast_kernel(
             T.annotate_min_blocks_per_sm(resident_blocks(resident_threads, num_threads))
             pid_m = T.alloc_var(T.int32)
             pid_n = T.alloc_var(T.int32)
-            tokens = T.alloc_local((rows,), T.int32)
-            source_codes = T.alloc_local((rows, LANE), T.dtype(x_dtype))
-            x_local = T.alloc_local((rows, LANE), T.float32 if quantised else T.dtype(x_dtype))
+            x_local = T.alloc_local((rows, LANE), T.dtype(x_dtype))
+            factor = T.alloc_local((rows,), T.float32)
             amax = T.alloc_local((LANE,), T.float32)
             group_amax = T.alloc_var(T.float32)
             amax_shared = T.alloc_shared((num_threads // WARP, TILE_COLS), T.float32)
@@ -135,19 +146,24 @@ def per_channel_cast_kernel(
             row_local = T.alloc_local((LANE,), T.dtype(fmt.data.torch))
             thread = T.get_thread_binding()
             lane, team, warp = thread % ROW_LANES, thread // ROW_LANES, thread // WARP
-            pid_m = pid // tiles_n
-            pid_n = pid % tiles_n
+            if 0 < panel < tiles_n:
+                per_panel = T.ceildiv(num_rows, tile_m) * panel
+                pid_n = pid // per_panel * panel
+                width = T.min(tiles_n - pid_n, panel)
+                pid_m = pid % per_panel // width
+                pid_n += pid % per_panel % width
+            else:
+                tile = T.ceildiv(num_rows, tile_m) * tiles_n - 1 - pid if task == 'scale' else pid
+                pid_m = tile // tiles_n
+                pid_n = tile % tiles_n
             row, col = pid_m * tile_m, pid_n * TILE_COLS
             slot = pid_n * ROW_LANES + lane
 
-            for i in T.unroll(rows):
-                tokens[i] = -1
-                if row + team * rows + i < num_rows:
-                    tokens[i] = pos_to_token[row + team * rows + i] if gathered else row + team * rows + i
-            load_rows(x, x_sf, tokens, source, slot, piece, hidden, source_codes, x_local)
+            positions = pos_to_token if gathered else None
+            load_rows(x, x_sf, positions, row + team * rows, source, slot, piece, hidden, x_local, factor)
 
             if task != 'scale':
-                channel_amax(x_local, amax)
+                channel_amax(x_local, amax, factor if quantised else None)
                 if thread % WARP < ROW_LANES:
                     for e in T.vectorized(LANE):
                         amax_shared[warp, lane * LANE + e] = amax[e]
@@ -181,13 +197,13 @@ def per_channel_cast_kernel(
                 if store_bytes:
                     tile_shared = T.alloc_shared((TILE_COLS, 16, 2), T.uint32)
                     for i in T.unroll(rows):
-                        encode_row(x_local, i, sf_inv, row_local)
+                        encode_row(x_local, i, sf_inv, row_local, factor if quantised else None)
                         for e in T.vectorized(LANE):
                             y_local[i, e] = row_local[e]
                     turn_and_store(y, y_local, team, lane, tile_shared, pid_m, pid_n, store_bytes)
                 else:
                     for i in T.unroll(rows):
-                        encode_row(x_local, i, sf_inv, row_local)
+                        encode_row(x_local, i, sf_inv, row_local, factor if quantised else None)
                         if row + team * rows + i < num_rows:
                             store_lane(y, row_local, row + team * rows + i, slot, math.gcd(LANE, hidden), hidden, LANE)
 
@@ -223,7 +239,7 @@ def _cast(
     y = fmt.empty(num_rows, hidden, x.device)
     static = (hidden, fmt, source, check.vector_bytes(x), 0, pos_to_token is not None)
     rows, floor = (x, x_sf, pos_to_token), fmt.amax_floor
-    if fmt.sf_block[0]:
+    if fmt.sf_block[0] or (type(num_rows) is int and num_rows <= TILE_ROWS):
         launch(per_channel_cast_kernel, (*static, 'cast'), *rows, *y, None, floor, size=num_rows)
     else:
         amax_bits = torch.zeros(hidden, dtype=torch.int32, device=x.device)
@@ -295,7 +311,8 @@ def per_channel_cast_and_transpose(x: Tensor, fmt: QuantFormat) -> tuple[Tensor,
     _check_format(fmt, hidden)
     check.one_of(fmt.sf_block[0], HEIGHTS, 'fmt.sf_block[0]')
     y, y_sf = fmt.empty_data(hidden, num_tokens, x.device), fmt.empty_sf(num_tokens, hidden, x.device)
-    store_bytes = math.gcd(VECTOR_BYTES, num_tokens) if type(num_tokens) is int else VECTOR_BYTES
+    aligned = type(num_tokens) is not int or num_tokens % VECTOR_BYTES == 0
+    store_bytes = VECTOR_BYTES if aligned else 1
     static = (hidden, fmt, x.dtype, check.vector_bytes(x), store_bytes, False, 'cast')
     launch(per_channel_cast_kernel, static, x, None, None, y, y_sf, None, fmt.amax_floor)
     return y, y_sf
@@ -340,7 +357,8 @@ per_channel_cast.cases(
     + grid(num_tokens=[133], hidden=[264], dtype=BF16, fmt=['e4m3_128x1_f32p2', 'e5m2_32x1_ue8m0x4'])  # tails
     + grid(num_tokens=[40], hidden=[99], dtype=F32, fmt=['e4m3_32x1_f32', 'e4m3_allx1_f32'])
     + grid(num_tokens=[150], hidden=[100], dtype=F16, fmt=['e4m3_allx1_ue8m0x4'], gather=[140])
-    + grid(num_tokens=[20], hidden=[136], dtype=BF16, fmt=['e4m3_128x1_f32'], gather=[131]),
+    + grid(num_tokens=[20], hidden=[136, 1160], dtype=BF16, fmt=['e4m3_128x1_f32'], gather=[131])  # a panel, two
+    + grid(num_tokens=[131], hidden=[40], dtype=BF16, fmt=['e4m3_allx1_f32']),
     full=grid(
         num_tokens=[4001],
         hidden=[7168, 1090],
@@ -377,7 +395,7 @@ per_channel_recast.cases(
 per_channel_cast_and_transpose.cases(
     make=_make_plain,
     match='bitwise',
-    smoke=grid(num_tokens=[0, 1, 134], hidden=[136], dtype=BF16, fmt=['e4m3_128x1_f32'])
+    smoke=grid(num_tokens=[0, 1, 128, 135], hidden=[136], dtype=BF16, fmt=['e4m3_128x1_f32'])
     + grid(num_tokens=[144], hidden=[99], dtype=F32, fmt=['e4m3_32x1_ue8m0x4', 'e5m2_128x1_f32p2'])
     + grid(num_tokens=[40], hidden=[130], dtype=F16, fmt=['e4m3_32x1_f32']),
     full=grid(
@@ -386,7 +404,7 @@ per_channel_cast_and_transpose.cases(
         dtype=BF16 + F32,
         fmt=['e4m3_128x1_f32', 'e4m3_32x1_f32p2', 'e5m2_32x1_ue8m0x4'],
     ),
-    bench=grid(num_tokens=[4096, 16384], hidden=[7168], dtype=BF16, fmt=['e4m3_128x1_f32'])
+    bench=grid(num_tokens=[64, 4096, 16384], hidden=[7168], dtype=BF16, fmt=['e4m3_128x1_f32'])
     + grid(num_tokens=[4096], hidden=[7168, 576], dtype=BF16, fmt=['e4m3_32x1_f32'])
-    + grid(num_tokens=[4001], hidden=[7168], dtype=BF16, fmt=['e4m3_128x1_f32']),
+    + grid(num_tokens=[4001, 16002], hidden=[7168], dtype=BF16, fmt=['e4m3_128x1_f32']),
 )
