@@ -106,7 +106,7 @@ def _e2m1_code(v: Any) -> Any:
     return T.min(T.min(halves_and_ones, twos), T.uint32(_E2M1_ZERO + 7))
 
 
-def _pick(low: Any, high: Any, *numbers: int) -> Any:
+def pick_bytes(low: Any, high: Any, *numbers: int) -> Any:
     """The word of four bytes out of two words; bytes are numbered from the lowest of `low` on."""
     selector = sum(number << 4 * place for place, number in enumerate(numbers))
     return T.call_extern(T.uint32, '__byte_perm', low, high, T.uint32(selector))
@@ -116,9 +116,9 @@ def _sign_bytes(x_local: Any, i: Any, half: int) -> Any:
     """The bytes of four channels that hold the sign (even -0 and NaN have one) as their upper bit."""
     if x_local.dtype == 'float32':
         bits = [bits_of(x_local[i, 4 * half + index]) for index in range(4)]
-        return _pick(_pick(bits[0], bits[2], 3, 7), _pick(bits[1], bits[3], 3, 7), 0, 1, 4, 5)
+        return pick_bytes(pick_bytes(bits[0], bits[2], 3, 7), pick_bytes(bits[1], bits[3], 3, 7), 0, 1, 4, 5)
     pairs = lane_pairs(x_local)
-    return _pick(pairs[i, 2 * half], pairs[i, 2 * half + 1], 1, 5, 3, 7)
+    return pick_bytes(pairs[i, 2 * half], pairs[i, 2 * half + 1], 1, 5, 3, 7)
 
 
 def _e2m1_magnitudes(v_local: Any, half: int) -> Any:
@@ -163,8 +163,8 @@ def encode_e2m1(x_local, i, sf_inv, power_of_two, v_local, y_word):
         scale_lane(x_local, i, sf_inv, v_local)
         low = _e2m1_magnitudes(v_local, 0) | _sign_bytes(x_local, i, 0) & T.uint32(0x80808080)
         high = _e2m1_magnitudes(v_local, 1) | _sign_bytes(x_local, i, 1) & T.uint32(0x80808080)
-    even = _pick(low, high, 0, 1, 4, 5)
-    odd = _pick(low, high, 2, 3, 6, 7)
+    even = pick_bytes(low, high, 0, 1, 4, 5)
+    odd = pick_bytes(low, high, 2, 3, 6, 7)
     y_word[0] = (even >> T.uint32(4)) + odd
 
 
