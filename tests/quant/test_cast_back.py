@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tile_kernels import ArgumentError, QuantFormat, QuantTensor, knobs
+from tile_kernels import ArgumentError, QuantFormat, QuantTensor, knobs, quant
 from tile_kernels.core.launch import forced_config
 from tile_kernels.quant import front_blocks as front
 from tile_kernels.quant.dequantise import dequantise
@@ -90,6 +90,17 @@ def test_e5m6_rounds_by_the_low_bits_of_the_float32(hidden):
     assert back[0, :3].tolist() == [1.0, 1 + 1 / 32, 1 + 1 / 64]
     assert back[0, 3:6].tolist() == [2**-14 * 63 / 64, 2**-20, 2**-20]
     assert torch.equal(back[1, :7], -back[0, :7])
+
+
+@pytest.mark.parametrize('sf', [1.0, 0.7])
+def test_every_bf16_to_e5m6(sf):
+    """Normal numbers are rounded another way than those below 2^-14 and above the largest: all of them meet here."""
+    x = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).view(-1, 256)
+    mixed = x.view(256, 256).t().contiguous()  # and lanes with numbers of one kind only
+    fmt, factors = parse('e5m6_1xall_f32'), torch.full((256, 1), sf)
+    for numbers in (x, mixed):
+        y = kernel(per_token_cast_with_precomputed_sf, numbers, factors, fmt)
+        assert_equal(y, twin.per_token_cast_with_precomputed_sf(numbers, factors, fmt))
 
 
 @pytest.mark.parametrize('flags', [(False, False, False), (False, True, False), (True, True, True)])
@@ -193,3 +204,49 @@ def test_casting_there_and_back_is_done_in_place(name, dtype):
 def _flags(name: str) -> tuple:
     fmt = parse(name)
     return fmt.data.name, fmt.sf_block[1], fmt.sf == 'f32p2', fmt.sf == 'e4m3'
+
+
+# Straight through ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('name', ['e4m3_1x128_f32', 'e2m1_1x32_f32p2'])
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float32])
+def test_fake_quantisation_passes_its_gradient_through(name, dtype):
+    x = torch.randn(5, 200, dtype=dtype).requires_grad_()
+    dy = torch.randn(5, 200).to(dtype)
+    y = quant.fake_quantise(x, name)
+    assert_equal(y.detach(), twin.dequantise(twin.per_token_cast(x.detach(), parse(name)), dtype))
+    y.backward(dy)
+    assert_equal(x.grad, dy)
+
+
+def test_fake_quantisation_trains_under_compile_and_functorch():
+    weight, x = torch.randn(64, 64), torch.randn(7, 64)
+
+    def loss(weight, x):
+        return (quant.fake_quantise(x @ weight, 'e4m3_1x32_f32') ** 2).sum()
+
+    eager = weight.clone().requires_grad_()
+    loss(eager, x).backward()
+    y = quant.fake_quantise(x @ weight, 'e4m3_1x32_f32')
+    torch.testing.assert_close(eager.grad, x.t() @ (2 * y))
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend='aot_eager')
+    for num_tokens in (7, 9):
+        x = torch.randn(num_tokens, 64)
+        traced, plain = weight.clone().requires_grad_(), weight.clone().requires_grad_()
+        compiled(traced, x).backward()
+        loss(plain, x).backward()
+        torch.testing.assert_close(traced.grad, plain.grad)
+    torch.testing.assert_close(torch.func.grad(loss)(weight, x), plain.grad)
+
+
+def test_fake_quantisation_leaves_its_input_alone():
+    memory = torch.randn(3, 80)
+    x, before = memory[:, :64], memory.clone()
+    with knobs(interpret=True):
+        y = quant.fake_quantise(x, 'e2m1_1x16_e4m3')
+    assert torch.equal(memory, before) and y.is_contiguous()
+    with pytest.raises(ArgumentError, match=r'^quant.fake_quantise: fmt.sf must be one of f32, f32p2, e4m3'):
+        quant.fake_quantise(x, 'e4m3_1x32_ue8m0x4')
+    with pytest.raises(ArgumentError, match=r'^quant.fake_quantise: x must be a tensor'):
+        quant.fake_quantise(None, 'e4m3_1x32_f32')

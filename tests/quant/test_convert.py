@@ -10,7 +10,7 @@ from tile_kernels.quant.convert import STOCHASTIC, convert, unpack_from_e2m1fn_x
 from tile_kernels.quant.transpose_weight_sf import transpose_weight_sf
 from tile_kernels.testing.numeric import assert_equal
 from tile_kernels.torch import quant as twin
-from tile_kernels.torch.quant import blocks
+from tile_kernels.torch.quant.stochastic import random_words
 
 NAN, INF = float('nan'), float('inf')
 E4M3, E5M2, BF16, F32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32
@@ -77,7 +77,7 @@ def test_the_hash_is_that_of_the_specification():
     h = (h ^ h >> 16) * 0x846CA68B & mask
     s = h * 0xD35A2D97 & mask
     r, s = h ^ h >> 11, s ^ s >> 11
-    first, second = blocks._random_words(v)
+    first, second = random_words(v)
     assert (first.item(), second.item()) == (r, s)
     expected = [
         (b + half) & 0xFFFF0000 for b, half in zip(bits, (r >> 16, r & 0xFFFF, s >> 16, s & 0xFFFF), strict=True)

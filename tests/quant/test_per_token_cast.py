@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tile_kernels import ArgumentError, QuantFormat, QuantTensor, UnsupportedError, knobs, quant
+from tile_kernels import ArgumentError, QuantFormat, QuantTensor, knobs, quant
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T
 from tile_kernels.core.launch import forced_config, launch
@@ -15,7 +15,8 @@ from tile_kernels.quant.per_token_cast import (
     per_token_cast_with_precomputed_sf,
     per_token_cast_with_sf_only,
 )
-from tile_kernels.testing.numeric import assert_equal
+from tile_kernels.quant.per_token_recast import per_token_recast, per_token_recast_with_precomputed_sf
+from tile_kernels.testing.numeric import assert_equal, check_bias
 from tile_kernels.torch import quant as twin
 
 NAN, INF = float('nan'), float('inf')
@@ -328,14 +329,6 @@ def test_an_odd_row_has_no_fp4_form():
         front(torch.randn(2, 255), 'e2m1_1x32_f32')
 
 
-def test_what_is_not_supported_says_so():
-    quantised = per_token_cast(torch.randn(2, 128), parse('e4m3_1x128_f32'))
-    with pytest.raises(UnsupportedError, match='x must be a plain tensor'):
-        front(quantised, 'e4m3', 128, (1, 128))
-    with pytest.raises(UnsupportedError, match='stochastic_cast must be False'):
-        front(torch.randn(2, 128), 'e4m3', 128, stochastic_cast=True)
-
-
 @pytest.mark.parametrize(
     ('sf', 'sentence'),
     [
@@ -350,6 +343,184 @@ def test_given_factors_must_fit(sf, sentence):
         per_token_cast_with_precomputed_sf(torch.randn(2, 256), sf, parse('e4m3_1x128_f32'))
     with pytest.raises(ArgumentError, match='sf must be column-major'):
         per_token_cast_with_precomputed_sf(torch.randn(2, 256), torch.ones(2, 2), parse('e4m3_1x128_f32_col'))
+
+
+# Quantised input ----------------------------------------------------------------------------
+
+
+def assert_recast_is_twin(x: QuantTensor, name: str, stochastic: bool = False) -> QuantTensor:
+    fmt = parse(name)
+    expected = twin.per_token_recast(x, fmt, None, stochastic)
+    with knobs(interpret=True):
+        assert_same(per_token_recast(x, fmt, None, stochastic), expected)
+    return expected
+
+
+@pytest.mark.parametrize('fmt', ['e4m3', 'e2m1'])
+@pytest.mark.parametrize('source', ['e4m3', 'e2m1'])
+@pytest.mark.parametrize('block', [(1, 32), (32, 32), (128, 128), (1, 320)])
+def test_a_pair_is_quantised_again(source, block, fmt):
+    """Upstream's own test: powers of two in every layout, so that the order of the factors does not matter."""
+    x = torch.randn(37, 320) * torch.exp2(torch.arange(37) % 9).unsqueeze(1)
+    for layout in ((False, True, False), (True, True, False), (True, True, True), (False, True, True)):
+        col, rounded, packed = layout
+        flags = dict(round_sf=rounded, use_tma_aligned_col_major_sf=col, use_packed_ue8m0=packed)
+        pair = tuple(twin.cast(x, source, block, **flags))
+        y = front(pair, fmt, 64, block, col, rounded, packed)
+        assert_same(y, twin.cast(pair, fmt, (1, 64), x_block_size=block, **flags))
+        assert_same(y, twin.cast(twin.cast_back(pair, 'fp32', block), fmt, (1, 64), **flags))
+    with knobs(interpret=True):
+        assert_same(front(pair, fmt, 64, block, col, rounded, packed), y)
+        assert_equal(quant.per_token_cast_with_sf_only(pair, fmt, 64, block, col, rounded, packed), y.sf)
+        sf = twin.cast(pair, fmt, (1, 64), x_block_size=block, round_sf=True).sf
+        data = quant.per_token_cast_with_precomputed_sf(pair, fmt, 64, sf, block, round_sf=True)
+        assert_equal(data, y.data)
+
+
+@pytest.mark.parametrize('name', ['e4m3_1x32_e4m3', 'e5m2_1x64_f32', 'e2m1_1x16_e4m3', 'e4m3_40x8_f32_col'])
+@pytest.mark.parametrize('target', ['e2m1_1x128_f32', 'e4m3_1xall_f32_col', 'e5m6_1x32_f32p2'])
+def test_a_quantised_tensor_knows_its_format(name, target):
+    x = (
+        twin.cast(torch.randn(5, 72), *_blocked(name))
+        if '40x8' in name
+        else twin.per_token_cast(torch.randn(5, 72), parse(name))
+    )
+    x = QuantTensor(x.data, x.sf, name)
+    assert_same(front(x, target), assert_recast_is_twin(x, target))
+
+
+def _blocked(name: str) -> tuple:
+    fmt = parse(name)
+    return fmt.data.name, fmt.sf_block, None, None, False, fmt.col
+
+
+@pytest.mark.parametrize('data', ['e4m3', 'e5m2', 'e2m1'])
+def test_every_code_survives_being_cast_to_itself(data):
+    fmt = parse(f'{data}_1x16_f32p2')
+    codes = torch.arange(256, dtype=torch.uint8).view(-1, fmt.data.stored(16)).view(fmt.data.torch)
+    x = QuantTensor(codes, torch.exp2(torch.arange(len(codes)).float() - 9).unsqueeze(1), fmt)
+    with knobs(interpret=True):
+        y = per_token_recast_with_precomputed_sf(x, x.sf, fmt)
+    infinite = torch.isinf(codes.float()) if data == 'e5m2' else torch.zeros_like(codes.view(torch.uint8)).bool()
+    nan = torch.isnan(codes.float()) if data != 'e2m1' else infinite
+    kept = ~(infinite | nan)
+    assert torch.equal(y.view(torch.uint8)[kept], codes.view(torch.uint8)[kept])
+    assert bool((y.view(torch.uint8)[nan] == 0x7F).all())
+    assert_equal(y, twin.per_token_recast_with_precomputed_sf(x, x.sf, fmt))
+
+
+def test_zeros_stay_zeros_whatever_their_scale_factor():
+    sf = torch.tensor([[1e30, 3e38], [1e-40, 1.0]])
+    x = QuantTensor(torch.zeros(2, 64).to(torch.float8_e4m3fn), sf, 'e4m3_1x32_f32')
+    for name in ('e4m3_1x32_f32', 'e2m1_1x32_f32', 'e2m1_1x64_f32p2'):
+        y = assert_recast_is_twin(x, name)
+        assert not bool(y.data.view(torch.uint8).any())
+
+
+def test_factors_are_multiplied_before_the_code():
+    """With factors that are no powers of two the order shows; upstream's kernels multiply the two factors first."""
+    x = QuantTensor((torch.randn(64, 128) * 90).to(torch.float8_e4m3fn), torch.rand(64, 4) + 0.1, 'e4m3_1x32_f32')
+    y = assert_recast_is_twin(x, 'e4m3_1x128_f32')
+    amax = twin.dequantise(x, torch.float32).abs().amax(1, keepdim=True)
+    factor = x.sf * torch.full_like(amax, 448.0).div(amax)
+    v = x.data.float() * factor.repeat_interleave(32, 1)
+    assert_equal(y.data, v.to(torch.float8_e4m3fn))
+
+
+@pytest.mark.parametrize('vectors', [2, 4, 8])
+@pytest.mark.parametrize('hidden', [144, 1024])
+def test_every_number_of_vectors_recasts_the_same(vectors, hidden):
+    x = twin.per_token_cast(torch.randn(11, hidden), parse('e2m1_1x16_ue8m0x4'))
+    with forced_config(vectors=vectors, num_threads=128):
+        assert_recast_is_twin(x, 'e4m3_1x64_f32')
+
+
+@pytest.mark.parametrize(
+    ('x', 'block', 'sentence'),
+    [
+        ((torch.zeros(2, 64).to(torch.float8_e4m3fn), torch.ones(2, 2)), None, 'x_block_size must be given for a'),
+        (torch.randn(2, 64), (1, 32), 'x_block_size must be None for a plain x'),
+        (
+            (torch.zeros(2, 64).to(torch.float8_e4m3fn), torch.ones(2, 64)),
+            (1, 1),
+            r'x.fmt.sf_block\[1\] must be a multiple',
+        ),
+        ((torch.zeros(2, 64).to(torch.float8_e4m3fn), torch.ones(2, 3)), (1, 32), 'x.sf must be .* with sf_cols = 2'),
+        ((torch.zeros(2, 64), torch.ones(2, 2)), (1, 32), r'x\[0\].dtype must be one of'),
+        ((torch.zeros(2, 64),), (1, 32), r'x must be a pair \(data, sf\)'),
+    ],
+)
+def test_wrong_pairs_are_told_in_one_sentence(x, block, sentence):
+    with pytest.raises(ArgumentError, match=f'^quant.per_token_cast: {sentence}'):
+        front(x, 'e4m3', 32, block)
+
+
+# Stochastic rounding ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('name', ['e4m3_1x128_f32', 'e5m2_1x64_f32p2', 'e2m1_1x32_e4m3', 'e2m1_1xall_f32'])
+def test_stochastic_rounding_loses_nothing_on_average(name):
+    fmt = parse(name)
+    x = torch.randn(100, 512) * 3
+    with knobs(interpret=True):
+        y = per_token_cast(x, fmt, None, True)
+    assert_same(y, twin.per_token_cast(x, fmt, None, True))
+    nearest = twin.per_token_cast(x, fmt)
+    assert_equal(y.sf, nearest.sf)
+    if fmt.sf != 'e4m3':  # rounded factors may be too small for the largest numbers, which saturate
+        check_bias(twin.dequantise(y, torch.float32), x)
+    step = {'e4m3': 2**-3, 'e5m2': 2**-2, 'e2m1': 2**-1}[fmt.data.name]
+    scale = (
+        twin.dequantise(QuantTensor(torch.ones_like(y.data), y.sf, fmt), torch.float32) if fmt.data.bits == 8 else None
+    )
+    if scale is not None:
+        assert bool(((twin.dequantise(y, torch.float32) - x).abs() <= x.abs() * step + scale).all())
+
+
+def test_numbers_that_a_format_holds_are_not_rounded():
+    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+    for name in ('e2m1_1x16_f32p2', 'e4m3_1x16_f32p2', 'e5m2_1x16_f32p2'):
+        with knobs(interpret=True):
+            assert_same(front(numbers.view(1, 16), name, stochastic_cast=True), front(numbers.view(1, 16), name))
+
+
+def test_the_random_bits_are_those_of_the_specification():
+    """The place of four numbers is their channel divided by four, whatever the row."""
+    row = torch.rand(1, 128).clamp(min=0.01)
+    row[0, 0] = 448.0
+    with knobs(interpret=True):
+        y = front(row.expand(3, 128), 'e4m3', 128, stochastic_cast=True)
+    bits, mask = [int(b) for b in row[0].view(torch.int32)], 0xFFFFFFFF
+    for q in (1, 9):
+        words = zip(bits[4 * q : 4 * q + 4], (0x5671D42B, 0x9995E499, 0xACE1B8A5, 0xE153538D), strict=True)
+        h = (sum(b * f for b, f in words) + q) & mask
+        h = (h ^ h >> 23) * 0x7FEB352D & mask
+        h = (h ^ h >> 16) * 0x846CA68B & mask
+        h ^= h >> 11
+        for e in range(4):
+            random = (h << 8 * e | h >> 32 - 8 * e) & mask
+            expected = (bits[4 * q + e] - (120 << 23) + (random >> 12)) >> 20
+            assert y.data.view(torch.uint8)[:, 4 * q + e].tolist() == [expected] * 3
+
+
+def test_stochastic_rounding_of_numbers_that_are_not_finite():
+    x = torch.ones(1, 16)
+    x[0, 1], x[0, 5], x[0, 9], x[0, 13] = NAN, INF, -INF, -NAN
+    for name in ('e4m3_1x16_f32', 'e2m1_1x16_f32', 'e5m2_1x16_f32'):
+        with knobs(interpret=True):
+            y = front(x, name, stochastic_cast=True)
+        top = parse(name).data.max
+        codes = quant.unpack_from_e2m1fn_x2(y.data) if 'e2m1' in name else y.data.float()
+        assert codes[0, [5, 9]].tolist() == [top, -top]
+        if 'e2m1' in name:
+            assert codes[0, [1, 13]].tolist() == [top, -top]
+        else:
+            assert y.data.view(torch.uint8)[0, [1, 13]].tolist() == [0x7F, 0x7F]
+
+
+def test_e5m6_has_no_stochastic_rounding():
+    with pytest.raises(ArgumentError, match='stochastic must be False for e5m6'):
+        front(torch.randn(2, 64), 'e5m6', 64, stochastic_cast=True)
 
 
 # torch.compile ------------------------------------------------------------------------------

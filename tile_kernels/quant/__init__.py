@@ -3,6 +3,7 @@
 from tile_kernels.core.formats import QuantFormat, QuantTensor
 from tile_kernels.quant.convert import unpack_from_e2m1fn_x2
 from tile_kernels.quant.front import (
+    fake_quantise,
     per_token_cast,
     per_token_cast_fp8,
     per_token_cast_with_precomputed_sf,
@@ -40,6 +41,7 @@ __all__ = [
     'batched_transpose_weight_sf',
     'cast',
     'cast_back',
+    'fake_quantise',
     'fused_swiglu_quant_fp8',
     'norm_backward',
     'norm_forward',

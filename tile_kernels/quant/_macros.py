@@ -61,13 +61,37 @@ def load_lane(x, x_local, i, row, slot, piece, hidden):
                 x_local[i, p * piece + e] = x[row, slot * LANE + p * piece + e]
 
 
+@macro
+def decode_halves(codes, element, x_local):
+    """The numbers of fp8 or fp4 codes as float16, which holds every one of them."""
+    for i in T.unroll(x_local.shape[0]):
+        if element == 'e2m1':
+            words, pairs = T.view(codes, (codes.shape[0], 1), T.uint32), lane_pairs(x_local)
+            for j in (0, 1, 2, 3):
+                pairs[i, j] = _e2m1_halves(words[i, 0], j)
+        else:
+            for e in T.vectorized(LANE):
+                x_local[i, e] = T.cast(codes[i, e], T.float16)
+
+
+def _e2m1_halves(word: Any, j: int) -> Any:
+    """The float16 of byte `j` of eight fp4 codes: nothing but the upper byte, which is looked up, and the sign."""
+    uppers = byte_perm(T.uint32(0x3E3C3800), T.uint32(0x46444240), word >> T.uint32(j // 2 * 16))  # of four codes
+    signs = pick_bytes(word << T.uint32(4), word, j, j, j + 4, j + 4)
+    first = j % 2 * 2
+    return pick_bytes(uppers, T.uint32(0), 4, first, 4, first + 1) | signs & T.uint32(0x80008000)
+
+
 def lane_max(x_local: Any, i: Any) -> Any:
-    """Largest magnitude of the channels of one lane, NaN if no channel is a number; bf16 two at a time."""
-    if x_local.dtype != 'bfloat16':
-        return functools.reduce(T.max, (T.abs(T.cast(x_local[i, j], T.float32)) for j in range(LANE)))
-    words = (T.abs2(T.reinterpret(lane_pairs(x_local)[i, j], 'bfloat16x2')) for j in range(LANE // 2))
+    """Largest magnitude of the channels of one lane, NaN if no channel is a number; 16-bit channels two at a time."""
+    if x_local.dtype == 'float32':
+        return functools.reduce(T.max, (T.abs(x_local[i, j]) for j in range(LANE)))
+    words = (T.abs2(T.reinterpret(lane_pairs(x_local)[i, j], f'{x_local.dtype}x2')) for j in range(LANE // 2))
     both = T.reinterpret(functools.reduce(T.max2, words), T.uint32)
-    return T.max(float_of(both << T.uint32(16)), float_of(both & T.uint32(0xFFFF0000)))
+    if x_local.dtype == 'bfloat16':
+        return T.max(float_of(both << T.uint32(16)), float_of(both & T.uint32(0xFFFF0000)))
+    halves = (T.reinterpret(T.cast(both >> T.uint32(shift), T.uint16), T.float16) for shift in (0, 16))
+    return functools.reduce(T.max, (T.cast(half, T.float32) for half in halves))
 
 
 @macro
@@ -106,10 +130,14 @@ def _e2m1_code(v: Any) -> Any:
     return T.min(T.min(halves_and_ones, twos), T.uint32(_E2M1_ZERO + 7))
 
 
+def byte_perm(low: Any, high: Any, selector: Any) -> Any:
+    """The word of four bytes out of two words, each named by the lower three bits of a nibble of the selector."""
+    return T.call_extern(T.uint32, '__byte_perm', low, high, selector)
+
+
 def pick_bytes(low: Any, high: Any, *numbers: int) -> Any:
     """The word of four bytes out of two words; bytes are numbered from the lowest of `low` on."""
-    selector = sum(number << 4 * place for place, number in enumerate(numbers))
-    return T.call_extern(T.uint32, '__byte_perm', low, high, T.uint32(selector))
+    return byte_perm(low, high, T.uint32(sum(number << 4 * place for place, number in enumerate(numbers))))
 
 
 def _sign_bytes(x_local: Any, i: Any, half: int) -> Any:

@@ -2,16 +2,7 @@
 
     y[i] = round(x[i])                                      fp8 saturates, as in all casts
 
-Stochastic rounding of v between neighbours a <= |v| < b of the target: |v| goes to b if (|v| - a) / (b - a) + u >= 1,
-else to a, with u in [0, 1) made of random bits; on average nothing is lost. Random bits are a hash of four consecutive
-numbers and their place, so equal tensors round equally, on every GPU:
-
-    h  = 0x5671D42B b[0] + 0x9995E499 b[1] + 0xACE1B8A5 b[2] + 0xE153538D b[3] + i // 4      b: float32 bits
-    h ^= h >> 23;  h *= 0x7FEB352D;  h ^= h >> 16;  h *= 0x846CA68B
-    r  = h ^ (h >> 11);  s = 0xD35A2D97 h;  s ^= s >> 11                                      all modulo 2^32
-
-e4m3 takes for the number 4 q + e the top 24 bits of r rotated left by 8 e (what is discarded of |v| beyond 24 bits
-does not count), bfloat16 the upper and lower halves of r, then of s. Infinities and NaN are converted as usual.
+Stochastic rounding is that of `_stochastic.py`.
 
 A lane owns 16 bytes of the wider side. Memory bound: the floor is reading x and writing y once.
 """
@@ -23,12 +14,13 @@ from torch import Tensor
 
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
+from tile_kernels.core.formats import ELEMENTS
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T, macro
+from tile_kernels.core.lang import T
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
 from tile_kernels.quant._blocks import decode
-from tile_kernels.quant._macros import bits_of, float_of
+from tile_kernels.quant._stochastic import four_codes, round_four_to_bf16, top_bytes
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
 STOCHASTIC = (
@@ -36,9 +28,6 @@ STOCHASTIC = (
     (torch.float32, torch.float8_e4m3fn),
     (torch.bfloat16, torch.float8_e4m3fn),
 )
-
-#: float32 bits of 2^-6, the least normal e4m3 number, and of 448, the largest.
-E4M3_NORMAL, E4M3_MAX = 0x3C800000, 0x43E00000
 
 
 # Config -------------------------------------------------------------------------------------
@@ -50,59 +39,6 @@ def choose(source: str | torch.dtype, target: torch.dtype, vector_bytes: int, st
 
 
 # Kernel -------------------------------------------------------------------------------------
-
-
-def _mix(a, b, c, d, place):
-    """The hash of four consecutive numbers, before its last step."""
-    words = zip((a, b, c, d), (0x5671D42B, 0x9995E499, 0xACE1B8A5, 0xE153538D), strict=True)
-    h = place
-    for value, factor in words:
-        h = h + bits_of(value) * T.uint32(factor)
-    h = (h ^ (h >> T.uint32(23))) * T.uint32(0x7FEB352D)
-    return (h ^ (h >> T.uint32(16))) * T.uint32(0x846CA68B)
-
-
-def _finish(h):
-    return h ^ (h >> T.uint32(11))
-
-
-def _is_finite(v):
-    return (bits_of(v) & T.uint32(0x7F800000)) != T.uint32(0x7F800000)
-
-
-def _to_bf16(v, random):
-    """`v` rounded stochastically to a bfloat16, with 16 random bits at the top of a word; as float32."""
-    rounded = (bits_of(v) + (random >> T.uint32(16))) & T.uint32(0xFFFF0000)
-    return T.if_then_else(_is_finite(v), float_of(rounded), v)
-
-
-def _to_e4m3(v, random):
-    """`v` rounded stochastically to an e4m3 number, with 24 random bits at the top of a word; as float32."""
-    magnitude = bits_of(v) & T.uint32(0x7FFFFFFF)
-    normal = T.min((magnitude + (random >> T.uint32(12))) & T.uint32(0xFFF00000), T.uint32(E4M3_MAX))
-    steps = T.cast(T.min(T.abs(v), T.float32(2.0**-6)) * T.float32(2.0**33), T.uint32)  # of 2^-9, with 24 more bits
-    subnormal = T.cast((steps + (random >> T.uint32(8))) >> T.uint32(24), T.float32) * T.float32(2.0**-9)
-    rounded = T.if_then_else(magnitude < T.uint32(E4M3_NORMAL), bits_of(subnormal), normal)
-    signed = float_of(rounded | bits_of(v) & T.uint32(0x80000000))
-    return T.if_then_else(_is_finite(v), signed, v)
-
-
-@macro
-def round_four(v_local, first, place, target):
-    """Round four consecutive numbers stochastically; the results are exact in the target."""
-    word = T.alloc_var(T.uint32)
-    word = _mix(v_local[first], v_local[first + 1], v_local[first + 2], v_local[first + 3], place)
-    if target is torch.bfloat16:
-        for e in T.unroll(2):
-            v_local[first + e] = _to_bf16(v_local[first + e], _finish(word) << T.cast(16 * e, T.uint32))
-        word = word * T.uint32(0xD35A2D97)
-        for e in T.unroll(2):
-            v_local[first + 2 + e] = _to_bf16(v_local[first + 2 + e], _finish(word) << T.cast(16 * e, T.uint32))
-    else:
-        word = _finish(word)
-        for e in T.unroll(4):
-            v_local[first + e] = _to_e4m3(v_local[first + e], word)
-            word = word << T.uint32(8) | word >> T.uint32(24)
 
 
 @kernel(
@@ -154,9 +90,14 @@ def convert_kernel(
                 if stochastic:
                     for q in T.unroll(lane // 4):
                         place = T.cast((slot + k * num_threads) * (lane // 4) + q, T.uint32)
-                        round_four(v_local, 4 * q, place, target)
-                for e in T.vectorized(lane):
-                    y_local[e] = T.cast(v_local[e], T.dtype(target))
+                        if target is torch.bfloat16:
+                            round_four_to_bf16(v_local, 4 * q, place)
+                        else:
+                            words = T.view(y_local, (lane // 4,), T.uint32)
+                            four_codes(v_local, 4 * q, place, top_bytes(v_local, 4 * q), ELEMENTS['e4m3'], words, q)
+                if not stochastic or target is torch.bfloat16:
+                    for e in T.vectorized(lane):
+                        y_local[e] = T.cast(v_local[e], T.dtype(target))
                 if (slot + k * num_threads) * width + width <= count:
                     for e in T.vectorized(lane):
                         y[(slot + k * num_threads) * lane + e] = y_local[e]

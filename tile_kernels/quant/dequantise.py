@@ -158,7 +158,7 @@ def dequantise(x: QuantTensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 # Cases --------------------------------------------------------------------------------------
 
 
-def _make(num_tokens: int, hidden: int, fmt: str, dtype: torch.dtype, pad: int = 0) -> dict:
+def random_quantised(num_tokens: int, hidden: int, fmt: str, pad: int = 0) -> QuantTensor:
     """Random codes (no NaN) and scale factors of a format; `pad` container elements lie between rows."""
     layout = QuantFormat.parse(fmt)
     stored = layout.data.stored(hidden)
@@ -174,7 +174,11 @@ def _make(num_tokens: int, hidden: int, fmt: str, dtype: torch.dtype, pad: int =
         sf.copy_(torch.exp2(torch.randint(-20, 20, sf.shape).float()))
     else:
         sf.copy_((torch.rand(sf.shape) + 0.01).to(sf.dtype))
-    return dict(x=QuantTensor(codes.view(layout.data.torch).narrow(1, pad, stored), sf, layout), dtype=dtype)
+    return QuantTensor(codes.view(layout.data.torch).narrow(1, pad, stored), sf, layout)
+
+
+def _make(num_tokens: int, hidden: int, fmt: str, dtype: torch.dtype, pad: int = 0) -> dict:
+    return dict(x=random_quantised(num_tokens, hidden, fmt, pad), dtype=dtype)
 
 
 BF16, F16, F32 = [torch.bfloat16], [torch.float16], [torch.float32]

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from tile_kernels.core import check
-from tile_kernels.core.formats import ELEMENTS, QuantFormat, QuantTensor
+from tile_kernels.core.formats import QuantFormat, QuantTensor
 from tile_kernels.quant.convert import convert
 from tile_kernels.quant.dequantise import dequantise
-from tile_kernels.quant.front import FP8_NAMES, _into
+from tile_kernels.quant.front import FP8_NAMES, Block, Pair, _into, _quantised
 from tile_kernels.quant.per_block_cast import per_block_cast as block_op
 from tile_kernels.quant.per_block_cast import per_block_cast_with_precomputed_sf as block_data_op
 from tile_kernels.quant.per_block_cast import per_block_cast_with_sf_only as block_sf_op
@@ -17,49 +17,10 @@ from tile_kernels.quant.per_block_cast_lossless import per_block_cast_lossless a
 from tile_kernels.quant.per_channel_cast import per_channel_cast as channel_op
 from tile_kernels.quant.per_channel_cast import per_channel_cast_and_transpose as transpose_op
 from tile_kernels.quant.per_channel_cast import per_channel_recast as channel_recast_op
-from tile_kernels.quant.per_token_cast import GROUPS
 from tile_kernels.quant.per_token_cast_and_cast_back import per_token_cast_and_cast_back as back_and_forth_op
 from tile_kernels.quant.transpose_weight_sf import transpose_weight_sf
 
 BACK = {'bf16': torch.bfloat16, 'fp16': torch.float16, 'fp32': torch.float32}
-ELEMENT_NAMES = {**FP8_NAMES, torch.int8: 'e2m1', torch.uint8: 'e2m1'}
-
-Pair = tuple[Tensor, Tensor]
-Block = tuple[int, int]
-
-
-def _pair(value: object, name: str) -> Pair:
-    """`value`, once it is a pair of tensors."""
-    if not isinstance(value, tuple) or len(value) != 2:
-        check.fail(name, 'must be a pair (data, sf)', check.describe(value))
-    check.tensor(value[0], f'{name}[0]')
-    check.tensor(value[1], f'{name}[1]')
-    return value
-
-
-def _quantised(x: Pair, block: Block | None, element: str | None = None) -> QuantTensor:
-    """A pair with its format: what it carries, or what `block`, the dtypes and the strides of the factors say.
-
-    Factors are column-major if only their first stride is 1: so are those of a single column, unless it is dense.
-    """
-    data, sf = _pair(x, 'x')
-    if isinstance(x, QuantTensor):
-        return x
-    if block is None:
-        check.fail('x_block_size', 'must be given for a plain pair of data and scale factors', 'None')
-    check.one_of(data.dtype, ELEMENT_NAMES, 'x[0].dtype')
-    check.one_of(sf.dtype, (torch.float32, torch.int32, torch.float8_e4m3fn), 'x[1].dtype')
-    if sf.dim() != 2:
-        check.fail('x[1]', 'must be a matrix', check.describe(sf))
-    packed, column_major = sf.dtype is torch.int32, False
-    if sf.stride(0) == 1 and sf.stride(1) != 1:  # a branch: torch.compile would keep the expression symbolic
-        column_major = True
-    name = element or ELEMENT_NAMES[data.dtype]
-    rows, cols = block
-    if cols not in (1, *GROUPS) and cols == data.shape[-1] * 8 // ELEMENTS[name].bits:
-        cols = 0  # the whole row
-    fmt = QuantFormat.from_flags(name, (rows, cols), column_major, packed, packed, sf.dtype is torch.float8_e4m3fn)
-    return QuantTensor(data, sf, fmt)
 
 
 def _block_format(fmt: str | QuantFormat, block_size: Block | None, *flags: bool) -> QuantFormat:

@@ -5,6 +5,8 @@
     sf[t, g]   = a / max(fmt)                               rounded as the format stores it
     y[t, h]    = round(x[t, h] * sf_inv[t, h // G])         to nearest even, saturating
 
+Of a quantised x = code * x_sf the amax is that of the products, and y = round(code * (x_sf * sf_inv)).
+
 A lane owns several vectors of 8 channels, a group is G / 8 neighbouring lanes: the amax is found by shuffles, nothing
 is staged and no thread waits for another warp. The lanes of a group share the rest of its work as well: each divides
 for some of the vectors only and passes the multipliers on. The vectors of a lane lie along its row, a warp apart, or in
@@ -29,13 +31,15 @@ from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, macro
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
+from tile_kernels.quant._blocks import load_codes, sf_value
 from tile_kernels.quant._e5m6 import WORDS, encode_e5m6, store_e5m6
 from tile_kernels.quant._macros import (
+    FLOAT_MAX,
     LANE,
     amax_to_sf,
     clamp_amax,
+    decode_halves,
     encode_e2m1,
-    lane_amax,
     lane_max,
     load_lane,
     load_sf_inv,
@@ -47,6 +51,7 @@ from tile_kernels.quant._macros import (
     store_lane,
     store_sf,
 )
+from tile_kernels.quant._stochastic import MANTISSA, encode_at_random
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GROUPS = (16, 32, 64, 128, 0)
@@ -66,9 +71,15 @@ def _group_lanes(hidden: int, fmt: QuantFormat) -> int:
     return group // LANE if group else 1 << (_lanes(hidden) - 1).bit_length()
 
 
-def _piece(hidden: int, x_dtype: torch.dtype, vector_bytes: int) -> int:
-    """Channels of a lane that alignment lets it load at a time."""
-    return math.gcd(LANE, vector_bytes // x_dtype.itemsize, hidden)
+def _storage(source: torch.dtype | QuantFormat, channels: int) -> tuple[torch.dtype, int]:
+    """What holds so many channels of `x`, and how many of it."""
+    return (source, channels) if isinstance(source, torch.dtype) else (source.data.torch, source.data.stored(channels))
+
+
+def _piece(hidden: int, source: torch.dtype | QuantFormat, vector_bytes: int) -> int:
+    """Elements of a lane that alignment lets it load at a time."""
+    dtype, width = _storage(source, LANE)
+    return math.gcd(width, vector_bytes // dtype.itemsize, _storage(source, hidden)[1])
 
 
 def _along_row(hidden: int, fmt: QuantFormat, vectors: int) -> bool:
@@ -82,24 +93,26 @@ def _along_row(hidden: int, fmt: QuantFormat, vectors: int) -> bool:
 
 
 def choose_grouped(
-    hidden: int, fmt: QuantFormat, x_dtype: torch.dtype, vector_bytes: int, task: str, num_tokens: int
+    hidden: int, fmt: QuantFormat, source: torch.dtype | QuantFormat, vector_bytes: int, task: str, num_tokens: int
 ) -> dict:
     """Many loads in flight, few where rows are few; whole sectors of scale factors; fp4 computes more than it loads."""
     if num_tokens * _lanes(hidden) < 4 << 17:
         return dict(vectors=2, num_threads=128)
-    if fmt.col and x_dtype is torch.bfloat16 and _piece(hidden, x_dtype, vector_bytes) == LANE:  # fits into registers
+    if isinstance(source, QuantFormat):
+        return dict(vectors=4, num_threads=256)
+    if fmt.col and source is torch.bfloat16 and _piece(hidden, source, vector_bytes) == LANE:  # fits into registers
         return dict(vectors=8, num_threads=128)
     return dict(vectors=2 if fmt.data.name == 'e2m1' else 4, num_threads=256)
 
 
 def choose_row(
-    hidden: int, fmt: QuantFormat, x_dtype: torch.dtype, vector_bytes: int, task: str, num_tokens: int
+    hidden: int, fmt: QuantFormat, source: torch.dtype | QuantFormat, vector_bytes: int, task: str, num_tokens: int
 ) -> dict:
     """Four vectors for each thread, half as many where rows are few, twice as many where a long row then fits."""
     lanes = _lanes(hidden)
     if num_tokens * lanes < 4 << 17 and lanes <= 2048:
         return dict(vectors=2)
-    if x_dtype is torch.float32:
+    if source is torch.float32:
         return dict(vectors=4 if lanes <= 2048 else 2)
     return dict(vectors=4 if lanes <= 4096 else 8)
 
@@ -107,13 +120,50 @@ def choose_row(
 # Kernels ------------------------------------------------------------------------------------
 
 
+def _x_sf_tensor(source: torch.dtype | QuantFormat, hidden: int):
+    """Parameter type of the scale factors of `x`, of which a plain one has none."""
+    if isinstance(source, torch.dtype):
+        return T.Tensor((1, 1), T.float32)
+    return sf_tensor(source, T.dynamic('x_sf_rows'), source.blocks(1, hidden)[1])
+
+
+@macro
+def load_vector(x, x_sf, source, x_local, x_codes, x_factor, i, row, slot, piece, hidden):
+    """Read the channels of lane `slot` of a row, or their codes and the scale factor that they share."""
+    if isinstance(source, QuantFormat):
+        height, width = source.sf_block
+        load_codes(x, x_codes, i, row, slot, piece)
+        if slot * LANE < hidden:
+            sf_row, sf_col = row // height if height else 0, slot * LANE // width if width else 0
+            x_factor[i] = sf_value(x_sf, source, sf_row, sf_col)
+    else:
+        load_lane(x, x_local, i, row, slot, piece, hidden)
+
+
+@macro
+def vector_max(x_local, x_factor, source, amax, i):
+    """`amax[i]` = largest magnitude of the channels of vector `i`."""
+    amax[i] = lane_max(x_local, i) * x_factor[i] if isinstance(source, QuantFormat) else lane_max(x_local, i)
+
+
+def multiplier(x_factor, source, i, sf_inv):
+    """What the channels, or codes, of vector `i` are multiplied by; a block of zeros may have any scale factor."""
+    if not isinstance(source, QuantFormat):
+        return sf_inv
+    product = T.ieee_mul(x_factor[i], sf_inv)
+    return T.Select(product > T.float32(FLOAT_MAX), T.float32(FLOAT_MAX), product)
+
+
 @macro
 def encode_and_store(x_local, i, fmt, task, sf_inv, v_local, y_local, y, row, slot, hidden):
     """Quantise the channels of a lane with `sf_inv` and, if the row exists, write their codes."""
     width, stored = fmt.data.stored(LANE), fmt.data.stored(hidden)
-    if fmt.data.name == 'e2m1':
+    if task == 'stochastic':
+        scale_lane(x_local, i, sf_inv, v_local)
+        encode_at_random(x_local, i, v_local, slot, fmt.data, y_local)
+    elif fmt.data.name == 'e2m1':
         # a caller's float32 factors may be any number, whatever the format says
-        power_of_two = fmt.power_of_two and (task == 'cast' or fmt.sf == 'ue8m0x4')
+        power_of_two = fmt.power_of_two and (task != 'data' or fmt.sf == 'ue8m0x4')
         encode_e2m1(x_local, i, sf_inv, power_of_two, v_local, y_local)
     elif fmt.data.name == 'e5m6':
         scale_lane(x_local, i, sf_inv, v_local)
@@ -140,14 +190,26 @@ def _code_registers(fmt: QuantFormat) -> tuple:
     pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True},
 )
 def per_token_cast_kernel(
-    hidden: int, fmt: QuantFormat, x_dtype: torch.dtype, vector_bytes: int, task: str, *, vectors: int, num_threads: int
+    hidden: int,
+    fmt: QuantFormat,
+    source: torch.dtype | QuantFormat,
+    vector_bytes: int,
+    task: str,
+    *,
+    vectors: int,
+    num_threads: int,
 ):
-    """Groups of at most a warp. `task`: 'cast', 'sf' (scale factors only) or 'data' (scale factors are given)."""
+    """Groups of at most a warp.
+
+    `source` is what x holds. `task`: 'cast', 'stochastic' (a cast rounded so), 'sf' (scale factors only) or 'data'
+    (scale factors are given).
+    """
     lanes = _group_lanes(hidden, fmt)
     num_groups = -(-_lanes(hidden) // lanes)
     row_lanes = num_groups * lanes
     owned = -(-vectors // lanes)
-    piece = _piece(hidden, x_dtype, vector_bytes)
+    quantised = isinstance(source, QuantFormat)
+    piece, (x_dtype, width) = _piece(hidden, source, vector_bytes), _storage(source, LANE)
     along_row = _along_row(hidden, fmt, vectors)
     row_step, slot_step = (0, WARP) if along_row else (1, 0)
     band_rows, band_lanes = (1, row_lanes // vectors) if along_row else (vectors, row_lanes)
@@ -155,7 +217,8 @@ def per_token_cast_kernel(
 
     @T.prim_func
     def per_token_cast(
-        x: T.StridedTensor((num_tokens, hidden), (x_pitch, 1), T.dtype(x_dtype)),
+        x: T.StridedTensor((num_tokens, _storage(source, hidden)[1]), (x_pitch, 1), T.dtype(x_dtype)),
+        x_sf: _x_sf_tensor(source, hidden),
         y: T.Tensor((num_tokens, fmt.data.stored(hidden)), T.dtype(fmt.data.torch)),
         y_sf: sf_tensor(fmt, num_tokens, num_groups),
         amax_floor: T.float32,
@@ -168,7 +231,9 @@ def per_token_cast_kernel(
             thread = T.get_thread_binding()
             row = T.alloc_var(T.int32)
             slot = T.alloc_var(T.int32)
-            x_local = T.alloc_local((vectors, LANE), T.dtype(x_dtype))
+            x_local = T.alloc_local((vectors, LANE), T.float16 if quantised else T.dtype(x_dtype))
+            x_codes = T.alloc_local((vectors, width), T.dtype(x_dtype))
+            x_factor = T.alloc_local((vectors,), T.float32)
             amax = T.alloc_local((vectors,), T.float32)
             sf = T.alloc_local((owned,), sf_register_dtype(fmt))
             own_inv = T.alloc_local((owned,), T.float32)
@@ -181,11 +246,15 @@ def per_token_cast_kernel(
             slot = lane // WARP * (WARP * vectors) + lane % WARP if along_row else lane
 
             if hidden % (lanes * LANE) != 0:
-                T.clear(x_local)
+                T.clear(x_codes if quantised else x_local)
+                T.clear(x_factor)
             for i in T.unroll(vectors):  # rows past the end repeat the last one and are not stored
                 at = slot + i * slot_step
                 T.assume(at < row_lanes)
-                load_lane(x, x_local, i, T.min(row + i * row_step, num_tokens - 1), at, piece, hidden)
+                token = T.min(row + i * row_step, num_tokens - 1)
+                load_vector(x, x_sf, source, x_local, x_codes, x_factor, i, token, at, piece, hidden)
+            if quantised:
+                decode_halves(x_codes, source.data.name, x_local)
 
             if task == 'data':
                 for i in T.unroll(vectors):
@@ -193,7 +262,7 @@ def per_token_cast_kernel(
                     load_sf_inv(y_sf, fmt, T.min(row + i * row_step, num_tokens - 1), group, sf_inv, i)
             else:
                 for i in T.unroll(vectors):
-                    amax[i] = lane_max(x_local, i)
+                    vector_max(x_local, x_factor, source, amax, i)
                 scatter_max(amax, vectors, thread, 1, lanes)
                 for k in T.unroll(owned):
                     own = k * lanes + thread % lanes
@@ -208,33 +277,38 @@ def per_token_cast_kernel(
                 for i in T.unroll(vectors):
                     at = slot + i * slot_step
                     T.assume(at < row_lanes)
-                    encode_and_store(
-                        x_local, i, fmt, task, sf_inv[i], v_local, y_local, y, row + i * row_step, at, hidden
-                    )
+                    factor = multiplier(x_factor, source, i, sf_inv[i])
+                    encode_and_store(x_local, i, fmt, task, factor, v_local, y_local, y, row + i * row_step, at, hidden)
 
     return per_token_cast
 
 
 @kernel(choose=choose_row, space=dict(vectors=(1, 2, 4, 8)), pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True})
 def per_token_cast_row_kernel(
-    hidden: int, fmt: QuantFormat, x_dtype: torch.dtype, vector_bytes: int, task: str, *, vectors: int
+    hidden: int, fmt: QuantFormat, source: torch.dtype | QuantFormat, vector_bytes: int, task: str, *, vectors: int
 ):
-    """Whole rows, one block each: `vectors` times 8 channels for every thread and pass."""
+    """Whole rows, one block each: `vectors` times 8 channels for every thread and pass; arguments as above."""
     num_threads = min(1024, -(-_lanes(hidden) // (vectors * WARP)) * WARP)
     num_passes = -(-_lanes(hidden) // (vectors * num_threads))
     num_warps = num_threads // WARP
-    piece = _piece(hidden, x_dtype, vector_bytes)
+    quantised = isinstance(source, QuantFormat)
+    piece, (x_dtype, width) = _piece(hidden, source, vector_bytes), _storage(source, LANE)
     num_tokens, x_pitch = T.dynamic('num_tokens'), T.dynamic('x_pitch')
 
     @macro
-    def load_row(x, x_local, row, turn, thread):
-        T.clear(x_local)
+    def load_row(x, x_sf, x_local, x_codes, x_factor, row, turn, thread):
+        T.clear(x_codes if quantised else x_local)
+        T.clear(x_factor)
         for i in T.unroll(vectors):
-            load_lane(x, x_local, i, row, (turn * vectors + i) * num_threads + thread, piece, hidden)
+            slot = (turn * vectors + i) * num_threads + thread
+            load_vector(x, x_sf, source, x_local, x_codes, x_factor, i, row, slot, piece, hidden)
+        if quantised:
+            decode_halves(x_codes, source.data.name, x_local)
 
     @T.prim_func
     def per_token_cast_row(
-        x: T.StridedTensor((num_tokens, hidden), (x_pitch, 1), T.dtype(x_dtype)),
+        x: T.StridedTensor((num_tokens, _storage(source, hidden)[1]), (x_pitch, 1), T.dtype(x_dtype)),
+        x_sf: _x_sf_tensor(source, hidden),
         y: T.Tensor((num_tokens, fmt.data.stored(hidden)), T.dtype(fmt.data.torch)),
         y_sf: sf_tensor(fmt, num_tokens, 1),
         amax_floor: T.float32,
@@ -243,7 +317,9 @@ def per_token_cast_row_kernel(
             T.assume(x_pitch % piece == 0)
             T.annotate_min_blocks_per_sm(1024 // num_threads)
             thread = T.get_thread_binding()
-            x_local = T.alloc_local((vectors, LANE), T.dtype(x_dtype))
+            x_local = T.alloc_local((vectors, LANE), T.float16 if quantised else T.dtype(x_dtype))
+            x_codes = T.alloc_local((vectors, width), T.dtype(x_dtype))
+            x_factor = T.alloc_local((vectors,), T.float32)
             amax = T.alloc_local((vectors,), T.float32)
             row_amax = T.alloc_var(T.float32)
             warp_amax = T.alloc_shared((num_warps,), T.float32)
@@ -255,16 +331,14 @@ def per_token_cast_row_kernel(
             if task == 'data':
                 load_sf_inv(y_sf, fmt, row, 0, sf_inv, 0)
                 if num_passes == 1:
-                    load_row(x, x_local, row, 0, thread)
+                    load_row(x, x_sf, x_local, x_codes, x_factor, row, 0, thread)
             else:
-                T.clear(amax)
+                row_amax = T.float32(0.0)
                 for turn in T.serial(num_passes):
-                    load_row(x, x_local, row, turn, thread)
+                    load_row(x, x_sf, x_local, x_codes, x_factor, row, turn, thread)
                     for i in T.unroll(vectors):
-                        lane_amax(x_local, i, amax)
-                row_amax = amax[0]
-                for i in T.unroll(vectors - 1):
-                    row_amax = T.max(row_amax, amax[i + 1])
+                        vector_max(x_local, x_factor, source, amax, i)
+                        row_amax = T.max(row_amax, amax[i])
                 for step in T.unroll(shuffle_steps(WARP)):
                     row_amax = T.max(row_amax, T.shfl_xor(row_amax, 1 << step))
                 if num_warps > 1:
@@ -280,10 +354,11 @@ def per_token_cast_row_kernel(
             if task != 'sf':
                 for turn in T.serial(num_passes):
                     if num_passes > 1:
-                        load_row(x, x_local, row, turn, thread)
+                        load_row(x, x_sf, x_local, x_codes, x_factor, row, turn, thread)
                     for i in T.unroll(vectors):
                         slot = (turn * vectors + i) * num_threads + thread
-                        encode_and_store(x_local, i, fmt, task, sf_inv[0], v_local, y_local, y, row, slot, hidden)
+                        factor = multiplier(x_factor, source, i, sf_inv[0])
+                        encode_and_store(x_local, i, fmt, task, factor, v_local, y_local, y, row, slot, hidden)
 
     return per_token_cast_row
 
@@ -291,12 +366,21 @@ def per_token_cast_row_kernel(
 # Ops ----------------------------------------------------------------------------------------
 
 
-def _launch(x: Tensor, y: Tensor | None, y_sf: Tensor, fmt: QuantFormat, amax_floor: float, task: str) -> None:
-    """Run the kernel that owns groups of this width."""
-    hidden = x.shape[1]
+def run(
+    x: Tensor,
+    x_sf: Tensor | None,
+    source: torch.dtype | QuantFormat,
+    hidden: int,
+    y: Tensor | None,
+    y_sf: Tensor,
+    fmt: QuantFormat,
+    amax_floor: float,
+    task: str,
+) -> None:
+    """Launch the kernel that owns groups of this width."""
     wide = fmt.sf_block[1] == 0 and _lanes(hidden) > WARP
-    static = (hidden, fmt, x.dtype, check.vector_bytes(x), task)
-    launch(per_token_cast_row_kernel if wide else per_token_cast_kernel, static, x, y, y_sf, amax_floor)
+    static = (hidden, fmt, source, check.vector_bytes(x), task)
+    launch(per_token_cast_row_kernel if wide else per_token_cast_kernel, static, x, x_sf, y, y_sf, amax_floor)
 
 
 @functools.cache
@@ -325,8 +409,17 @@ def _check_floor(amax_floor: float | None, fmt: QuantFormat) -> float:
     return amax_floor
 
 
+def _cast_task(fmt: QuantFormat, stochastic: bool) -> str:
+    """The task of a cast that rounds this way."""
+    if stochastic and fmt.data.name not in MANTISSA:
+        check.fail('stochastic', f'must be False for {fmt.data.name}', 'True')
+    return 'stochastic' if stochastic else 'cast'
+
+
 @op(outputs='y y_sf')
-def per_token_cast(x: Tensor, fmt: QuantFormat, amax_floor: float | None = None) -> QuantTensor:
+def per_token_cast(
+    x: Tensor, fmt: QuantFormat, amax_floor: float | None = None, stochastic: bool = False
+) -> QuantTensor:
     """Quantise each row of `x` in groups of `fmt.sf_block[1]` channels (`all`: the row is one group).
 
     Args:
@@ -335,6 +428,8 @@ def per_token_cast(x: Tensor, fmt: QuantFormat, amax_floor: float | None = None)
         fmt: what to store, e.g. ``QuantFormat.parse('e4m3_1x128_f32')``: data e4m3, e5m2, e2m1 or e5m6, groups of 16,
             32, 64, 128 or ``all`` channels.
         amax_floor: smallest amax a group is scaled by; the format's own if None. Not a compile-time constant.
+        stochastic: round codes up or down at random, so that nothing is lost on average; e4m3, e5m2 and e2m1. The
+            random bits are a hash of four scaled numbers and their channel: equal rows round equally.
 
     Returns:
         ``QuantTensor``: data (num_tokens, hidden), e2m1 two to a byte with the even channel in the lower nibble, and
@@ -346,9 +441,9 @@ def per_token_cast(x: Tensor, fmt: QuantFormat, amax_floor: float | None = None)
     counts as the largest finite float32 and saturates. No rows give empty results.
     """
     num_tokens, hidden = _check_input(x, fmt)
-    floor = _check_floor(amax_floor, fmt)
+    floor, task = _check_floor(amax_floor, fmt), _cast_task(fmt, stochastic)
     y = fmt.empty(num_tokens, hidden, x.device)
-    _launch(x, y.data, y.sf, fmt, floor, 'cast')
+    run(x, None, x.dtype, hidden, y.data, y.sf, fmt, floor, task)
     return y
 
 
@@ -358,7 +453,7 @@ def per_token_cast_with_sf_only(x: Tensor, fmt: QuantFormat, amax_floor: float |
     num_tokens, hidden = _check_input(x, fmt)
     floor = _check_floor(amax_floor, fmt)
     y_sf = fmt.empty_sf(num_tokens, hidden, x.device)
-    _launch(x, None, y_sf, fmt, floor, 'sf')
+    run(x, None, x.dtype, hidden, None, y_sf, fmt, floor, 'sf')
     return y_sf
 
 
@@ -383,7 +478,7 @@ def per_token_cast_with_precomputed_sf(x: Tensor, sf: Tensor, fmt: QuantFormat) 
     elif height > 1 and sf.stride(0) != 1:
         check.fail('sf', 'must be column-major (stride 1 between rows)', check.describe(sf))
     y = fmt.empty_data(num_tokens, hidden, x.device)
-    _launch(x, y, sf, fmt, fmt.amax_floor, 'data')
+    run(x, None, x.dtype, hidden, y, sf, fmt, fmt.amax_floor, 'data')
     return y
 
 
@@ -398,8 +493,8 @@ def _rows(num_tokens: int, hidden: int, dtype: torch.dtype, pitch: int | None = 
     return x.narrow(1, 0, hidden)
 
 
-def _make(num_tokens: int, hidden: int, dtype: torch.dtype, fmt: str, pitch: int | None = None) -> dict:
-    return dict(x=_rows(num_tokens, hidden, dtype, pitch), fmt=QuantFormat.parse(fmt))
+def _make(num_tokens: int, hidden: int, dtype: torch.dtype, fmt: str, pitch: int | None = None, **options) -> dict:
+    return dict(x=_rows(num_tokens, hidden, dtype, pitch), fmt=QuantFormat.parse(fmt), **options)
 
 
 def _make_with_sf(num_tokens: int, hidden: int, dtype: torch.dtype, fmt: str, pitch: int | None = None) -> dict:
@@ -452,7 +547,28 @@ BENCH = (
     + grid(num_tokens=[32001], hidden=[1344, 576], dtype=BF16, fmt=['e4m3_1x128_f32', 'e2m1_1x32_f32p2'])
     + grid(num_tokens=[8001], hidden=[4096], dtype=F32, fmt=['e4m3_1x128_f32', 'e2m1_1x32_f32p2'])
 )
-per_token_cast.cases(make=_make, match='bitwise', smoke=SMOKE, full=FULL, bench=BENCH)
+STOCHASTIC_SMOKE = grid(
+    num_tokens=[3],
+    hidden=[198],
+    dtype=BF16,
+    fmt=['e4m3_1x64_f32', 'e5m2_1xall_f32p2', 'e2m1_1x32_f32'],
+    stochastic=[True],
+) + grid(num_tokens=[3], hidden=[520], dtype=F32, fmt=['e4m3_1xall_f32'], stochastic=[True])
+STOCHASTIC_FULL = [
+    dict(row, fmt=fmt, stochastic=True)
+    for row in FULL_ROWS
+    for fmt in ('e4m3_1x128_f32', 'e5m2_1x32_f32p2', 'e2m1_1x16_e4m3', 'e4m3_1xall_f32')
+]
+STOCHASTIC_BENCH = grid(
+    num_tokens=[16384], hidden=[7168], dtype=BF16, fmt=['e4m3_1x128_f32', 'e2m1_1x32_f32p2'], stochastic=[True]
+)
+per_token_cast.cases(
+    make=_make,
+    match='bitwise',
+    smoke=SMOKE + STOCHASTIC_SMOKE,
+    full=FULL + STOCHASTIC_FULL,
+    bench=BENCH + STOCHASTIC_BENCH,
+)
 per_token_cast_with_sf_only.cases(make=_make, match='bitwise', smoke=SMOKE, full=FULL[::5], bench=BENCH[:4])
 per_token_cast_with_precomputed_sf.cases(
     make=_make_with_sf, match='bitwise', smoke=SMOKE, full=FULL[::5], bench=BENCH[:4]

@@ -9,6 +9,7 @@ A group is G / 8 neighbouring lanes, so nothing leaves a warp. Memory bound: the
 import math
 
 import torch
+from torch import Tensor
 
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
@@ -38,7 +39,9 @@ GROUPS = (16, 32, 64, 128)
 # Config -------------------------------------------------------------------------------------
 
 
-def choose(hidden: int, fmt: QuantFormat, x_dtype: torch.dtype, vector_bytes: int, num_tokens: int) -> dict:
+def choose(
+    hidden: int, fmt: QuantFormat, x_dtype: torch.dtype, vector_bytes: int, in_place: bool, num_tokens: int
+) -> dict:
     """Four rows for each lane, so that many loads are in flight, unless that would leave the GPU half empty."""
     lanes = num_tokens * -(-hidden // LANE)
     rows = 4 if lanes >= 4 << 17 else 2 if lanes >= 2 << 17 else 1
@@ -68,9 +71,16 @@ def round_lane(x_local, i, fmt, sf_inv, y_local, v_local):
     pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True},
 )
 def per_token_cast_and_cast_back_kernel(
-    hidden: int, fmt: QuantFormat, x_dtype: torch.dtype, vector_bytes: int, *, rows: int, num_threads: int
+    hidden: int,
+    fmt: QuantFormat,
+    x_dtype: torch.dtype,
+    vector_bytes: int,
+    in_place: bool,
+    *,
+    rows: int,
+    num_threads: int,
 ):
-    """`rows` rows for each lane; a row has whole groups of lanes."""
+    """`rows` rows for each lane; a row has whole groups of lanes. The result goes to `y`, or to where `x` was."""
     lanes = fmt.sf_block[1] // LANE
     row_lanes = -(-hidden // fmt.sf_block[1]) * lanes
     piece = math.gcd(LANE, vector_bytes // x_dtype.itemsize, hidden)
@@ -78,7 +88,9 @@ def per_token_cast_and_cast_back_kernel(
 
     @T.prim_func
     def per_token_cast_and_cast_back(
-        x: T.StridedTensor((num_tokens, hidden), (x_pitch, 1), T.dtype(x_dtype)), amax_floor: T.float32
+        x: T.StridedTensor((num_tokens, hidden), (x_pitch, 1), T.dtype(x_dtype)),
+        y: T.Tensor((num_tokens, hidden), T.dtype(x_dtype)),
+        amax_floor: T.float32,
     ):
         with T.Kernel(T.ceildiv(T.ceildiv(num_tokens, rows) * row_lanes, num_threads), threads=num_threads) as pid:
             T.assume(x_pitch % piece == 0)
@@ -115,12 +127,24 @@ def per_token_cast_and_cast_back_kernel(
                 for e in T.vectorized(LANE):
                     back_local[e] = T.cast(v_local[e], T.dtype(x_dtype))
                 if row + i < num_tokens:
-                    store_lane(x, back_local, row + i, slot, piece, hidden, LANE)
+                    store_lane(x if in_place else y, back_local, row + i, slot, piece, hidden, LANE)
 
     return per_token_cast_and_cast_back
 
 
 # Op -----------------------------------------------------------------------------------------
+
+
+def check_input(x: Tensor, fmt: QuantFormat) -> None:
+    """`x` and `fmt` must be what the kernel can cast there and back."""
+    _, hidden = check.shape(x, 'x', 'num_tokens hidden', dtype=DTYPES)
+    check.unit_stride(x, 'x')
+    check.at_least(hidden, 1, 'hidden')
+    check.one_of(fmt.data.name, ('e4m3', 'e5m2', 'e2m1'), 'fmt.data')
+    check.equal(fmt.sf_block[0], 1, 'fmt.sf_block[0]')
+    check.one_of(fmt.sf_block[1], GROUPS, 'fmt.sf_block[1]')
+    check.one_of(fmt.sf, ('f32', 'f32p2', 'e4m3'), 'fmt.sf')
+    check.multiple(hidden, fmt.data.pack, 'hidden')
 
 
 @op()
@@ -135,16 +159,9 @@ def per_token_cast_and_cast_back(x: Mut, fmt: QuantFormat) -> None:
 
     Codes and scale factors are those of `per_token_cast`.
     """
-    _, hidden = check.shape(x, 'x', 'num_tokens hidden', dtype=DTYPES)
-    check.unit_stride(x, 'x')
-    check.at_least(hidden, 1, 'hidden')
-    check.one_of(fmt.data.name, ('e4m3', 'e5m2', 'e2m1'), 'fmt.data')
-    check.equal(fmt.sf_block[0], 1, 'fmt.sf_block[0]')
-    check.one_of(fmt.sf_block[1], GROUPS, 'fmt.sf_block[1]')
-    check.one_of(fmt.sf, ('f32', 'f32p2', 'e4m3'), 'fmt.sf')
-    check.multiple(hidden, fmt.data.pack, 'hidden')
-    static = (hidden, fmt, x.dtype, check.vector_bytes(x))
-    launch(per_token_cast_and_cast_back_kernel, static, x, fmt.amax_floor)
+    check_input(x, fmt)
+    static = (x.shape[1], fmt, x.dtype, check.vector_bytes(x), True)
+    launch(per_token_cast_and_cast_back_kernel, static, x, None, fmt.amax_floor)
 
 
 # Cases --------------------------------------------------------------------------------------

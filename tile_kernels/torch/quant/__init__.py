@@ -43,11 +43,18 @@ from tile_kernels.torch.quant.swiglu import (
 from tile_kernels.torch.quant.tokens import (
     cast,
     cast_back,
+    fake_quantise,
     per_token_cast,
     per_token_cast_fp8,
     per_token_cast_with_precomputed_sf,
     per_token_cast_with_sf_only,
+    per_token_recast,
+    per_token_recast_with_precomputed_sf,
+    per_token_recast_with_sf_only,
     unpack_from_e2m1fn_x2,
 )
 
 __all__ = [name for name in dir() if not name.startswith('_') and name not in ('blocks', 'norm', 'swiglu', 'tokens')]
+__all__ = [
+    name for name in dir() if not name.startswith('_') and name not in ('blocks', 'stochastic', 'swiglu', 'tokens')
+]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.core.formats import QuantFormat, QuantTensor
+from tile_kernels.torch.quant.stochastic import round_at_random
 from tile_kernels.torch.quant.tokens import (
     _block_amax,
     _divide,
@@ -188,48 +189,11 @@ def _round_to(v: Tensor, dtype: torch.dtype) -> Tensor:
     return v.to(dtype, copy=True)
 
 
-def _random_words(v: Tensor) -> tuple[Tensor, Tensor]:
-    """Two 32-bit hashes (as int64) of each four numbers of a flat float32 tensor."""
-    mask = 0xFFFFFFFF
-    bits = torch.nn.functional.pad(v, (0, -v.numel() % 4)).view(torch.int32).long().view(-1, 4) & mask
-    factors = torch.tensor([0x5671D42B, 0x9995E499, 0xACE1B8A5, 0xE153538D], device=v.device)
-    products = sum(_times(bits[:, i], factors[i]) for i in range(4))
-    h = (products + torch.arange(bits.shape[0], device=v.device)) & mask
-    h = _times(h ^ (h >> 23), 0x7FEB352D)
-    h = _times(h ^ (h >> 16), 0x846CA68B)
-    second = _times(h, 0xD35A2D97)
-    return h ^ (h >> 11), second ^ (second >> 11)
-
-
-def _times(a: Tensor, b: Tensor | int) -> Tensor:
-    """Product of 32-bit numbers modulo 2^32; the halves of `a` keep int64 from overflowing."""
-    return ((a & 0xFFFF) * b + (((a >> 16) * b & 0xFFFF) << 16)) & 0xFFFFFFFF
-
-
-def _round_at_random(v: Tensor, fraction: Tensor, bits: int, mantissa: int, least: float, largest: float) -> Tensor:
-    """Go up from the number below |v| if what is above it, cut to `bits` bits, and `fraction` reach a step."""
-    magnitude = v.abs().double()
-    exponent = torch.frexp(magnitude.clamp(min=2.0**-200)).exponent - 1
-    step = torch.ldexp(torch.ones_like(magnitude), exponent - mantissa).clamp(min=least)
-    below = (magnitude / step).floor()
-    above = ((magnitude / step - below) * 2.0**bits).floor() / 2.0**bits
-    rounded = ((below + (above + fraction >= 1)) * step).clamp(max=largest).float().copysign(v)
-    return torch.where(v.isfinite(), rounded, v)
-
-
 def convert(x: Tensor, dtype: torch.dtype, stochastic: bool = False) -> Tensor:
     """Convert every number of `x` to another dtype."""
     v = x.float().reshape(-1)
     if stochastic:
-        first, second = _random_words(v)
-        if dtype is torch.bfloat16:
-            halves = torch.stack((first >> 16, first & 0xFFFF, second >> 16, second & 0xFFFF), -1)
-            fraction = halves.flatten()[: v.numel()].double() / 2.0**16
-            v = _round_at_random(v, fraction, 16, 7, 2.0**-133, float('inf'))
-        else:
-            turned = [((first << 8 * e | first >> (32 - 8 * e)) & 0xFFFFFFFF) >> 8 for e in range(4)]
-            fraction = torch.stack(turned, -1).flatten()[: v.numel()].double() / 2.0**24
-            v = _round_at_random(v, fraction, 24, 3, 2.0**-9, 448.0)
+        v = round_at_random(v, 'bf16' if dtype is torch.bfloat16 else FP8_NAMES[dtype])
     return _round_to(v, dtype).view(x.shape)
 
 

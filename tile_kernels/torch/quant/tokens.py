@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tile_kernels.core import check
 from tile_kernels.core.formats import QuantFormat, QuantTensor
+from tile_kernels.torch.quant.stochastic import round_at_random
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 
@@ -147,14 +148,36 @@ def _spread(per_block: Tensor, fmt: QuantFormat, rows: int, cols: int) -> Tensor
     return per_block.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :cols]
 
 
-def _quantise(x: Tensor, sf_inv: Tensor, fmt: QuantFormat) -> Tensor:
-    """Codes of `x` with one multiplier per block."""
-    v = x.float() * _spread(sf_inv, fmt, *x.shape)
+def _encode(v: Tensor, negative: Tensor, fmt: QuantFormat, stochastic: bool = False) -> Tensor:
+    """Codes of scaled numbers; `negative` gives fp4 its signs."""
+    if stochastic:
+        v = round_at_random(v, fmt.data.name)
     if fmt.data.name == 'e2m1':
-        return _pack_e2m1(_round_to_e2m1(v, x.signbit()))
+        return _pack_e2m1(_round_to_e2m1(v, negative))
     if fmt.data.name == 'e5m6':
         return _pack_e5m6(_round_to_e5m6(v))
     return _round_to_fp8(v, fmt)
+
+
+def _quantise(x: Tensor, sf_inv: Tensor, fmt: QuantFormat, stochastic: bool = False) -> Tensor:
+    """Codes of `x` with one multiplier per block."""
+    return _encode(x.float() * _spread(sf_inv, fmt, *x.shape), x.signbit(), fmt, stochastic)
+
+
+def _requantise(x: QuantTensor, sf_inv: Tensor, fmt: QuantFormat, stochastic: bool = False) -> Tensor:
+    """Codes of `x` with one multiplier per block, which the scale factors of `x` are multiplied by first.
+
+    The product is beyond all floats only in a block of zeros, which stay zeros.
+    """
+    codes, factors = _codes_and_factors(x)
+    multiplier = (factors * _spread(sf_inv, fmt, *codes.shape)).clamp(max=FLOAT_MAX)
+    return _encode(codes * multiplier, codes.signbit(), fmt, stochastic)
+
+
+def _codes_and_factors(x: QuantTensor) -> tuple[Tensor, Tensor]:
+    """The numbers of fp8 or fp4 codes, and for each the scale factor of its block."""
+    codes = unpack_from_e2m1fn_x2(x.data) if x.fmt.data.name == 'e2m1' else x.data.float()
+    return codes, _spread(_load_sf(x.sf, x.fmt, x.fmt.blocks(*codes.shape)), x.fmt, *codes.shape)
 
 
 def _scale_factors(x: Tensor, fmt: QuantFormat, amax_floor: float | None) -> tuple[Tensor, Tensor]:
@@ -165,10 +188,12 @@ def _scale_factors(x: Tensor, fmt: QuantFormat, amax_floor: float | None) -> tup
 # Per token ----------------------------------------------------------------------------------
 
 
-def per_token_cast(x: Tensor, fmt: QuantFormat, amax_floor: float | None = None) -> QuantTensor:
+def per_token_cast(
+    x: Tensor, fmt: QuantFormat, amax_floor: float | None = None, stochastic: bool = False
+) -> QuantTensor:
     """Quantise each row of `x` in groups of `fmt.sf_block[1]` channels."""
     sf, sf_inv = _scale_factors(x, fmt, amax_floor)
-    return QuantTensor(_quantise(x, sf_inv, fmt), _store_sf(sf, fmt, *x.shape), fmt)
+    return QuantTensor(_quantise(x, sf_inv, fmt, stochastic), _store_sf(sf, fmt, *x.shape), fmt)
 
 
 def per_token_cast_with_sf_only(x: Tensor, fmt: QuantFormat, amax_floor: float | None = None) -> Tensor:
@@ -181,12 +206,37 @@ def per_token_cast_with_precomputed_sf(x: Tensor, sf: Tensor, fmt: QuantFormat) 
     return _quantise(x, _divide(1.0, _load_sf(sf, fmt, fmt.blocks(*x.shape))), fmt)
 
 
+def per_token_recast(
+    x: QuantTensor, fmt: QuantFormat, amax_floor: float | None = None, stochastic: bool = False
+) -> QuantTensor:
+    """`per_token_cast` of a quantised `x`."""
+    codes, factors = _codes_and_factors(x)
+    sf, sf_inv = _scale_factors(codes * factors, fmt, amax_floor)
+    return QuantTensor(_requantise(x, sf_inv, fmt, stochastic), _store_sf(sf, fmt, *codes.shape), fmt)
+
+
+def per_token_recast_with_sf_only(x: QuantTensor, fmt: QuantFormat, amax_floor: float | None = None) -> Tensor:
+    """The scale factors of `per_token_recast`."""
+    return per_token_recast(x, fmt, amax_floor).sf
+
+
+def per_token_recast_with_precomputed_sf(x: QuantTensor, sf: Tensor, fmt: QuantFormat) -> Tensor:
+    """Quantise each row of a quantised `x` with given scale factors."""
+    return _requantise(x, _divide(1.0, _load_sf(sf, fmt, fmt.blocks(*x.shape))), fmt)
+
+
 def per_token_cast_fp8(
     x: Tensor, group_size: int | None = None, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[Tensor, Tensor]:
     """Row-wise fp8 codes and float32 scale factors, one for each row or for each `group_size` channels."""
     name = {torch.float8_e4m3fn: 'e4m3', torch.float8_e5m2: 'e5m2'}[dtype]
     return tuple(per_token_cast(x, QuantFormat.from_flags(name, (1, group_size or 0))))
+
+
+def fake_quantise(x: Tensor, fmt: QuantFormat) -> Tensor:
+    """Every number of `x` as it comes back from being quantised per token."""
+    codes, factors = _codes_and_factors(per_token_cast(x, fmt))
+    return (codes * factors).to(x.dtype)
 
 
 # TileKernels' references --------------------------------------------------------------------
@@ -219,23 +269,30 @@ def cast(
     layout = QuantFormat.from_flags(
         fmt, block_size, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_e4m3_sf
     )
+    quantised = None
     if isinstance(x, tuple):
         if x_block_size is None:
             check.fail('x_block_size', 'must be given for a quantised x', 'None')
-        x = cast_back(x, 'fp32', x_block_size)
+        quantised, x = _with_format(x, x_block_size), cast_back(x, 'fp32', x_block_size)
     if sf is not None:
         check.shape(sf, 'sf', 'rows cols', rows=layout.blocks(*x.shape)[0], cols=layout.blocks(*x.shape)[1])
-        return _quantise(x, _divide(1.0, sf.float()), layout)
-    block_sf, sf_inv = _scale_factors(x, layout, None)
-    return QuantTensor(_quantise(x, sf_inv, layout), _store_sf(block_sf, layout, *x.shape), layout)
+        sf_inv = _divide(1.0, sf.float())
+    else:
+        block_sf, sf_inv = _scale_factors(x, layout, None)
+    per_token = quantised is not None and block_size[0] == 1  # only then the two factors are multiplied first
+    data = _requantise(quantised, sf_inv, layout) if per_token else _quantise(x, sf_inv, layout)
+    return data if sf is not None else QuantTensor(data, _store_sf(block_sf, layout, *x.shape), layout)
+
+
+def _with_format(x: tuple[Tensor, Tensor], block_size: tuple[int, int]) -> QuantTensor:
+    """A pair of data and scale factors with the format that their dtypes tell."""
+    data, sf = x
+    name, packed = 'e2m1' if data.dtype in (torch.int8, torch.uint8) else 'e4m3', sf.dtype is torch.int32
+    return QuantTensor(data, sf, QuantFormat.from_flags(name, block_size, False, packed, packed))
 
 
 def cast_back(x: tuple[Tensor, Tensor], fmt: str, block_size: tuple[int, int] = (32, 32)) -> Tensor:
     """Dequantise a pair of data and scale factors (any layout): code * sf, as 'fp32' or 'bf16'."""
-    data, sf = x
-    values = unpack_from_e2m1fn_x2(data) if data.dtype in (torch.int8, torch.uint8) else data.float()
-    name = 'e2m1' if data.dtype in (torch.int8, torch.uint8) else 'e4m3'
-    layout = QuantFormat.from_flags(name, block_size, False, sf.dtype is torch.int32, sf.dtype is torch.int32)
-    factors = _load_sf(sf, layout, layout.blocks(*values.shape))
-    out = values * _spread(factors, layout, *values.shape)
+    values, factors = _codes_and_factors(_with_format(x, block_size))
+    out = values * factors
     return out if fmt == 'fp32' else out.bfloat16()

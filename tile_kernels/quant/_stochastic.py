@@ -1,0 +1,117 @@
+"""Stochastic rounding: random bits from the numbers themselves, and codes that they round up or down.
+
+|v| between neighbours a <= |v| < b of the target goes to b if (|v| - a) / (b - a) + u >= 1, else to a, with u in [0, 1)
+made of random bits; on average nothing is lost. Random bits are a hash of four consecutive numbers and their place q in
+the row (a plain conversion has one row), so equal tensors round equally, on every GPU:
+
+    h  = 0x5671D42B b[0] + 0x9995E499 b[1] + 0xACE1B8A5 b[2] + 0xE153538D b[3] + q           b: float32 bits
+    h ^= h >> 23;  h *= 0x7FEB352D;  h ^= h >> 16;  h *= 0x846CA68B
+    r  = h ^ (h >> 11);  s = 0xD35A2D97 h;  s ^= s >> 11                                      all modulo 2^32
+
+fp8 and fp4 take for the number 4 q + e the top bits of r rotated left by 8 e, as many as a float32 has more mantissa
+bits; bfloat16 takes the upper and lower halves of r, then of s. A float32 times a power of two has the exponent of a
+smaller format, subnormal numbers included: then the sum of its bits and the random bits, cut off, is the code.
+Infinities saturate and NaN are converted as usual.
+"""
+
+from typing import Any
+
+from tile_kernels.core.formats import Element
+from tile_kernels.core.lang import T, macro
+from tile_kernels.quant._macros import LANE, bits_of, float_of, lane_pairs, pick_bytes
+
+#: Mantissa bits and bias of the exponent of what can be rounded to.
+MANTISSA = {'e4m3': (3, 7), 'e5m2': (2, 15), 'e2m1': (1, 1)}
+
+#: The code of the largest number, by element.
+_TOP = {'e4m3': 0x7E, 'e5m2': 0x7B, 'e2m1': 0x7}
+
+
+def _mix(v_local: Any, first: Any, place: Any) -> Any:
+    """The hash of four consecutive numbers, before its last step."""
+    h = place
+    for e, factor in enumerate((0x5671D42B, 0x9995E499, 0xACE1B8A5, 0xE153538D)):
+        h = h + bits_of(v_local[first + e]) * T.uint32(factor)
+    h = (h ^ (h >> T.uint32(23))) * T.uint32(0x7FEB352D)
+    return (h ^ (h >> T.uint32(16))) * T.uint32(0x846CA68B)
+
+
+def _finish(h: Any) -> Any:
+    return h ^ (h >> T.uint32(11))
+
+
+def _to_bf16(v: Any, random: Any) -> Any:
+    """`v` rounded stochastically to a bfloat16, with 16 random bits at the top of a word; as float32."""
+    rounded = (bits_of(v) + (random >> T.uint32(16))) & T.uint32(0xFFFF0000)
+    return T.Select((bits_of(v) & T.uint32(0x7F800000)) != T.uint32(0x7F800000), float_of(rounded), v)
+
+
+@macro
+def round_four_to_bf16(v_local, first, place):
+    """Round four consecutive numbers; the results are exact in bfloat16."""
+    word = T.alloc_var(T.uint32)
+    word = _mix(v_local, first, place)
+    for e in T.unroll(2):
+        v_local[first + e] = _to_bf16(v_local[first + e], _finish(word) << T.cast(16 * e, T.uint32))
+    word = word * T.uint32(0xD35A2D97)
+    for e in T.unroll(2):
+        v_local[first + 2 + e] = _to_bf16(v_local[first + 2 + e], _finish(word) << T.cast(16 * e, T.uint32))
+
+
+def _code(v: Any, random: Any, element: Element) -> Any:
+    """The code of |v|, rounded with the random bits at the top of a word; a NaN counts as infinity."""
+    mantissa, bias = MANTISSA[element.name]
+    bits = bits_of(T.abs(v) * T.float32(2.0 ** (bias - 127)))
+    return T.min((bits + (random >> T.uint32(9 + mantissa))) >> T.uint32(23 - mantissa), T.uint32(_TOP[element.name]))
+
+
+def _bytes_of(words: Any, number: int) -> Any:
+    """Byte `number` of each of four words."""
+    two = (pick_bytes(words[e], words[e + 1], number, number + 4) for e in (0, 2))
+    return pick_bytes(*two, 0, 1, 4, 5)
+
+
+def top_bytes(v_local: Any, first: Any) -> Any:
+    """The bytes of four numbers that hold the sign as their upper bit."""
+    return _bytes_of([bits_of(v_local[first + e]) for e in (0, 1, 2, 3)], 3)
+
+
+def sign_bytes(x_local: Any, i: Any, half: int) -> Any:
+    """The bytes of four channels of a lane that hold the sign (even -0 and NaN have one) as their upper bit."""
+    if x_local.dtype == 'float32':
+        return _bytes_of([bits_of(x_local[i, 4 * half + e]) for e in (0, 1, 2, 3)], 3)
+    pairs = lane_pairs(x_local)
+    return pick_bytes(pairs[i, 2 * half], pairs[i, 2 * half + 1], 1, 3, 5, 7)
+
+
+@macro
+def four_codes(v_local, first, place, signs, element, codes, at):
+    """`codes[at]` = a word of the codes of four consecutive numbers, a byte each with the sign at its top."""
+    magnitude = T.alloc_local((4,), T.uint32)
+    word = T.alloc_var(T.uint32)
+    word = _finish(_mix(v_local, first, place))
+    for e in T.unroll(4):
+        magnitude[e] = _code(v_local[first + e], word, element)
+        word = word << T.uint32(8) | word >> T.uint32(24)
+    codes[at] = _bytes_of([magnitude[e] for e in (0, 1, 2, 3)], 0) | signs & T.uint32(0x80808080)
+    if element.name != 'e2m1':
+        total = v_local[first] + v_local[first + 1] + v_local[first + 2] + v_local[first + 3]
+        if T.isnan(total):  # rare: a NaN, or infinities of both signs
+            fp8 = T.view(codes, (codes.shape[0] * 4,), T.uint8)
+            for e in T.unroll(4):
+                if T.isnan(v_local[first + e]):
+                    fp8[at * 4 + e] = T.uint8(0x7F)
+
+
+@macro
+def encode_at_random(x_local, i, v_local, slot, element, y_local):
+    """The codes of the eight numbers of lane `slot` of a row: `v_local`, which are row `i` of `x_local`, scaled."""
+    codes = T.alloc_local((2,), T.uint32) if element.name == 'e2m1' else T.view(y_local, (2,), T.uint32)
+    for half in (0, 1):
+        place = T.cast(slot * (LANE // 4) + half, T.uint32)
+        four_codes(v_local, half * 4, place, sign_bytes(x_local, i, half), element, codes, half)
+    if element.name == 'e2m1':
+        for half in T.unroll(2):  # a nibble is the sign at the top of its byte and the three bits at the bottom
+            codes[half] = codes[half] | codes[half] >> T.uint32(4) & T.uint32(0x08080808)
+            codes[half] = codes[half] & T.uint32(0x000F000F) | codes[half] >> T.uint32(4) & T.uint32(0x00F000F0)
+        y_local[0] = pick_bytes(codes[0], codes[1], 0, 2, 4, 6)
