@@ -9,9 +9,10 @@ Of a quantised x = code * x_sf the amax is that of the products, and y = round(c
 
 A lane owns several vectors of 8 channels, a group is G / 8 neighbouring lanes: the amax is found by shuffles, nothing
 is staged and no thread waits for another warp. The lanes of a group share the rest of its work as well: each divides
-for some of the vectors only and passes the multipliers on. The vectors of a lane lie along its row, a warp apart, or in
-neighbouring rows, whichever lets a warp write its scale factors as whole sectors. A whole-row group wider than a warp
-is owned by a block, which keeps the row in registers (rows too long for that are read twice, the second time from L2).
+for some of the vectors only and passes the multipliers on. The vectors of a lane lie along its row, a warp apart, as
+far as rows divide so, and in neighbouring rows: a warp writes its scale factors as whole sectors. A whole-row group
+wider than a warp is owned by a block, which keeps the row in registers (rows too long for that are read twice, the
+second time from L2).
 Memory bound: the floor is reading x and writing y and sf once.
 
 Numbers that are not finite are defined: a NaN does not count in the amax and becomes the format's NaN (0x7F; e2m1 has
@@ -82,14 +83,14 @@ def _piece(hidden: int, source: torch.dtype | QuantFormat, vector_bytes: int) ->
     return math.gcd(width, vector_bytes // dtype.itemsize, _storage(source, hidden)[1])
 
 
-def _along_row(hidden: int, fmt: QuantFormat, vectors: int) -> bool:
-    """Whether a lane's vectors lie along its row, a warp apart, and not in neighbouring rows.
+def _along_row(hidden: int, fmt: QuantFormat, vectors: int) -> int:
+    """How many of a lane's vectors lie along its row, a warp apart; the others are in neighbouring rows.
 
-    Then the scale factors of a warp are neighbours in memory, unless they are column-major or a warp leaves the row.
+    As many as divide the row: then the scale factors of a warp are neighbours in memory, unless they are column-major.
     """
     lanes = _group_lanes(hidden, fmt)
     row_lanes = -(-_lanes(hidden) // lanes) * lanes
-    return not fmt.col and row_lanes % (WARP * vectors) == 0
+    return 1 if fmt.col or row_lanes % WARP else math.gcd(vectors, row_lanes // WARP)
 
 
 def choose_grouped(
@@ -210,9 +211,8 @@ def per_token_cast_kernel(
     owned = -(-vectors // lanes)
     quantised = isinstance(source, QuantFormat)
     piece, (x_dtype, width) = _piece(hidden, source, vector_bytes), _storage(source, LANE)
-    along_row = _along_row(hidden, fmt, vectors)
-    row_step, slot_step = (0, WARP) if along_row else (1, 0)
-    band_rows, band_lanes = (1, row_lanes // vectors) if along_row else (vectors, row_lanes)
+    along = _along_row(hidden, fmt, vectors)
+    band_rows, band_lanes = vectors // along, row_lanes // along
     num_tokens, x_pitch = T.dynamic('num_tokens'), T.dynamic('x_pitch')
 
     @T.prim_func
@@ -243,23 +243,23 @@ def per_token_cast_kernel(
             index = pid * num_threads + thread
             lane = index % band_lanes
             row = index // band_lanes * band_rows
-            slot = lane // WARP * (WARP * vectors) + lane % WARP if along_row else lane
+            slot = lane // WARP * (WARP * along) + lane % WARP if along > 1 else lane
 
             if hidden % (lanes * LANE) != 0:
                 T.clear(x_codes if quantised else x_local)
                 T.clear(x_factor)
             for i in T.unroll(vectors):  # rows past the end repeat the last one and are not stored
-                at = slot + i * slot_step
+                at = slot + i % along * WARP
                 T.assume(at < row_lanes)
-                token = T.min(row + i * row_step, num_tokens - 1)
+                token = T.min(row + i // along, num_tokens - 1)
                 load_vector(x, x_sf, source, x_local, x_codes, x_factor, i, token, at, piece, hidden)
             if quantised:
                 decode_halves(x_codes, source.data.name, x_local)
 
             if task == 'data':
                 for i in T.unroll(vectors):
-                    group = (slot + i * slot_step) // lanes
-                    load_sf_inv(y_sf, fmt, T.min(row + i * row_step, num_tokens - 1), group, sf_inv, i)
+                    group = (slot + i % along * WARP) // lanes
+                    load_sf_inv(y_sf, fmt, T.min(row + i // along, num_tokens - 1), group, sf_inv, i)
             else:
                 for i in T.unroll(vectors):
                     vector_max(x_local, x_factor, source, amax, i)
@@ -267,18 +267,18 @@ def per_token_cast_kernel(
                 for k in T.unroll(owned):
                     own = k * lanes + thread % lanes
                     amax_to_sf(clamp_amax(amax[k], amax_floor), fmt, sf, own_inv, k)
-                    if own < vectors and row + own * row_step < num_tokens:
-                        group = (slot + own * slot_step) // lanes
-                        store_sf(y_sf, fmt, num_groups, row + own * row_step, group, sf[k])
+                    if own < vectors and row + own // along < num_tokens:
+                        group = (slot + own % along * WARP) // lanes
+                        store_sf(y_sf, fmt, num_groups, row + own // along, group, sf[k])
                 for i in T.unroll(vectors):
                     sf_inv[i] = T.shfl_sync(own_inv[i // lanes], i % lanes, width=lanes)
 
             if task != 'sf':
                 for i in T.unroll(vectors):
-                    at = slot + i * slot_step
+                    at = slot + i % along * WARP
                     T.assume(at < row_lanes)
                     factor = multiplier(x_factor, source, i, sf_inv[i])
-                    encode_and_store(x_local, i, fmt, task, factor, v_local, y_local, y, row + i * row_step, at, hidden)
+                    encode_and_store(x_local, i, fmt, task, factor, v_local, y_local, y, row + i // along, at, hidden)
 
     return per_token_cast
 
