@@ -24,6 +24,13 @@ MAX_GROUPS = 4096
 EXPLICIT_BARRIERS = {'TL_DISABLE_THREAD_STORAGE_SYNC': True, 'TL_DISABLE_SHARED_MEMORY_REUSE': True}
 
 
+def swizzled(buffer: Any) -> Any:
+    """A layout of shared memory in which neither the rows of a tile nor its columns meet in a bank."""
+    from tilelang.layout import make_swizzled_layout
+
+    return make_swizzled_layout(buffer)
+
+
 def num_tiles(num_rows: Any, num_groups: int, block_m: int) -> Any:
     """Tiles of all groups and of the rows behind them."""
     return T.truncdiv(num_rows, block_m) + num_groups + 1

@@ -16,7 +16,15 @@ from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
-from tile_kernels.gemm._groups import EXPLICIT_BARRIERS, WARPGROUP, check_operands, locate_tile, num_tiles, random_ends
+from tile_kernels.gemm._groups import (
+    EXPLICIT_BARRIERS,
+    WARPGROUP,
+    check_operands,
+    locate_tile,
+    num_tiles,
+    random_ends,
+    swizzled,
+)
 from tile_kernels.gemm.grouped_gemm_dw import grouped_gemm_dw_kernel
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -68,6 +76,7 @@ def grouped_gemm_kernel(
             a_shared = T.alloc_shared((ring, block_m, BLOCK_K), elem)
             b_shared = T.alloc_shared((ring, *b_tile), elem)
             d_shared = T.alloc_shared((block_m, block_n), elem)
+            T.annotate_layout({d_shared: swizzled(d_shared)})
             acc_frag = T.alloc_fragment((block_m, block_n), T.float32)
             full = T.alloc_barrier([WARPGROUP] * ring)
             free = T.alloc_barrier([consumers] * ring)

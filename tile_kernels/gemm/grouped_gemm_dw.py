@@ -10,7 +10,7 @@ import torch
 
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T
-from tile_kernels.gemm._groups import EXPLICIT_BARRIERS, WARPGROUP
+from tile_kernels.gemm._groups import EXPLICIT_BARRIERS, WARPGROUP, swizzled
 
 BLOCK_ROWS = 64
 
@@ -54,6 +54,8 @@ def grouped_gemm_dw_kernel(
         ):
             dd_shared = T.alloc_shared((ring, BLOCK_ROWS, block_n), elem)
             a_shared = T.alloc_shared((ring, BLOCK_ROWS, block_k), elem)
+            db_shared = T.alloc_shared((block_n, block_k), elem)
+            T.annotate_layout({db_shared: swizzled(db_shared)})
             acc_frag = T.alloc_fragment((block_n, block_k), T.float32)
             full = T.alloc_barrier([WARPGROUP] * ring)
             free = T.alloc_barrier([consumers] * ring)
@@ -104,6 +106,10 @@ def grouped_gemm_dw_kernel(
                     if step > 0:
                         T.barrier_arrive(free[(step - 1) % ring])
                 T.wait_wgmma(0)
-                T.copy(acc_frag, db[T.cast(group, 'int64'), pid_n * block_n, pid_k * block_k])
+                T.copy(acc_frag, db_shared)
+                T.sync_threads(8, consumers)
+                for i, j in T.Parallel(block_n, block_k):
+                    if pid_n * block_n + i < n and pid_k * block_k + j < k:
+                        db[T.cast(group, 'int64'), pid_n * block_n + i, pid_k * block_k + j] = db_shared[i, j]
 
     return grouped_gemm_dw

@@ -4,7 +4,8 @@
 
 for the group g of row r; see `grouped_gemm`. The tensor cores sum 128 products into fresh registers; that sum is scaled
 and added in float32, so neither the scale factors nor the length of the sum are limited by the precision of the fp8
-accumulator. While one warpgroup adds, the tensor cores work for the other.
+accumulator. While one warpgroup adds, the tensor cores work for the other; two
+groups of rows of b for each group of rows of a give them enough to do.
 
 With SwiGLU the rows of b hold the gate first and then up; a thread block owns the same 128 channels of both, which is
 one group of the quantised result: y = silu(gate) * up, y_sf[r, s] = max(|y|) / 448 over the group, codes y / y_sf.
@@ -19,7 +20,15 @@ from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, macro
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
-from tile_kernels.gemm._groups import EXPLICIT_BARRIERS, WARPGROUP, check_operands, locate_tile, num_tiles, random_ends
+from tile_kernels.gemm._groups import (
+    EXPLICIT_BARRIERS,
+    WARPGROUP,
+    check_operands,
+    locate_tile,
+    num_tiles,
+    random_ends,
+    swizzled,
+)
 
 GROUP = 128  # channels that share a scale factor; also the rows of b that do, and a step of the sum
 FP8 = torch.float8_e4m3fn
@@ -30,9 +39,8 @@ AMAX_FLOOR = 1e-4
 
 
 def choose(n: int, k: int, num_groups: int, swiglu: bool, num_rows: int) -> dict:
-    """With few rows a group the matrices are the traffic: short tiles keep more of them in flight."""
-    few = num_rows <= 64 * num_groups
-    return dict(block_m=64 if few else 128, ring=4 if swiglu else 6 if few else 5)
+    """With few rows a group, short tiles waste fewer products."""
+    return dict(block_m=64 if num_rows <= 64 * num_groups else 128, ring=4)
 
 
 # Kernel -------------------------------------------------------------------------------------
@@ -45,20 +53,30 @@ def add_scaled(part_frag, scale_frag, acc_frag, block_m: int):
         acc_frag[i, j] += part_frag[i, j] * scale_frag[i]
 
 
+@macro
+def store_rows(d_shared, d, row, end, col, width: int, block_m: int):
+    """Store the rows before `end` of a tile."""
+    for i, j in T.Parallel(block_m, GROUP):
+        if row + i < end and col + j < width:
+            d[row + i, col + j] = d_shared[i, j]
+
+
 @kernel(
-    choose=choose,
-    space=dict(block_m=(64, 128), ring=(3, 4, 5, 6)),
-    pass_configs=EXPLICIT_BARRIERS,
-    min_arch=90,
-    max_arch=90,
+    choose=choose, space=dict(block_m=(64, 128), ring=(3, 4)), pass_configs=EXPLICIT_BARRIERS, min_arch=90, max_arch=90
 )
 def grouped_gemm_fp8_kernel(n: int, k: int, num_groups: int, swiglu: bool, *, block_m: int, ring: int):
-    """The last warpgroup loads, the others multiply 64 rows each; `n` rows of b, half of them up if `swiglu`."""
+    """The last warpgroup loads, the others multiply 64 rows each, with two times 128 rows of b.
+
+    These are neighbours, or the same channels of gate and up if `swiglu`.
+    """
     num_rows = T.dynamic('num_rows')
     elem = T.dtype(FP8)
     depth_groups = -(-k // GROUP)
     width = n // 2 if swiglu else n
     width_groups = -(-width // GROUP)
+    last_group = -(-n // GROUP) - 1
+    span = GROUP if swiglu else 2 * GROUP  # columns of d that a thread block owns
+    second = width // GROUP if swiglu else 1  # from its first to its second group of rows of b
     consumers = block_m // 64 * WARPGROUP
     out = elem if swiglu else T.bfloat16
 
@@ -67,24 +85,23 @@ def grouped_gemm_fp8_kernel(n: int, k: int, num_groups: int, swiglu: bool, *, bl
         a: T.Tensor((num_rows, k), elem),
         a_sf: T.Tensor((num_rows, depth_groups), T.float32),
         b: T.Tensor((num_groups, n, k), elem),
-        b_sf: T.Tensor((num_groups, -(-n // GROUP), depth_groups), T.float32),
+        b_sf: T.Tensor((num_groups, last_group + 1, depth_groups), T.float32),
         group_end: T.Tensor((num_groups,), T.int32),
         d: T.Tensor((num_rows, width), out),
         d_sf: T.Tensor((num_rows, width_groups), T.float32),
     ):
-        with T.Kernel(width_groups, num_tiles(num_rows, num_groups, block_m), threads=consumers + WARPGROUP) as (
-            pid_n,
-            pid_m,
-        ):
+        with T.Kernel(
+            T.ceildiv(width, span), num_tiles(num_rows, num_groups, block_m), threads=consumers + WARPGROUP
+        ) as (pid_n, pid_m):
             a_shared = T.alloc_shared((ring, block_m, GROUP), elem)
-            b_shared = T.alloc_shared((ring, GROUP, GROUP), elem)
-            up_shared = T.alloc_shared((ring if swiglu else 1, GROUP, GROUP), elem)
+            b_shared = T.alloc_shared((2, ring, GROUP, GROUP), elem)
             d_shared = T.alloc_shared((block_m, GROUP), out)
+            T.annotate_layout({d_shared: swizzled(d_shared)})
             part_frag = T.alloc_fragment((block_m, GROUP), T.float32)
             acc_frag = T.alloc_fragment((block_m, GROUP), T.float32)
-            up_frag = T.alloc_fragment((block_m, GROUP), T.float32)
+            second_frag = T.alloc_fragment((block_m, GROUP), T.float32)
             scale_frag = T.alloc_fragment((block_m,), T.float32)
-            up_scale_frag = T.alloc_fragment((block_m,), T.float32)
+            second_scale_frag = T.alloc_fragment((block_m,), T.float32)
             amax_frag = T.alloc_fragment((block_m,), T.float32)
             full = T.alloc_barrier([WARPGROUP] * ring)
             free = T.alloc_barrier([consumers] * ring)
@@ -92,7 +109,8 @@ def grouped_gemm_fp8_kernel(n: int, k: int, num_groups: int, swiglu: bool, *, bl
             locate_tile(group_end, pid_m, num_rows, num_groups, block_m, tile)
             group, row, end = tile[0], tile[1], tile[2]
             steps = tile[3] * depth_groups
-            col = pid_n * GROUP
+            col = pid_n * span
+            b_group = pid_n * (span // GROUP)
 
             if T.get_thread_binding() >= consumers:
                 T.dec_max_nreg(24)
@@ -100,56 +118,49 @@ def grouped_gemm_fp8_kernel(n: int, k: int, num_groups: int, swiglu: bool, *, bl
                     slot, depth = step % ring, step * GROUP
                     T.mbarrier_wait_parity(free[slot], (step // ring + 1) % 2)
                     T.tma_copy(a[row : row + block_m, depth : depth + GROUP], a_shared[slot, :, :], barrier=full[slot])
-                    T.tma_copy(
-                        b[group, col : col + GROUP, depth : depth + GROUP], b_shared[slot, :, :], barrier=full[slot]
-                    )
-                    if swiglu:
+                    for half in (0, 1):
+                        b_row = (b_group + half * second) * GROUP
                         T.tma_copy(
-                            b[group, width + col : width + col + GROUP, depth : depth + GROUP],
-                            up_shared[slot, :, :],
+                            b[group, b_row : b_row + GROUP, depth : depth + GROUP],
+                            b_shared[half, slot, :, :],
                             barrier=full[slot],
                         )
                     T.barrier_arrive(full[slot])
             else:
                 T.inc_max_nreg(240)
                 T.clear(acc_frag)
-                if swiglu:
-                    T.clear(up_frag)
+                T.clear(second_frag)
                 for step in T.serial(steps):
                     slot = step % ring
                     for i in T.Parallel(block_m):
                         row_scale = a_sf[T.min(row + i, num_rows - 1), step]
-                        scale_frag[i] = row_scale * b_sf[group, pid_n, step]
-                        if swiglu:
-                            up_scale_frag[i] = row_scale * b_sf[group, width // GROUP + pid_n, step]
+                        scale_frag[i] = row_scale * b_sf[group, b_group, step]
+                        second_scale_frag[i] = row_scale * b_sf[group, T.min(b_group + second, last_group), step]
                     T.mbarrier_wait_parity(full[slot], step // ring % 2)
                     T.wgmma_gemm(
                         a_shared[slot, :, :],
-                        b_shared[slot, :, :],
+                        b_shared[0, slot, :, :],
                         part_frag,
                         transpose_B=True,
                         clear_accum=True,
                         policy=T.GemmWarpPolicy.FullRow,
                     )
                     T.wait_wgmma(0)
-                    if not swiglu:
-                        T.barrier_arrive(free[slot])
                     add_scaled(part_frag, scale_frag, acc_frag, block_m)
-                    if swiglu:
-                        T.wgmma_gemm(
-                            a_shared[slot, :, :],
-                            up_shared[slot, :, :],
-                            part_frag,
-                            transpose_B=True,
-                            clear_accum=True,
-                            policy=T.GemmWarpPolicy.FullRow,
-                        )
-                        T.wait_wgmma(0)
-                        T.barrier_arrive(free[slot])
-                        add_scaled(part_frag, up_scale_frag, up_frag, block_m)
+                    T.wgmma_gemm(
+                        a_shared[slot, :, :],
+                        b_shared[1, slot, :, :],
+                        part_frag,
+                        transpose_B=True,
+                        clear_accum=True,
+                        policy=T.GemmWarpPolicy.FullRow,
+                    )
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(free[slot])
+                    add_scaled(part_frag, second_scale_frag, second_frag, block_m)
                 if swiglu:
                     for i, j in T.Parallel(block_m, GROUP):
-                        acc_frag[i, j] = acc_frag[i, j] / (1.0 + T.exp(-acc_frag[i, j])) * up_frag[i, j]
+                        acc_frag[i, j] = acc_frag[i, j] / (1.0 + T.exp(-acc_frag[i, j])) * second_frag[i, j]
                     T.reduce_absmax(acc_frag, amax_frag, dim=1)
                     for i in T.Parallel(block_m):
                         scale_frag[i] = T.max(amax_frag[i], AMAX_FLOOR) / FP8_MAX
@@ -159,9 +170,12 @@ def grouped_gemm_fp8_kernel(n: int, k: int, num_groups: int, swiglu: bool, *, bl
                         acc_frag[i, j] = acc_frag[i, j] / scale_frag[i]
                 T.copy(acc_frag, d_shared)
                 T.sync_threads(8, consumers)
-                for i, j in T.Parallel(block_m, GROUP):
-                    if row + i < end and col + j < width:
-                        d[row + i, col + j] = d_shared[i, j]
+                store_rows(d_shared, d, row, end, col, width, block_m)
+                if not swiglu:
+                    T.sync_threads(8, consumers)
+                    T.copy(second_frag, d_shared)
+                    T.sync_threads(8, consumers)
+                    store_rows(d_shared, d, row, end, col + GROUP, width, block_m)
 
     return grouped_gemm_fp8
 

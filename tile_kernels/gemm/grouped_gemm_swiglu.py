@@ -15,7 +15,7 @@ from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
-from tile_kernels.gemm._groups import EXPLICIT_BARRIERS, WARPGROUP, check_operands, locate_tile, num_tiles
+from tile_kernels.gemm._groups import EXPLICIT_BARRIERS, WARPGROUP, check_operands, locate_tile, num_tiles, swizzled
 from tile_kernels.gemm.grouped_gemm import BLOCK_K, DTYPES, SUMS, _make
 
 # Config -------------------------------------------------------------------------------------
@@ -60,6 +60,7 @@ def grouped_gemm_swiglu_kernel(
             gate_shared = T.alloc_shared((ring, block_n, BLOCK_K), elem)
             up_shared = T.alloc_shared((ring, block_n, BLOCK_K), elem)
             d_shared = T.alloc_shared((block_m, block_n), elem)
+            T.annotate_layout({d_shared: swizzled(d_shared)})
             gate_frag = T.alloc_fragment((block_m, block_n), T.float32)
             up_frag = T.alloc_fragment((block_m, block_n), T.float32)
             full = T.alloc_barrier([WARPGROUP] * ring)
