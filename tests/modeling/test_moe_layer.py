@@ -14,7 +14,7 @@ DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 
 def plain(layer, x, gate_weight=None):
     """What the layer means, one expert after the other in float32 sums of half-precision operands."""
-    rows = x.reshape(-1, x.shape[-1]).to(layer.compute_dtype)
+    rows = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
     weight = layer.gate.weight if gate_weight is None else gate_weight
     scores = (rows.float() @ weight.float().T).softmax(-1)
     weights, chosen = scores.topk(layer.gate.topk)
@@ -27,7 +27,7 @@ def plain(layer, x, gate_weight=None):
         shared = layer.shared_experts
         gate, up = (rows @ shared.gate_up_proj.weight.to(rows.dtype).T).chunk(2, -1)
         y = y + ((F.silu(gate.float()) * up.float()).to(rows.dtype) @ shared.down_proj.weight.to(rows.dtype).T)
-    return y.to(layer.compute_dtype).to(x.dtype).reshape(x.shape)
+    return y.to(torch.bfloat16).to(x.dtype).reshape(x.shape)
 
 
 def swiglu_mlp(layer, rows, expert):
@@ -68,6 +68,31 @@ def test_forward_and_every_gradient_equal_plain_pytorch(options):
     assert dw.keys() == dw_plain.keys()
     for name in dw:
         assert_near(dw[name], dw_plain[name])
+
+
+def test_without_gradients_it_computes_the_same():
+    layer, x = make()
+    with torch.no_grad():
+        assert_near(layer(x), plain(layer, x))
+
+
+def test_fp8_stays_near_and_its_gradients_are_those_of_bf16():
+    torch.manual_seed(0)
+    layer = MoELayer(4, 2, 128, intermediate_dim=128, compute='fp8', device=DEVICE)
+    x = torch.randn(20, 128, device=DEVICE, dtype=torch.bfloat16)
+    y, dx, dw = gradients(layer, layer, x)
+    layer.compute = 'bf16'
+    y_wide, dx_wide, dw_wide = gradients(layer, layer, x)
+    assert (y.float() - y_wide.float()).norm() < 0.08 * y_wide.float().norm()
+    assert (dw['gate.weight'] - dw_wide['gate.weight']).norm() < 0.1 * dw_wide['gate.weight'].norm()
+    for name in ('experts.gate_up_proj', 'experts.down_proj'):
+        assert torch.equal(dw[name], dw_wide[name])
+    assert (dx - dx_wide).norm() < 0.1 * dx_wide.norm()
+    layer.compute = 'fp8'
+    layer.eval()
+    before = layer(x)
+    layer.experts.prepare_fp8()
+    assert torch.equal(layer(x), before)
 
 
 def test_leading_shapes_empty_batches_and_a_given_gate_weight():

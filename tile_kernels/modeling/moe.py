@@ -8,18 +8,34 @@ so nothing waits for it, and the layer can be compiled, captured in a CUDA graph
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from tile_kernels.core import check
 from tile_kernels.core.errors import ArgumentError
-from tile_kernels.gemm import grouped_gemm
+from tile_kernels.core.formats import QuantFormat
+from tile_kernels.gemm import (
+    grouped_gemm,
+    grouped_gemm_bwd,
+    grouped_gemm_fp8,
+    grouped_gemm_fp8_swiglu_cast,
+    grouped_gemm_swiglu,
+)
+from tile_kernels.moe.expand import expand_to_fused, expand_to_fused_bwd
+from tile_kernels.moe.expand_and_per_token_cast import expand_and_per_token_cast
+from tile_kernels.moe.gate_logits import gate_logits
 from tile_kernels.moe.group_count import aux_fi, group_count
-from tile_kernels.moe.routing import fused_expand_reduce, token_to_expert_map
+from tile_kernels.moe.reduce import reduce_fused
+from tile_kernels.moe.routing import RoutingMap, token_to_expert_map
 from tile_kernels.moe.topk_gating import topk_gating
+from tile_kernels.quant.per_block_cast import per_block_cast
+from tile_kernels.quant.swiglu_backward import swiglu_backward
 from tile_kernels.quant.swiglu_forward import swiglu_forward
 
-COMPUTE_DTYPES = (torch.bfloat16, torch.float16)
+ROWS_FP8 = QuantFormat.parse('e4m3_1x128_f32')
+WEIGHTS_FP8 = QuantFormat.parse('e4m3_128x128_f32')
 
 
 class MoEGate(nn.Module):
@@ -42,7 +58,7 @@ class MoEGate(nn.Module):
     def forward(self, x: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Weights (num_tokens, topk) float32 and experts (num_tokens, topk) int64."""
         weight = self.weight if weight is None else weight
-        logits = x.float() @ weight.float().T
+        logits = gate_logits(x, weight.to(x.dtype))
         return topk_gating(logits, self.topk, bias=self.e_score_correction_bias, **self.options)
 
 
@@ -53,11 +69,81 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_dim, hidden_dim, **factory))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_dim, intermediate_dim, **factory))
+        self.prepared: tuple[Tensor, ...] | None = None
 
     def forward(self, rows: Tensor, expert_end: Tensor) -> Tensor:
         """Rows in expert order; those of expert e end before expert_end[e]."""
-        hidden = grouped_gemm(rows, self.gate_up_proj.to(rows.dtype), expert_end)
-        return grouped_gemm(swiglu_forward(hidden, dtype=rows.dtype), self.down_proj.to(rows.dtype), expert_end)
+        gate_up, down = self.gate_up_proj.to(rows.dtype), self.down_proj.to(rows.dtype)
+        if torch.is_grad_enabled():
+            hidden = swiglu_forward(grouped_gemm(rows, gate_up, expert_end), dtype=rows.dtype)
+        else:
+            hidden = grouped_gemm_swiglu(rows, gate_up, expert_end)
+        return grouped_gemm(hidden, down, expert_end)
+
+    def forward_fp8(self, tokens: Tensor, routing: RoutingMap) -> Tensor:
+        """The same from tokens, which are quantised on their way to the experts."""
+        places = (routing.token_topk_to_pos, routing.pos_to_expert, routing.expert_end)
+        if self.prepared is not None and not self.training:
+            return _experts_fp8(tokens, *places, *self.prepared)
+        gate_up, down = self.gate_up_proj.to(tokens.dtype), self.down_proj.to(tokens.dtype)
+        return _Fp8Experts.apply(tokens, gate_up, down, *places)
+
+    @torch.no_grad()
+    def prepare_fp8(self) -> None:
+        """Quantise the weights once, for inference; call it again when they change."""
+        self.prepared = (*_quantise(self.gate_up_proj), *_quantise(self.down_proj))
+
+
+def _quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scale factors of stacked matrices, in blocks of 128 x 128."""
+    num_experts, n, k = weight.shape
+    codes, sf = per_block_cast(weight.reshape(num_experts * n, k), WEIGHTS_FP8)
+    return codes.view(num_experts, n, k), sf.view(num_experts, n // 128, -1)
+
+
+def _experts_fp8(
+    tokens: Tensor,
+    token_topk_to_pos: Tensor,
+    pos_to_expert: Tensor,
+    expert_end: Tensor,
+    gate_up: Tensor,
+    gate_up_sf: Tensor,
+    down: Tensor,
+    down_sf: Tensor,
+) -> Tensor:
+    rows, rows_sf = expand_and_per_token_cast(tokens, token_topk_to_pos, pos_to_expert, ROWS_FP8)
+    hidden, hidden_sf = grouped_gemm_fp8_swiglu_cast(rows, rows_sf, gate_up, gate_up_sf, expert_end)
+    return grouped_gemm_fp8(hidden, hidden_sf, down, down_sf, expert_end).to(tokens.dtype)
+
+
+class _Fp8Experts(torch.autograd.Function):
+    """The experts in fp8; gradients pass straight through the casts, as those of the experts in bfloat16."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tokens: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        token_topk_to_pos: Tensor,
+        pos_to_expert: Tensor,
+        expert_end: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(tokens, gate_up, down, token_topk_to_pos, pos_to_expert, expert_end)
+        places = (token_topk_to_pos, pos_to_expert, expert_end)
+        return _experts_fp8(tokens, *places, *_quantise(gate_up), *_quantise(down))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        tokens, gate_up, down, token_topk_to_pos, pos_to_expert, expert_end = ctx.saved_tensors
+        rows = expand_to_fused(tokens, token_topk_to_pos, pos_to_expert)
+        hidden = grouped_gemm(rows, gate_up, expert_end)
+        act = swiglu_forward(hidden, dtype=rows.dtype)
+        dact, ddown = grouped_gemm_bwd(dy.contiguous(), act, down, expert_end)
+        dhidden = swiglu_backward(dact, hidden)[0]
+        drows, dgate_up = grouped_gemm_bwd(dhidden, rows, gate_up, expert_end)
+        return expand_to_fused_bwd(drows, token_topk_to_pos), dgate_up, ddown, None, None, None
 
 
 class SharedExperts(nn.Module):
@@ -89,7 +175,9 @@ class MoELayer(nn.Module):
         num_groups: groups of experts, of which `num_topk_groups` stay in the choice.
         num_topk_groups: see `num_groups`.
         balance_rate: step of the bias that `update_bias` moves against the load; 0: no bias.
-        compute_dtype: bfloat16 or float16, in which the experts compute; parameters may be float32.
+        compute: 'bf16', or 'fp8': experts multiply e4m3 codes, of activations with a scale factor for 128 channels and
+            of weights with one for blocks of 128 x 128; gradients are those of bfloat16. Widths must be multiples of
+            128 then.
         dtype: of the parameters.
         device: of the parameters.
 
@@ -113,7 +201,7 @@ class MoELayer(nn.Module):
         num_groups: int | None = None,
         num_topk_groups: int | None = None,
         balance_rate: float = 0.0,
-        compute_dtype: torch.dtype = torch.bfloat16,
+        compute: str = 'bf16',
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
     ) -> None:
@@ -121,9 +209,9 @@ class MoELayer(nn.Module):
         intermediate_dim = hidden_dim if intermediate_dim is None else intermediate_dim
         check.at_least(topk, 1, 'topk')
         check.at_most(topk, num_experts, 'topk')
-        check.multiple(hidden_dim, 8, 'hidden_dim')
-        check.multiple(intermediate_dim, 8, 'intermediate_dim')
-        check.one_of(compute_dtype, COMPUTE_DTYPES, 'compute_dtype')
+        for name, width in dict(hidden_dim=hidden_dim, intermediate_dim=intermediate_dim).items():
+            check.multiple(width, 128 if compute == 'fp8' else 8, name)
+        check.one_of(compute, ('bf16', 'fp8'), 'compute')
         factory = dict(dtype=dtype, device=device)
         options = dict(
             scoring=scoring,
@@ -134,7 +222,7 @@ class MoELayer(nn.Module):
         )
         self.num_experts, self.hidden_dim, self.intermediate_dim = num_experts, hidden_dim, intermediate_dim
         self.balance_rate = balance_rate
-        self.compute_dtype = compute_dtype
+        self.compute = compute
         self.gate = MoEGate(num_experts, topk, hidden_dim, balance_rate != 0, options, factory)
         self.experts = Experts(num_experts, hidden_dim, intermediate_dim, factory)
         self.shared_experts = (
@@ -158,15 +246,20 @@ class MoELayer(nn.Module):
         """
         if x.shape[-1] != self.hidden_dim:
             raise ArgumentError(f'MoELayer: x must be (..., {self.hidden_dim}), got {check.describe(x)}')
-        rows = x.reshape(-1, self.hidden_dim).to(self.compute_dtype)
-        weights, indices = self.gate(rows, gate_weight)
+        tokens = x.reshape(-1, self.hidden_dim).to(torch.bfloat16)
+        weights, indices = self.gate(tokens, gate_weight)
         if self.training:
             with torch.no_grad():
                 self.tokens_per_expert += group_count(indices, self.num_experts)
         routing = token_to_expert_map(indices, self.num_experts)
-        y = fused_expand_reduce(rows, routing, lambda r, map: self.experts(r, map.expert_end), weights)
+        if self.compute == 'fp8':
+            rows = self.experts.forward_fp8(tokens, routing)
+        else:
+            expanded = expand_to_fused(tokens, routing.token_topk_to_pos, routing.pos_to_expert)
+            rows = self.experts(expanded, routing.expert_end)
+        y = reduce_fused(rows, weights, routing.token_topk_to_pos)
         if self.shared_experts is not None:
-            y = y + self.shared_experts(rows)
+            y = y + self.shared_experts(tokens)
         return y.to(x.dtype).reshape(x.shape)
 
     @torch.no_grad()
