@@ -75,7 +75,7 @@ def test_packed_factors_hold_four_groups_of_a_channel(num_tokens):
 @pytest.mark.parametrize(('rows', 'num_threads', 'panel'), [(8, 256, 3), (4, 512, 1), (4, 128, 2)])
 def test_every_tile_gives_the_same(rows, num_threads, panel):
     x = torch.randn(70, 300).bfloat16()
-    with forced_config(rows=rows, num_threads=num_threads, resident_threads=512, panel=panel):
+    with forced_config(rows=rows, num_threads=num_threads, resident_threads=512, row_lanes=16, panel=panel):
         y = kernel(per_channel_cast, x, parse('e4m3_32x1_f32'))
     assert_same(y, twin.per_channel_cast(x, parse('e4m3_32x1_f32')))
 
@@ -105,7 +105,18 @@ def test_the_transpose_is_that_of_the_cast(num_tokens, name):
     assert_equal(y_sf, plain.sf)
 
 
-def test_a_transposed_tile_has_one_shape():
+@pytest.mark.parametrize('row_lanes', [4, 8, 16])
+def test_transposed_tiles_of_every_shape_give_the_same(row_lanes):
+    """Rows of odd length: whole tiles at every shift, and the rest of the rows."""
+    x = torch.randn(1063, 40).bfloat16()
+    with forced_config(rows=8, num_threads=256, resident_threads=512, row_lanes=row_lanes, panel=0):
+        y, y_sf = kernel(per_channel_cast_and_transpose, x, parse('e4m3_128x1_f32'))
+    plain = twin.per_channel_cast(x, parse('e4m3_128x1_f32'))
+    assert torch.equal(y.view(torch.uint8), plain.data.view(torch.uint8).t())
+    assert_equal(y_sf, plain.sf)
+
+
+def test_a_transposed_tile_has_one_number_of_threads():
     with pytest.raises(ArgumentError, match='a transposed tile has 8 rows a lane and 256 threads'):
         per_channel_cast_kernel.tir(
             128,
@@ -118,6 +129,7 @@ def test_a_transposed_tile_has_one_shape():
             rows=4,
             num_threads=128,
             resident_threads=512,
+            row_lanes=16,
             panel=1,
         )
 

@@ -20,9 +20,9 @@ WARP = 32
 HEIGHTS = (32, 128)
 
 
-def tile_rows(rows: int, num_threads: int, height: int) -> int:
+def tile_rows(rows: int, num_threads: int, height: int, row_lanes: int = ROW_LANES) -> int:
     """Height of the tile of a thread block whose lanes hold `rows` rows, if it is made of whole scale blocks."""
-    total = num_threads // ROW_LANES * rows
+    total = num_threads // row_lanes * rows
     if total % height:
         raise ArgumentError(f'a tile of {total} rows cannot hold scale blocks of {height}')
     return total

@@ -9,7 +9,8 @@
 
 A thread block owns a tile of 128 channels in registers, so a row is read once. Warps meet in shared memory twice: for
 the amax of a channel, and for the multiplier that one thread computes from it for all. A transposed result is turned
-in 8 x 8 pieces in registers and put together in shared memory, so that both sides of memory see whole rows.
+in 8 x 8 pieces in registers and put together in shared memory, so that both sides of memory see whole rows; if the
+rows of the result begin at any byte, the tile is narrower and taller.
 One group of all rows needs two passes unless a tile holds them all: the amax of every tile is merged by integer
 atomics (positive floats order like their bits, so the result does not depend on the order), then the tiles are scaled,
 last ones first, because they are what the L2 cache still holds. Gathered rows are read as often as the map names them:
@@ -30,7 +31,7 @@ from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
-from tile_kernels.quant._blocks import HEIGHTS, ROW_LANES, TILE_COLS, WARP, resident_blocks, tile_rows
+from tile_kernels.quant._blocks import HEIGHTS, WARP, resident_blocks, tile_rows
 from tile_kernels.quant._macros import LANE, amax_to_sf, clamp_amax, sf_register_dtype, sf_tensor, store_lane
 from tile_kernels.quant.per_block_cast import check_sf
 from tile_kernels.quant.per_channel_cast_device import (
@@ -70,11 +71,14 @@ def choose(
     """
     x_dtype = source.data.torch if isinstance(source, QuantFormat) else source
     in_pieces = vector_bytes < LANE * x_dtype.itemsize or hidden % LANE > 0
-    resident_threads = 512 if x_dtype.itemsize == 4 else 768 if in_pieces or x_dtype.itemsize == 2 else 1024
+    resident_threads = 512 if x_dtype.itemsize == 4 else 1024 if x_dtype.itemsize == 1 or gathered else 768
+    resident_threads = min(resident_threads, 768 if in_pieces else 1024)
     panel = 8 if gathered else 0
     flat = not store_bytes and fmt.sf_block[0] == 32 and num_tokens * hidden < 1 << 22
     rows, num_threads = (4, 128) if flat else (8, 256)
-    return dict(rows=rows, num_threads=num_threads, resident_threads=resident_threads, panel=panel)
+    # rows of the result that begin anywhere are cheaper to write the longer the parts are that a tile has of them
+    row_lanes = 16 if store_bytes in (0, VECTOR_BYTES) else 8 if fmt.sf_block[0] == 32 else 4
+    return dict(rows=rows, num_threads=num_threads, resident_threads=resident_threads, row_lanes=row_lanes, panel=panel)
 
 
 # Kernel -------------------------------------------------------------------------------------
@@ -82,8 +86,10 @@ def choose(
 
 @kernel(
     choose=choose,
-    space=dict(rows=(4, 8), num_threads=(128, 256, 512), resident_threads=(512, 768, 1024), panel=(0, 4, 8)),
-    pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True},
+    space=dict(
+        rows=(4, 8), num_threads=(128, 256, 512), resident_threads=(512, 768, 1024), row_lanes=(4, 8, 16), panel=(0, 8)
+    ),
+    pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True, 'TL_DISABLE_SHARED_MEMORY_REUSE': True},
 )
 def per_channel_cast_kernel(
     hidden: int,
@@ -97,6 +103,7 @@ def per_channel_cast_kernel(
     rows: int,
     num_threads: int,
     resident_threads: int,
+    row_lanes: int,
     panel: int,
 ):
     """One tile for each thread block, those of `panel` neighbouring tiles of channels (0: all) before the next ones.
@@ -106,12 +113,15 @@ def per_channel_cast_kernel(
     """
     if store_bytes and (rows, num_threads) != (TURNING_ROWS, TURNING_THREADS):
         raise ArgumentError(f'a transposed tile has {TURNING_ROWS} rows a lane and {TURNING_THREADS} threads')
+    if fmt.sf_block[0] and fmt.sf_block[0] * row_lanes < rows * WARP:
+        raise ArgumentError(f'a warp of {rows * WARP // row_lanes} rows holds several groups of {fmt.sf_block[0]}')
     quantised = isinstance(source, QuantFormat)
     x_dtype = source.data.torch if quantised else source
-    tile_m = tile_rows(rows, num_threads, fmt.sf_block[0] or (TILE_ROWS if task == 'cast' else 1))
+    tile_m = tile_rows(rows, num_threads, fmt.sf_block[0] or (TILE_ROWS if task == 'cast' else 1), row_lanes)
     height = fmt.sf_block[0] or tile_m
-    groups, warps, tiles_n = tile_m // height, height // (2 * rows), -(-hidden // TILE_COLS)
-    per_thread = -(-groups * TILE_COLS // num_threads)
+    tile_n = row_lanes * LANE
+    groups, warps, tiles_n = tile_m // height, height * row_lanes // (rows * WARP), -(-hidden // tile_n)
+    per_thread = -(-groups * tile_n // num_threads)
     piece = math.gcd(LANE, vector_bytes // x_dtype.itemsize, hidden)
     num_tokens, sf_rows, x_pitch = T.dynamic('num_tokens'), T.dynamic('sf_rows'), T.dynamic('x_pitch')
     num_rows = T.dynamic('num_rows') if gathered else num_tokens
@@ -138,14 +148,14 @@ def per_channel_cast_kernel(
             factor = T.alloc_local((rows,), T.float32)
             amax = T.alloc_local((LANE,), T.float32)
             group_amax = T.alloc_var(T.float32)
-            amax_shared = T.alloc_shared((num_threads // WARP, TILE_COLS), T.float32)
+            amax_shared = T.alloc_shared((num_threads // WARP, tile_n), T.float32)
             sf = T.alloc_local((1,), sf_register_dtype(fmt))
             own_inv = T.alloc_local((1,), T.float32)
             sf_inv = T.alloc_local((LANE,), T.float32)
             y_local = T.alloc_local((rows, LANE), T.dtype(fmt.data.torch))
             row_local = T.alloc_local((LANE,), T.dtype(fmt.data.torch))
             thread = T.get_thread_binding()
-            lane, team, warp = thread % ROW_LANES, thread // ROW_LANES, thread // WARP
+            lane, team, warp = thread % row_lanes, thread // row_lanes, thread // WARP
             if 0 < panel < tiles_n:
                 per_panel = T.ceildiv(num_rows, tile_m) * panel
                 pid_n = pid // per_panel * panel
@@ -156,23 +166,23 @@ def per_channel_cast_kernel(
                 tile = T.ceildiv(num_rows, tile_m) * tiles_n - 1 - pid if task == 'scale' else pid
                 pid_m = tile // tiles_n
                 pid_n = tile % tiles_n
-            row, col = pid_m * tile_m, pid_n * TILE_COLS
-            slot = pid_n * ROW_LANES + lane
+            row, col = pid_m * tile_m, pid_n * tile_n
+            slot = pid_n * row_lanes + lane
 
             positions = pos_to_token if gathered else None
             load_rows(x, x_sf, positions, row + team * rows, source, slot, piece, hidden, x_local, factor)
 
             if task != 'scale':
-                channel_amax(x_local, amax, factor if quantised else None)
-                if thread % WARP < ROW_LANES:
+                channel_amax(x_local, amax, factor if quantised else None, row_lanes)
+                if thread % WARP < row_lanes:
                     for e in T.vectorized(LANE):
                         amax_shared[warp, lane * LANE + e] = amax[e]
                 T.sync_threads()
             for k in T.unroll(per_thread):
                 index = k * num_threads + thread
-                group, channel = index // TILE_COLS, index % TILE_COLS
+                group, channel = index // tile_n, index % tile_n
                 exists = col + channel < hidden and row + group * height < num_rows
-                if index < groups * TILE_COLS:
+                if index < groups * tile_n:
                     group_amax = T.float32(0.0)
                     if task == 'scale':
                         if col + channel < hidden:
@@ -195,7 +205,7 @@ def per_channel_cast_kernel(
                 for e in T.vectorized(LANE):
                     sf_inv[e] = amax_shared[team * rows // height * warps, lane * LANE + e]
                 if store_bytes:
-                    tile_shared = T.alloc_shared((TILE_COLS, 16, 2), T.uint32)
+                    tile_shared = T.alloc_shared((tile_n, tile_m // 8, 2), T.uint32)
                     for i in T.unroll(rows):
                         encode_row(x_local, i, sf_inv, row_local, factor if quantised else None)
                         for e in T.vectorized(LANE):

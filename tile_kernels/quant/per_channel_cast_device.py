@@ -4,13 +4,15 @@ from typing import Any
 
 from tile_kernels.core.formats import QuantFormat
 from tile_kernels.core.lang import T, macro
-from tile_kernels.quant._blocks import ROW_LANES, TILE_COLS, bytes_of_words, sf_value
-from tile_kernels.quant._macros import LANE, float_of, lane_pairs, load_lane, sf_bytes
+from tile_kernels.quant._blocks import ROW_LANES, WARP, bytes_of_words, sf_value
+from tile_kernels.quant._macros import LANE, float_of, lane_pairs, load_lane, sf_bytes, shuffle_steps
 
-#: A transposed tile is square: 256 threads of 8 rows by 8 channels. Its rows are written in pieces of 16 bytes.
+#: A transposed tile belongs to 256 threads of 8 rows by 8 channels. Its rows are written in pieces of 16 bytes.
 TURNING_ROWS, TURNING_THREADS = 8, 256
 VECTOR_BYTES = 16
-VECTORS = TILE_COLS // VECTOR_BYTES
+
+#: Units of 8 bytes that shared memory moves at a time, to or from as many threads.
+BANK_UNITS = 16
 
 
 @macro
@@ -74,8 +76,8 @@ def _row_magnitudes(x_local, i, factor, v_local):
 
 
 @macro
-def channel_amax(x_local, amax, factor=None):
-    """`amax[e]` = largest magnitude of channel e over the rows of both row groups of the warp."""
+def channel_amax(x_local, amax, factor=None, row_lanes=ROW_LANES):
+    """`amax[e]` = largest magnitude of channel e over the rows of the warp, of which `row_lanes` lanes share each."""
     rows = x_local.shape[0]
     if x_local.dtype == 'bfloat16':
         pairs = lane_pairs(x_local)
@@ -85,7 +87,8 @@ def channel_amax(x_local, amax, factor=None):
             for j in T.unroll(LANE // 2):
                 both[j] = _max_pair(both[j], T.abs2(T.reinterpret(pairs[i, j], 'bfloat16x2')))
         for j in T.unroll(LANE // 2):
-            both[j] = _max_pair(both[j], T.reinterpret(T.shfl_xor(both[j], ROW_LANES), 'bfloat16x2'))
+            for step in T.unroll(shuffle_steps(WARP // row_lanes)):
+                both[j] = _max_pair(both[j], T.reinterpret(T.shfl_xor(both[j], row_lanes << step), 'bfloat16x2'))
             amax[2 * j] = float_of(both[j] << T.uint32(16))
             amax[2 * j + 1] = float_of(both[j] & T.uint32(0xFFFF0000))
     else:
@@ -96,7 +99,8 @@ def channel_amax(x_local, amax, factor=None):
             for e in T.unroll(LANE):
                 amax[e] = T.max(amax[e], v_local[e])
         for e in T.unroll(LANE):
-            amax[e] = T.max(amax[e], T.shfl_xor(amax[e], ROW_LANES))
+            for step in T.unroll(shuffle_steps(WARP // row_lanes)):
+                amax[e] = T.max(amax[e], T.shfl_xor(amax[e], row_lanes << step))
 
 
 def _max_pair(word: Any, pair: Any) -> Any:
@@ -146,10 +150,9 @@ def _turn(words: Any, row: Any, col: Any) -> tuple:
 
 @macro
 def turn_and_store(y, codes, group, lane, tile_shared, pid_m, pid_n, store_bytes):
-    """Write the 8 x 8 codes of each of the 256 threads of a square tile to the transposed `y`.
+    """Write the 8 x 8 codes of each of the 256 threads of a tile to the transposed `y`.
 
-    Eight rows of a channel are one unit of 8 bytes; a row of the turned tile has 16 units. Unit u of the channels of
-    lane l lies at place u ^ l: threads that write at a time have the same u and different l, hence different banks.
+    `tile_shared` is (channels, units, 2) words: eight rows of a channel are one unit of 8 bytes.
     """
     words = T.view(codes, (8, 2), T.uint32)
     turned = T.alloc_local((LANE, 2), T.uint32)
@@ -162,7 +165,7 @@ def turn_and_store(y, codes, group, lane, tile_shared, pid_m, pid_n, store_bytes
             turned[4 * quarter + 3, half] = column[3]
     for e in T.unroll(LANE):
         for w in T.vectorized(2):
-            tile_shared[lane * LANE + e, group ^ lane, w] = turned[e, w]
+            tile_shared[lane * LANE + e, _spread(tile_shared, lane * LANE + e, group), w] = turned[e, w]
     T.sync_threads()
 
     if store_bytes == VECTOR_BYTES:
@@ -171,74 +174,88 @@ def turn_and_store(y, codes, group, lane, tile_shared, pid_m, pid_n, store_bytes
         _store_shifted(y, tile_shared, pid_m, pid_n)
 
 
-def _vector_of_tile(k: int) -> tuple:
-    """Channel and place of the k-th vector of a thread; shared memory is read 16 threads, i.e. 2 channels, at a time.
+def _spread(tile_shared: Any, channel: Any, unit: Any) -> Any:
+    """Where a unit of a channel lies in its row of shared memory.
 
-    The two are channels of neighbouring lanes, so that their units lie in different banks.
+    Threads that write at a time are all lanes of one row group or some: their places differ by the number of the lane,
+    counted in row groups.
     """
+    lanes = tile_shared.shape[0] // LANE
+    return unit ^ channel // LANE * (BANK_UNITS // lanes)
+
+
+def _vector_of_tile(tile_shared: Any, k: int) -> tuple:
+    """Channel and number of the k-th vector of a thread.
+
+    If two channels are read at a time, they are channels of neighbouring lanes, whose units lie in different banks.
+    """
+    vectors = tile_shared.shape[1] // 2
     index = k * TURNING_THREADS + T.get_thread_binding()
-    vector, pair, second = index % VECTORS, index // (2 * VECTORS), index // VECTORS % 2
-    return pair // LANE * 2 * LANE + second * LANE + pair % LANE, vector
+    channel = index // vectors
+    if 2 * vectors == BANK_UNITS:
+        channel = channel // (2 * LANE) * 2 * LANE + channel % 2 * LANE + channel // 2 % LANE
+    return channel, index % vectors
 
 
 @macro
 def _store_vectors(y, tile_shared, pid_m, pid_n):
     """Write a turned tile to rows that begin at multiples of 16 bytes."""
+    channels, units, _ = tile_shared.shape
     out_words = T.alloc_local((VECTOR_BYTES // 4,), T.uint32)
     out = T.view(out_words, (VECTOR_BYTES,), y.dtype)
-    for k in T.unroll(TILE_COLS * VECTORS // TURNING_THREADS):
-        channel, vector = _vector_of_tile(k)
-        if pid_n * TILE_COLS + channel < y.shape[0] and pid_m * TILE_COLS + vector * VECTOR_BYTES < y.shape[1]:
+    for k in T.unroll(channels * units // 2 // TURNING_THREADS):
+        channel, vector = _vector_of_tile(tile_shared, k)
+        if pid_n * channels + channel < y.shape[0] and pid_m * units * 8 + vector * VECTOR_BYTES < y.shape[1]:
             for half in T.unroll(2):
                 for w in T.vectorized(2):
-                    out_words[2 * half + w] = tile_shared[channel, (2 * vector + half) ^ (channel // LANE), w]
+                    unit = _spread(tile_shared, channel, 2 * vector + half)
+                    out_words[2 * half + w] = tile_shared[channel, unit, w]
             for e in T.vectorized(VECTOR_BYTES):
                 # written out: through a variable its divisibility, hence the vector store, would be lost
-                y[pid_n * TILE_COLS + channel, pid_m * TILE_COLS + vector * VECTOR_BYTES + e] = out[e]
+                y[pid_n * channels + channel, pid_m * units * 8 + vector * VECTOR_BYTES + e] = out[e]
 
 
 @macro
 def _store_shifted(y, tile_shared, pid_m, pid_n):
     """Write a turned tile to rows that begin at any byte, as the aligned vectors of the rows.
 
-    The tile's part of a row begins `shift` bytes after a multiple of 16. Taken as a ring of 128 bytes, it has eight
-    vectors that are aligned in memory; the last of them holds the first and last bytes of the part, which lie in the
-    two vectors of memory that this tile shares with its neighbours.
+    The tile's part of a row begins `shift` bytes after a multiple of 16. Taken as a ring, it is made of vectors that
+    are aligned in memory; the last of them holds the first and last bytes of the part, which lie in the two vectors of
+    memory that this tile shares with its neighbours. Tiles are tall, because these ends are what costs.
     """
-    size = y.shape[0] * y.shape[1]
+    channels, units, _ = tile_shared.shape
+    tile_m, size = units * 8, y.shape[0] * y.shape[1]
     y_vectors = T.Tensor((T.ceildiv(size, VECTOR_BYTES), VECTOR_BYTES), T.uint8, y.data)
     y_bytes = T.Tensor((size,), T.uint8, y.data)
-    tile_bytes = T.view(tile_shared, (TILE_COLS, 16, 8), T.uint8)
     start = T.alloc_var(T.int64)
     shift = T.alloc_var(T.int32)
     first = T.alloc_var(T.int32)  # byte of the part at which a vector begins
     rows_left = T.alloc_var(T.int32)
     out_words = T.alloc_local((VECTOR_BYTES // 4,), T.uint32)
     out = T.view(out_words, (VECTOR_BYTES,), T.uint8)
-    rows_left = T.min(T.cast(y.shape[1] - pid_m * TILE_COLS, T.int32), TILE_COLS)
-    for k in T.unroll(TILE_COLS * VECTORS // TURNING_THREADS):
-        channel, vector = _vector_of_tile(k)
-        start = T.cast(pid_n * TILE_COLS + channel, T.int64) * y.shape[1] + pid_m * TILE_COLS
+    rows_left = T.min(T.cast(y.shape[1] - pid_m * tile_m, T.int32), tile_m)
+    for k in T.unroll(channels * units // 2 // TURNING_THREADS):
+        channel, vector = _vector_of_tile(tile_shared, k)
+        start = T.cast(pid_n * channels + channel, T.int64) * y.shape[1] + pid_m * tile_m
         first = (vector + 1) * VECTOR_BYTES - T.cast(start % VECTOR_BYTES, T.int32)
-        if pid_n * TILE_COLS + channel < y.shape[0] and first + VECTOR_BYTES <= rows_left:
+        if pid_n * channels + channel < y.shape[0]:
             _load_vector(tile_shared, channel, first, out_words)
-            for e in T.vectorized(VECTOR_BYTES):
-                y_vectors[start // VECTOR_BYTES + vector + 1, e] = out[e]
+            if first + VECTOR_BYTES <= rows_left:
+                for e in T.vectorized(VECTOR_BYTES):
+                    y_vectors[start // VECTOR_BYTES + vector + 1, e] = out[e]
+            elif rows_left < tile_m:
+                for e in T.unroll(VECTOR_BYTES):
+                    if (first + e) % tile_m < rows_left:
+                        y_bytes[start + (first + e) % tile_m] = out[e]
 
     thread = T.get_thread_binding()
-    lane = thread % ROW_LANES
-    channel = lane * LANE + thread // ROW_LANES  # 16 threads, 16 lanes: no two in the same banks
-    if thread < TILE_COLS and pid_n * TILE_COLS + channel < y.shape[0]:
-        start = T.cast(pid_n * TILE_COLS + channel, T.int64) * y.shape[1] + pid_m * TILE_COLS
+    lanes = channels // LANE
+    channel = thread % lanes * LANE + thread // lanes  # neighbours read other banks
+    if rows_left == tile_m and thread < channels and pid_n * channels + channel < y.shape[0]:
+        start = T.cast(pid_n * channels + channel, T.int64) * y.shape[1] + pid_m * tile_m
         shift = T.cast(start % VECTOR_BYTES, T.int32)
-        if rows_left == TILE_COLS:
-            _load_vector(tile_shared, channel, TILE_COLS - shift, out_words)
-            _store_ends(y, out_words, start // VECTOR_BYTES, shift)
-        else:
-            for row in T.serial(rows_left):
-                first = (row + shift) // VECTOR_BYTES * VECTOR_BYTES - shift  # of the vector that holds the row
-                if first <= 0 or first + VECTOR_BYTES > rows_left:  # not written above
-                    y_bytes[start + row] = tile_bytes[channel, row // 8 ^ lane, row % 8]
+        _load_vector(tile_shared, channel, tile_m - shift, out_words)
+        _store_ends(y, out_words, start // VECTOR_BYTES, shift, tile_m)
 
 
 @macro
@@ -248,7 +265,8 @@ def _load_vector(tile_shared, channel, first, out_words):
     words = T.view(units, (6,), T.uint32)
     for u in T.unroll(3):
         for w in T.vectorized(2):
-            units[u, w] = tile_shared[channel, (first // 8 + u) % 16 ^ (channel // LANE), w]
+            unit = _spread(tile_shared, channel, (first // 8 + u) % tile_shared.shape[1])
+            units[u, w] = tile_shared[channel, unit, w]
     for w in T.unroll(5):
         words[w] = T.if_then_else(first & 4 != 0, words[w + 1], words[w])
     selector = T.uint32(0x3210) + T.uint32(0x1111) * T.cast(first & 3, T.uint32)
@@ -257,7 +275,7 @@ def _load_vector(tile_shared, channel, first, out_words):
 
 
 @macro
-def _store_ends(y, words, before, shift):
+def _store_ends(y, words, before, shift, tile_m):
     """Write the last vector of the ring: its first `shift` bytes end the part of the row, the others begin it.
 
     `before` is the vector of memory in which the part begins. Cut into halves, one half of the vector lies wholly on
@@ -274,19 +292,19 @@ def _store_ends(y, words, before, shift):
         pair[w] = T.if_then_else(shift & 8 != 0, words[w], words[2 + w])
         rest[w] = T.if_then_else(shift & 8 != 0, words[2 + w], words[w])
     for w in T.vectorized(2):
-        y_pairs[_place(before, shift, 8), w] = pair[w]
-    y_words[_place(before, shift, 4)] = T.if_then_else(shift & 4 != 0, rest[0], rest[1])
+        y_pairs[_place(before, shift, tile_m, 8), w] = pair[w]
+    y_words[_place(before, shift, tile_m, 4)] = T.if_then_else(shift & 4 != 0, rest[0], rest[1])
     rest[0] = T.if_then_else(shift & 4 != 0, rest[1], rest[0])
-    y_halves[_place(before, shift, 2)] = T.cast(_half(rest[0], shift & 2 == 0, 16), T.uint16)
+    y_halves[_place(before, shift, tile_m, 2)] = T.cast(_half(rest[0], shift & 2 == 0, 16), T.uint16)
     rest[0] = _half(rest[0], shift & 2 != 0, 16)
-    y_bytes[_place(before, shift, 1)] = T.cast(_half(rest[0], shift & 1 == 0, 8), T.uint8)
+    y_bytes[_place(before, shift, tile_m, 1)] = T.cast(_half(rest[0], shift & 1 == 0, 8), T.uint8)
     y_bytes[before * VECTOR_BYTES + shift] = T.cast(_half(rest[0], shift & 1 != 0, 8), T.uint8)
 
 
-def _place(before: Any, shift: Any, size: int) -> Any:
+def _place(before: Any, shift: Any, tile_m: int, size: int) -> Any:
     """Where the half of `size` bytes goes that `shift` does not cut, counted in such halves."""
     lower_half_ends_part = shift & size != 0
-    place = T.if_then_else(lower_half_ends_part, TILE_COLS // size, 1) + (shift & -2 * size) // size
+    place = T.if_then_else(lower_half_ends_part, tile_m // size, 1) + (shift & -2 * size) // size
     return before * (VECTOR_BYTES // size) + place
 
 
