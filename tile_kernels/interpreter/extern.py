@@ -86,6 +86,11 @@ _CUDA_FUNCTIONS: dict[str, Callable[..., Any]] = {
     'ceilf': np.ceil,
     'truncf': np.trunc,
     'rintf': np.rint,
+    # `asm` of these names: the functions of the hardware, here without their error
+    'ex2_approx': np.exp2,
+    'lg2_approx': np.log2,
+    'sqrt_approx': np.sqrt,
+    'tanh_approx': np.tanh,
 }
 for _name, _function in _CUDA_FUNCTIONS.items():
     extern(_name)(_function)

@@ -20,7 +20,15 @@ from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import Mut, op
-from tile_kernels.moe._macros import WARP, WARP_PASS_CONFIGS, Place, RowLayout, load_rows, sum_of_renormalized
+from tile_kernels.moe._macros import (
+    FAST_FUNCTIONS,
+    WARP,
+    WARP_PASS_CONFIGS,
+    Place,
+    RowLayout,
+    load_rows,
+    sum_of_renormalized,
+)
 from tile_kernels.moe._selection import Bias, Ranking, select_topk
 from tile_kernels.moe.mask_indices_by_tp import local_index
 from tile_kernels.moe.route_topk_device import count_places, draw_if, mix, place_of, store_scores, take_given
@@ -108,6 +116,7 @@ def route_topk_kernel(
     ):
         with T.Kernel(T.ceildiv(num_tokens, num_warps * rows), threads=num_warps * WARP) as pid:
             T.assume(row_stride % layout.vec == 0)
+            T.import_source(FAST_FUNCTIONS)
             x_local = T.alloc_local((rows, layout.num_slots), 'float32')
             expert_local = T.alloc_local((ranking.num_picks,), 'int32')
             value_local = T.alloc_local((ranking.num_picks,), 'float32')

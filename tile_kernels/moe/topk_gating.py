@@ -20,6 +20,7 @@ from tile_kernels.core.lang import T
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
 from tile_kernels.moe._macros import (
+    FAST_FUNCTIONS,
     WARP,
     WARP_PASS_CONFIGS,
     Place,
@@ -90,6 +91,7 @@ def topk_gating_kernel(
     ):
         with T.Kernel(T.ceildiv(num_tokens, num_warps * rows), threads=num_warps * WARP) as pid:
             T.assume(row_stride % layout.vec == 0)
+            T.import_source(FAST_FUNCTIONS)
             x_local = T.alloc_local((rows, layout.num_slots), 'float32')
             expert_local = T.alloc_local((ranking.num_picks,), 'int32')
             value_local = T.alloc_local((ranking.num_picks,), 'float32')
