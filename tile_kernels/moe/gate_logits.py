@@ -356,5 +356,5 @@ BENCH = grid(num_tokens=[64, 1000, 4096, 16384], num_experts=[256], hidden=[7168
     num_tokens=[4001], num_experts=[160], hidden=[5124]
 )
 
-gate_logits.cases(make=make, match=dict(rtol=1e-5, atol=2e-5), smoke=SMOKE, full=FULL, bench=BENCH)
+gate_logits.cases(make=make, match=dict(rtol=1e-4, atol=2e-4), smoke=SMOKE, full=FULL, bench=BENCH)
 gate_logits_bwd.cases(make=make_bwd, match=dict(rtol=1e-2, atol=1e-2), smoke=SMOKE, full=FULL, bench=BENCH[:3])
