@@ -10,7 +10,7 @@ Two ways lead to the k best scores of a row:
     by rounds   k times the warp finds the best score that is left. Slower, and right for every row: it takes over where
                 a cut does not separate (ties, too few finite scores) and for large k.
 
-Scores are compared as int32 keys in the order of the floats, with -0 = +0 and NaN below -inf.
+Scores are compared as the keys of `_keys`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tile_kernels.core.lang import T, macro
+from tile_kernels.moe._groups import keep_best_groups
+from tile_kernels.moe._keys import LOWEST, MINUS_INF_KEY, NAN_KEY, from_order_key, order_key, rank_key
 from tile_kernels.moe._macros import WARP, Place, RowLayout, estimate, estimate_error, score
 from tile_kernels.moe.scoring import ScoringFunc
 
-#: Below every key: a slot without an expert, or one that may not be chosen (any more).
-LOWEST = -(1 << 31)
-NAN_KEY = LOWEST + 1
-MINUS_INF_KEY = -0x7F800001
 #: Logits per lane up to which two rows fit into the registers of a warp.
 MAX_SLOTS_OF_TWO = 32
 
@@ -94,25 +92,6 @@ class Ranking:
             return 0
         fits = self.num_topk + 4 <= WARP // rows and self.layout.num_slots <= MAX_SLOTS_OF_TWO
         return rows if fits and not self.grouped else 1
-
-
-# Keys ---------------------------------------------------------------------------------------
-
-
-def order_key(x: Any) -> Any:
-    """An int32 in the order of the float `x`, NaN aside; the mapping is its own inverse on the bits."""
-    bits = T.reinterpret(x, 'int32')
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-def from_order_key(key: Any) -> Any:
-    """The float of an `order_key`."""
-    return T.reinterpret(key ^ ((key >> 31) & 0x7FFFFFFF), 'float32')
-
-
-def rank_key(x: Any) -> Any:
-    """`order_key` with NaN last and both zeros equal."""
-    return T.Select(T.isnan(x), NAN_KEY, T.Select(x == T.float32(0), 0, order_key(x)))
 
 
 # By cut -------------------------------------------------------------------------------------
@@ -249,79 +228,6 @@ def select_by_cut(ranking: Ranking, logits, bias: Bias, at: Place, x, expert, va
     return T.cast(T.ballot(not settled), 'uint32')
 
 
-# Groups -------------------------------------------------------------------------------------
-
-
-@macro
-def sum_groups(layout: RowLayout, num_groups: int, num_summed: int, at: Place, keys, totals):
-    """Key of the sum of the `num_summed` (1 or 2) best scores of every group, from the keys of a row.
-
-    Neighbouring lanes share a group, and groups lie so far apart in shared memory that they read different banks.
-    """
-    warp, lane, group_size = at.warp, at.lane, layout.num_experts // num_groups
-    sharing = max(WARP // (1 << (num_groups - 1).bit_length()), 1)
-    row = T.alloc_shared((at.num_warps, num_groups * (group_size + sharing)), 'int32')
-    first = T.alloc_var('int32')
-    second = T.alloc_var('int32')
-    total = T.alloc_var('float32')
-    for s in T.unroll(layout.num_slots):
-        expert = layout.expert(s, lane)
-        if expert < layout.num_experts:
-            row[warp, expert + expert // group_size * sharing] = keys[s]
-    T.sync_warp()
-    for i in T.serial(-(-num_groups * sharing // WARP)):
-        group = i * (WARP // sharing) + lane // sharing
-        first = LOWEST
-        second = LOWEST
-        if group < num_groups:
-            for j in T.serial(-(-group_size // sharing)):
-                if j * sharing + lane % sharing < group_size:
-                    key = row[warp, group * (group_size + sharing) + j * sharing + lane % sharing]
-                    second = T.max(second, T.min(first, key))
-                    first = T.max(first, key)
-        for step in T.unroll(sharing.bit_length() - 1):
-            other_first = T.shfl_xor(first, 1 << step)
-            other_second = T.shfl_xor(second, 1 << step)
-            second = T.max(T.max(second, other_second), T.min(first, other_first))
-            first = T.max(first, other_first)
-        if group < num_groups and lane % sharing == 0:
-            total = from_order_key(first)
-            if num_summed > 1:
-                total = total + from_order_key(second)
-            totals[warp, group] = rank_key(total)
-    T.sync_warp()
-
-
-@macro
-def rank_of_group(group, num_groups: int, at: Place, totals):
-    """How many groups have a larger total, or an equal one and a smaller number."""
-    rank = T.alloc_var('int32')
-    rank = 0
-    for g in T.serial(num_groups):
-        if totals[at.warp, g] > totals[at.warp, group] or (totals[at.warp, g] == totals[at.warp, group] and g < group):
-            rank = rank + 1
-    return rank
-
-
-@macro
-def keep_best_groups(ranking: Ranking, at: Place, keys):
-    """Drop experts outside the `num_topk_groups` groups whose two best scores have the largest sum."""
-    layout, num_groups = ranking.layout, ranking.num_groups
-    group_size = layout.num_experts // num_groups
-    totals = T.alloc_shared((at.num_warps, num_groups), 'int32')
-    kept = T.alloc_shared((at.num_warps, num_groups), 'int32')
-    sum_groups(layout, num_groups, min(group_size, 2), at, keys, totals)
-    for i in T.serial(-(-num_groups // WARP)):
-        if i * WARP + at.lane < num_groups:
-            rank = rank_of_group(i * WARP + at.lane, num_groups, at, totals)
-            kept[at.warp, i * WARP + at.lane] = T.Select(rank < ranking.num_topk_groups, 1, 0)
-    T.sync_warp()
-    for s in T.unroll(layout.num_slots):
-        expert = layout.expert(s, at.lane)
-        if expert < layout.num_experts and kept[at.warp, expert // group_size] == 0:
-            keys[s] = LOWEST
-
-
 # By rounds ----------------------------------------------------------------------------------
 
 
@@ -342,7 +248,7 @@ def key_row(ranking: Ranking, logits, bias: Bias, at: Place, row: int, x, keys):
                 ranked = ranked + bias.of_row(expert, row)
             keys[s] = rank_key(ranked)
     if ranking.grouped:
-        keep_best_groups(ranking, at, keys)
+        keep_best_groups(layout, ranking.num_groups, ranking.num_topk_groups, at, keys)
 
 
 @macro
@@ -404,7 +310,7 @@ def rank_rows(ranking: Ranking, bias: Bias, at: Place, x):
                 keys[s] = LOWEST
                 if layout.expert(s, at.lane) < layout.num_experts:
                     keys[s] = rank_key(x[r, s])
-            keep_best_groups(ranking, at, keys)
+            keep_best_groups(layout, ranking.num_groups, ranking.num_topk_groups, at, keys)
             for s in T.unroll(num_slots):
                 if keys[s] < NAN_KEY:  # dropped; LOWEST itself is a literal the simplifier cannot compare with
                     x[r, s] = -T.infinity('float32')

@@ -3,7 +3,7 @@
     total[t, g] = sum of the num_topk_sum largest scores[t, g, :]
     group_idx[t, :] = the num_topk_groups groups g of largest total[t, g], best first, the smaller g first among equals
 
-One warp owns one token; `_selection` sums and ranks the groups as the gates do. Memory bound for many tokens: the floor
+One warp owns one token; `_groups` sums and ranks the groups as for the gates. Memory bound for many tokens: the floor
 is reading scores and writing group_idx.
 """
 
@@ -16,8 +16,9 @@ from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
+from tile_kernels.moe._groups import rank_of_group, sum_groups
+from tile_kernels.moe._keys import rank_key
 from tile_kernels.moe._macros import WARP, WARP_PASS_CONFIGS, Place, RowLayout, load_rows
-from tile_kernels.moe._selection import rank_key, rank_of_group, sum_groups
 from tile_kernels.moe.topk_gate import DTYPES, MAX_EXPERTS
 
 # Config -------------------------------------------------------------------------------------

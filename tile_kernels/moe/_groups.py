@@ -1,0 +1,76 @@
+"""Groups of neighbouring experts, by one warp: the sums of their best scores, their ranks, and who drops out."""
+
+from __future__ import annotations
+
+from tile_kernels.core.lang import T, macro
+from tile_kernels.moe._keys import LOWEST, from_order_key, rank_key
+from tile_kernels.moe._macros import WARP, Place, RowLayout
+
+
+@macro
+def sum_groups(layout: RowLayout, num_groups: int, num_summed: int, at: Place, keys, totals):
+    """Key of the sum of the `num_summed` (1 or 2) best scores of every group, from the keys of a row.
+
+    Neighbouring lanes share a group, and groups lie so far apart in shared memory that they read different banks.
+    """
+    warp, lane, group_size = at.warp, at.lane, layout.num_experts // num_groups
+    sharing = max(WARP // (1 << (num_groups - 1).bit_length()), 1)
+    row = T.alloc_shared((at.num_warps, num_groups * (group_size + sharing)), 'int32')
+    first = T.alloc_var('int32')
+    second = T.alloc_var('int32')
+    total = T.alloc_var('float32')
+    for s in T.unroll(layout.num_slots):
+        expert = layout.expert(s, lane)
+        if expert < layout.num_experts:
+            row[warp, expert + expert // group_size * sharing] = keys[s]
+    T.sync_warp()
+    for i in T.serial(-(-num_groups * sharing // WARP)):
+        group = i * (WARP // sharing) + lane // sharing
+        first = LOWEST
+        second = LOWEST
+        if group < num_groups:
+            for j in T.serial(-(-group_size // sharing)):
+                if j * sharing + lane % sharing < group_size:
+                    key = row[warp, group * (group_size + sharing) + j * sharing + lane % sharing]
+                    second = T.max(second, T.min(first, key))
+                    first = T.max(first, key)
+        for step in T.unroll(sharing.bit_length() - 1):
+            other_first = T.shfl_xor(first, 1 << step)
+            other_second = T.shfl_xor(second, 1 << step)
+            second = T.max(T.max(second, other_second), T.min(first, other_first))
+            first = T.max(first, other_first)
+        if group < num_groups and lane % sharing == 0:
+            total = from_order_key(first)
+            if num_summed > 1:
+                total = total + from_order_key(second)
+            totals[warp, group] = rank_key(total)
+    T.sync_warp()
+
+
+@macro
+def rank_of_group(group, num_groups: int, at: Place, totals):
+    """How many groups have a larger total, or an equal one and a smaller number."""
+    rank = T.alloc_var('int32')
+    rank = 0
+    for g in T.serial(num_groups):
+        if totals[at.warp, g] > totals[at.warp, group] or (totals[at.warp, g] == totals[at.warp, group] and g < group):
+            rank = rank + 1
+    return rank
+
+
+@macro
+def keep_best_groups(layout: RowLayout, num_groups: int, num_topk_groups: int, at: Place, keys):
+    """Drop experts outside the `num_topk_groups` groups whose two best scores have the largest sum."""
+    group_size = layout.num_experts // num_groups
+    totals = T.alloc_shared((at.num_warps, num_groups), 'int32')
+    kept = T.alloc_shared((at.num_warps, num_groups), 'int32')
+    sum_groups(layout, num_groups, min(group_size, 2), at, keys, totals)
+    for i in T.serial(-(-num_groups // WARP)):
+        if i * WARP + at.lane < num_groups:
+            rank = rank_of_group(i * WARP + at.lane, num_groups, at, totals)
+            kept[at.warp, i * WARP + at.lane] = T.Select(rank < num_topk_groups, 1, 0)
+    T.sync_warp()
+    for s in T.unroll(layout.num_slots):
+        expert = layout.expert(s, at.lane)
+        if expert < layout.num_experts and kept[at.warp, expert // group_size] == 0:
+            keys[s] = LOWEST
