@@ -13,12 +13,14 @@ from tile_kernels.moe import (
     moe_topk_gate,
     moe_topk_gate_backward,
     moe_topk_gate_forward,
+    route_topk_,
     top2_sum_gate,
     topk_gating,
     topk_sum_and_topk_group_idx,
 )
 from tile_kernels.moe.route_topk import route_topk_kernel
 from tile_kernels.moe.scoring import SCORINGS
+from tile_kernels.torch.moe.gates import _best_groups, _stable_topk_of
 from tile_kernels.torch.moe.gates import _score as score
 
 NAN, INF = float('nan'), float('inf')
@@ -99,6 +101,19 @@ def test_estimates_close_to_the_cut_do_not_decide(path):
         scores = torch.empty(2, 256)
         idx, _ = forward(logits, 8, bias=torch.zeros(256), scoring_func=scoring, scores=scores)
         assert idx.tolist() == reference.stable_topk(scores, 8).tolist()
+
+
+@pytest.mark.parametrize('scoring', ['sigmoid', 'sqrtsoftplus'])
+def test_groups_whose_sums_are_close(scoring, path):
+    """Sums that differ in the last bits, or not at all: the exact ones decide."""
+    steps = torch.randperm(64, generator=torch.Generator().manual_seed(0)).int()
+    logits = (torch.tensor([[1.0], [-9.0], [0.5], [0.5]]).view(torch.int32) + steps).view(torch.float32)
+    logits[2] = 0.5
+    logits[3, 9] = NAN
+    idx, weights, scores = torch.empty(4, 6, dtype=torch.int64), torch.empty(4, 6), torch.empty(4, 64)
+    route_topk_(idx, weights, logits, scoring, bias=torch.zeros(64), num_groups=8, num_topk_groups=3, scores=scores)
+    expected = _stable_topk_of(scores, _best_groups(scores, 8, 3), 6)
+    assert torch.equal(idx, expected)
 
 
 def test_infinite_and_missing_biases(path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tile_kernels.core.lang import T, macro
-from tile_kernels.moe._keys import LOWEST, from_order_key, rank_key
+from tile_kernels.moe._keys import HIGHEST, LOWEST, from_order_key, rank_key
 from tile_kernels.moe._macros import WARP, Place, RowLayout
 
 
@@ -29,7 +29,7 @@ def sum_groups(layout: RowLayout, num_groups: int, num_summed: int, at: Place, k
         first = LOWEST
         second = LOWEST
         if group < num_groups:
-            for j in T.serial(-(-group_size // sharing)):
+            for j in T.unroll(-(-group_size // sharing), unroll_factor=16):
                 if j * sharing + lane % sharing < group_size:
                     key = row[warp, group * (group_size + sharing) + j * sharing + lane % sharing]
                     second = T.max(second, T.min(first, key))
@@ -52,25 +52,44 @@ def rank_of_group(group, num_groups: int, at: Place, totals):
     """How many groups have a larger total, or an equal one and a smaller number."""
     rank = T.alloc_var('int32')
     rank = 0
-    for g in T.serial(num_groups):
+    for g in T.unroll(num_groups, unroll_factor=16):
         if totals[at.warp, g] > totals[at.warp, group] or (totals[at.warp, g] == totals[at.warp, group] and g < group):
             rank = rank + 1
     return rank
 
 
 @macro
-def keep_best_groups(layout: RowLayout, num_groups: int, num_topk_groups: int, at: Place, keys):
-    """Drop experts outside the `num_topk_groups` groups whose two best scores have the largest sum."""
+def keep_best_groups(layout: RowLayout, num_groups: int, num_topk_groups: int, error: float, at: Place, keys):
+    """Drop experts outside the `num_topk_groups` groups whose two best scores have the largest sum.
+
+    Returns whether that is certain where scores are off by `error`: the last sum kept and the first one dropped differ
+    by more than both can be off.
+    """
     group_size = layout.num_experts // num_groups
     totals = T.alloc_shared((at.num_warps, num_groups), 'int32')
     kept = T.alloc_shared((at.num_warps, num_groups), 'int32')
+    last_kept = T.alloc_var('int32')
+    first_dropped = T.alloc_var('int32')
     sum_groups(layout, num_groups, min(group_size, 2), at, keys, totals)
+    last_kept = HIGHEST
+    first_dropped = LOWEST
     for i in T.serial(-(-num_groups // WARP)):
         if i * WARP + at.lane < num_groups:
             rank = rank_of_group(i * WARP + at.lane, num_groups, at, totals)
+            total = totals[at.warp, i * WARP + at.lane]
             kept[at.warp, i * WARP + at.lane] = T.Select(rank < num_topk_groups, 1, 0)
+            if error > 0:
+                last_kept = T.Select(rank < num_topk_groups, T.min(last_kept, total), last_kept)
+                first_dropped = T.Select(rank < num_topk_groups, first_dropped, T.max(first_dropped, total))
     T.sync_warp()
     for s in T.unroll(layout.num_slots):
         expert = layout.expert(s, at.lane)
         if expert < layout.num_experts and kept[at.warp, expert // group_size] == 0:
             keys[s] = LOWEST
+    certain = T.alloc_var('bool')
+    certain = True
+    if error > 0:
+        level = from_order_key(T.warp_reduce_min(last_kept))
+        gap = level - from_order_key(T.warp_reduce_max(first_dropped))
+        certain = gap > T.float32(4 * error) + T.abs(level) * T.float32(2**-19)
+    return certain

@@ -128,19 +128,23 @@ def _fast(name: str, x: Any) -> Any:
     return T.call_extern('float32', name, x)
 
 
-def estimate(x: Any, scoring: ScoringFunc) -> Any:
+def estimate(x: Any, scoring: ScoringFunc, is_sharp: bool) -> Any:
     """The score of a logit within `estimate_error`, by `FAST_FUNCTIONS`; NaN of NaN alone."""
+    if scoring == ScoringFunc.SIGMOID and is_sharp:
+        return T.fast_rcp(T.float32(1) + _fast('ex2_approx', x * T.float32(-LOG2_E)))
     if scoring == ScoringFunc.SIGMOID:
         return T.float32(0.5) + T.float32(0.5) * _fast('tanh_approx', T.float32(0.5) * x)
     log2_part = _fast('lg2_approx', T.float32(1) + _fast('ex2_approx', T.abs(x) * T.float32(-LOG2_E)))
     return _fast('sqrt_approx', T.max(x, T.float32(0)) + log2_part * T.float32(1 / LOG2_E))
 
 
-def estimate_error(scoring: ScoringFunc) -> float:
-    """What an estimate can be off, with room: tanh 5e-4, of which half counts; 1e-6 of a softplus, whose root near zero
-    makes 1e-3 of it.
+def estimate_error(scoring: ScoringFunc, is_sharp: bool) -> float:
+    """What an estimate can be off, with room: 1e-6 of a sigmoid, or half of the 5e-4 of tanh; 1e-6 of a softplus, of
+    which the root makes 1e-3 near zero.
     """
-    return 4e-4 if scoring == ScoringFunc.SIGMOID else 1e-3
+    if scoring == ScoringFunc.SIGMOID:
+        return 2e-6 if is_sharp else 4e-4
+    return 1e-3
 
 
 def slope(x, value, scoring: ScoringFunc):

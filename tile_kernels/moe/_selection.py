@@ -84,7 +84,12 @@ class Ranking:
     @property
     def estimated(self) -> bool:
         """Whether estimates of the scores are cut and only candidates are scored: exact scores cost several times."""
-        return self.biased and not self.grouped and self.scoring in (ScoringFunc.SIGMOID, ScoringFunc.SQRTSOFTPLUS)
+        return (self.biased or self.grouped) and self.scoring in (ScoringFunc.SIGMOID, ScoringFunc.SQRTSOFTPLUS)
+
+    @property
+    def error(self) -> float:
+        """What can be off in what is cut; sums of groups need sharper estimates than a cut."""
+        return estimate_error(self.scoring, self.grouped) if self.estimated else 0.0
 
     def rows_by_cut(self, rows: int) -> int:
         """How many of `rows` rows a warp takes at once; 0 where a cut would mostly leave too many candidates."""
@@ -191,7 +196,7 @@ def select_by_cut(ranking: Ranking, logits, bias: Bias, at: Place, x, expert, va
     settled = T.alloc_var('bool')
     find_cuts(x, at, ranking.layout.num_slots, num_topk + int(ranking.deferred), cuts)
     if ranking.estimated:
-        lower_cuts(cuts, at.rows, estimate_error(ranking.scoring))
+        lower_cuts(cuts, at.rows, ranking.error)
     gather(x, cuts, at, ranking.layout, found, counts)
     T.sync_warp()
     count = 0  # of all rows, a byte each: picked by a shift, since indexed by the part they would leave the registers
@@ -248,7 +253,7 @@ def key_row(ranking: Ranking, logits, bias: Bias, at: Place, row: int, x, keys):
                 ranked = ranked + bias.of_row(expert, row)
             keys[s] = rank_key(ranked)
     if ranking.grouped:
-        keep_best_groups(layout, ranking.num_groups, ranking.num_topk_groups, at, keys)
+        keep_best_groups(layout, ranking.num_groups, ranking.num_topk_groups, 0.0, at, keys)
 
 
 @macro
@@ -282,11 +287,16 @@ def select_by_rounds(ranking: Ranking, logits, bias: Bias, at: Place, row: int, 
 
 @macro
 def rank_rows(ranking: Ranking, bias: Bias, at: Place, x):
-    """Turn the logits of all rows into what their cuts go through."""
+    """Turn the logits of all rows into what their cuts go through; returns whether it is certain which groups drop out.
+
+    A warp that takes groups into account has one row.
+    """
     layout, num_slots = ranking.layout, ranking.layout.num_slots
     width = layout.float_vec
     keys = T.alloc_local((num_slots,), 'int32')
     bias_local = T.alloc_local((num_slots,), 'float32')
+    certain = T.alloc_var('bool')
+    certain = True
     if ranking.biased and bias.image is None:
         for i in T.unroll(num_slots // width):
             if layout.expert(i * width, at.lane) < layout.num_experts:
@@ -296,7 +306,7 @@ def rank_rows(ranking: Ranking, bias: Bias, at: Place, x):
         if layout.expert(s, at.lane) < layout.num_experts:
             for r in T.unroll(at.rows):
                 if ranking.estimated:
-                    x[r, s] = estimate(x[r, s], ranking.scoring)
+                    x[r, s] = estimate(x[r, s], ranking.scoring, ranking.grouped)
                 else:
                     x[r, s] = score(x[r, s], ranking.scoring)
                 if ranking.biased:
@@ -305,15 +315,15 @@ def rank_rows(ranking: Ranking, bias: Bias, at: Place, x):
                     else:
                         x[r, s] = x[r, s] + bias.of_row(layout.expert(s, at.lane), r)
     if ranking.grouped:
-        for r in T.unroll(at.rows):
-            for s in T.unroll(num_slots):
-                keys[s] = LOWEST
-                if layout.expert(s, at.lane) < layout.num_experts:
-                    keys[s] = rank_key(x[r, s])
-            keep_best_groups(layout, ranking.num_groups, ranking.num_topk_groups, at, keys)
-            for s in T.unroll(num_slots):
-                if keys[s] < NAN_KEY:  # dropped; LOWEST itself is a literal the simplifier cannot compare with
-                    x[r, s] = -T.infinity('float32')
+        for s in T.unroll(num_slots):
+            keys[s] = LOWEST
+            if layout.expert(s, at.lane) < layout.num_experts:
+                keys[s] = rank_key(x[0, s])
+        certain = keep_best_groups(layout, ranking.num_groups, ranking.num_topk_groups, ranking.error, at, keys)
+        for s in T.unroll(num_slots):
+            if keys[s] < NAN_KEY:  # dropped; LOWEST itself is a literal the simplifier cannot compare with
+                x[0, s] = -T.infinity('float32')
+    return certain
 
 
 @macro
@@ -326,9 +336,13 @@ def select_topk(ranking: Ranking, logits, bias: Bias, at: Place, x, expert, valu
     unsettled = T.alloc_var('uint32')
     unsettled = T.uint32(0xFFFFFFFF)
     if ranking.rows_by_cut(at.rows) > 0:
+        certain = T.alloc_var('bool')
+        certain = True
         if not ((ranking.by_logit and not ranking.grouped) or ranking.deferred):
-            rank_rows(ranking, bias, at, x)
+            certain = rank_rows(ranking, bias, at, x)
         unsettled = select_by_cut(ranking, logits, bias, at, x, expert, value)
+        if not certain:
+            unsettled = T.uint32(0xFFFFFFFF)
     for r in range(at.rows):
         if (unsettled >> T.uint32(r * at.width)) & T.uint32(1) != T.uint32(0):
             select_by_rounds(ranking, logits, bias, at, r, x, expert, value)
