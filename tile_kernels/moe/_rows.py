@@ -42,7 +42,7 @@ ROW_SPACE = dict(row_threads=(32, 64, 128, 256), vectors=(1, 2, 4, 8), num_threa
 
 def choose_rows(num_vectors: int, num_rows: int) -> dict:
     """Many rows: all of a row in flight at once. Few: a vector for each thread, so that there are many small blocks."""
-    if num_rows > 4096:
+    if num_rows > 2048:
         return dict(row_threads=row_threads_for(num_vectors), vectors=8, num_threads=256)
     return dict(row_threads=min(row_threads_for(num_vectors, 2), 128), vectors=1, num_threads=128)
 
@@ -77,23 +77,6 @@ def bits_of(x: Tensor) -> Tensor:
     if x.element_size() not in BITS:
         check.fail('x', 'must have elements of 1, 2, 4 or 8 bytes', check.describe(x))
     return x.view(BITS[x.element_size()])
-
-
-def empty_sf(num_expanded: int, num_groups: int, dtype: torch.dtype, col: bool, device: torch.device) -> Tensor:
-    """Uninitialised scale factors, row-major or with 16-byte aligned columns."""
-    if not col:
-        return torch.empty((num_expanded, num_groups), dtype=dtype, device=device)
-    aligned = 16 // dtype.itemsize
-    pitch = (num_expanded + aligned - 1) // aligned * aligned
-    columns = torch.empty_strided((pitch, num_groups), (1, pitch), dtype=dtype, device=device)
-    return columns[:num_expanded]
-
-
-def sf_type(num_expanded, num_groups: int, dtype, col: bool):
-    """Parameter type of such scale factors."""
-    if col:
-        return T.StridedTensor((num_expanded, num_groups), (1, T.dynamic('sf_pitch')), dtype)
-    return T.Tensor((num_expanded, num_groups), dtype)
 
 
 def check_places(token_topk_to_pos: Tensor, pos_to_expert: Tensor, num_tokens: int) -> tuple[int, int]:

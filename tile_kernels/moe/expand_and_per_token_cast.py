@@ -6,7 +6,8 @@
 
 `row_threads` threads own a part of a token, 8 neighbouring channels are a lane's, and a group is found by shuffles;
 codes stay in registers while they are written num_topk times. Scale factors meet in shared memory, from where they are
-written as `expand_with_sf` does. Padding is everybody's work, as in `expand`.
+written in rows; column-major ones go to scratch and are left to a second launch, see `_sf_columns`. Padding is
+everybody's work, as in `expand`.
 Memory bound: the floor is reading x and writing y and y_sf.
 """
 
@@ -36,9 +37,9 @@ from tile_kernels.moe._rows import (
     load_places,
     num_shares,
     place_of,
-    sf_type,
 )
 from tile_kernels.moe._samples import random_places
+from tile_kernels.moe._sf_columns import TILE_PLACES, gather_sf_columns, note_token, sf_type, tile_shape
 from tile_kernels.quant._macros import (
     LANE,
     amax_to_sf,
@@ -129,7 +130,7 @@ def expand_and_per_token_cast_kernel(
     vectors: int,
     num_threads: int,
 ):
-    """Rows of `hidden` channels read `piece` at a time."""
+    """Rows of `hidden` channels read `piece` at a time; `sf_rows` and `pos_to_token` are scratch of column-major sf."""
     stored, width = fmt.data.stored(hidden), fmt.data.stored(LANE)
     group_lanes = fmt.sf_block[1] // LANE
     num_groups = -(-hidden // fmt.sf_block[1])
@@ -153,6 +154,8 @@ def expand_and_per_token_cast_kernel(
         x: T.StridedTensor((num_tokens, hidden), (x_pitch, 1), T.dtype(x_dtype)),
         token_topk_to_pos: T.Tensor((num_tokens, num_topk), T.int32),
         pos_to_expert: T.Tensor((num_expanded,), T.int32),
+        pos_to_token: T.Tensor((num_expanded,), T.int32),
+        sf_rows: T.Tensor((num_tokens, sf_words), sf_dtype),
         y: T.Tensor((num_expanded, stored), T.uint8),
         y_sf: sf_type(num_expanded, sf_words, sf_dtype, fmt.col),
         amax_floor: T.float32,
@@ -176,6 +179,8 @@ def expand_and_per_token_cast_kernel(
             first = part * (vectors * row_threads) + thread
             token = pid // split.parts * split.rows + row
 
+            if fmt.col:
+                T.pdl_trigger()
             T.clear(x_local)
             if token < num_tokens:
                 for v in T.unroll(vectors):
@@ -183,16 +188,17 @@ def expand_and_per_token_cast_kernel(
                 load_places(token_topk_to_pos, token, place_local)
             padding = find_padding(pos_to_expert, token, num_tokens)
             clear_codes(padding, token, num_tokens, y, first, row_threads, zero_local)
-            clear_places(
-                padding,
-                token,
-                num_tokens,
-                y_sf,
-                T.ceildiv(part_words, row_threads),
-                1,
-                part * part_words + thread,
-                row_threads,
-            )
+            if not fmt.col:
+                clear_places(
+                    padding,
+                    token,
+                    num_tokens,
+                    y_sf,
+                    T.ceildiv(part_words, row_threads),
+                    1,
+                    part * part_words + thread,
+                    row_threads,
+                )
             if token < num_tokens:
                 quantise_lanes(x_local, fmt, amax_floor, amax, sf, sf_inv, v_local, y_local, code_local)
                 for v in T.unroll(vectors):
@@ -210,14 +216,30 @@ def expand_and_per_token_cast_kernel(
                             store_codes(code_local, y, pos, first, row_threads)
             T.sync_threads()
             if token < num_tokens:
-                for c in T.unroll(T.ceildiv(num_topk, WARP)):
-                    for k in T.unroll(T.min(num_topk - c * WARP, WARP), unroll_factor=16):
-                        pos = T.shfl_sync(place_local[c], k)
-                        if pos >= 0 and pos < num_expanded:
-                            for i in T.unroll(T.ceildiv(part_words, row_threads)):
-                                word = i * row_threads + thread
-                                if word < part_words and part * part_words + word < sf_words:
-                                    y_sf[pos, part * part_words + word] = sf_words_shared[row, word]
+                if fmt.col:
+                    for i in T.unroll(T.ceildiv(part_words, row_threads)):
+                        word = i * row_threads + thread
+                        if word < part_words and part * part_words + word < sf_words:
+                            sf_rows[token, part * part_words + word] = sf_words_shared[row, word]
+                    if part == 0:
+                        note_token(token, place_local, row_threads, pos_to_token)
+                else:
+                    for c in T.unroll(T.ceildiv(num_topk, WARP)):
+                        for k in T.unroll(T.min(num_topk - c * WARP, WARP), unroll_factor=16):
+                            pos = T.shfl_sync(place_local[c], k)
+                            if pos >= 0 and pos < num_expanded:
+                                for i in T.unroll(T.ceildiv(part_words, row_threads)):
+                                    word = i * row_threads + thread
+                                    if word < part_words and part * part_words + word < sf_words:
+                                        y_sf[pos, part * part_words + word] = sf_words_shared[row, word]
+
+        if fmt.col:
+            with T.Kernel(T.ceildiv(num_expanded, TILE_PLACES), threads=256) as pid:
+                token_shared = T.alloc_shared((TILE_PLACES,), T.int32)
+                tile_shared = T.alloc_shared(tile_shape(sf_words), sf_dtype)
+                gather_sf_columns(
+                    sf_rows, pos_to_token, pos_to_expert, y_sf, pid * TILE_PLACES, 256, token_shared, tile_shared
+                )
 
     return expand_and_per_token_cast
 
@@ -251,9 +273,13 @@ def expand_and_per_token_cast(
     y = fmt.empty(num_expanded, hidden, x.device)
     piece = math.gcd(LANE, check.vector_bytes(x) // x.element_size(), hidden)
     static = (hidden, fmt, x.dtype, piece, num_topk)
-    maps = (token_topk_to_pos, pos_to_expert)
+    pos_to_token = sf_rows = None
+    if fmt.col:
+        pos_to_token = torch.empty_like(pos_to_expert)
+        sf_rows = torch.empty((num_tokens, y.sf.shape[1]), dtype=BITS[y.sf.element_size()], device=x.device)
+    maps = (token_topk_to_pos, pos_to_expert, pos_to_token)
     results = (y.data.view(torch.uint8), y.sf.view(BITS[_sf_size(fmt, fmt.blocks(1, hidden)[1])]))
-    launch(expand_and_per_token_cast_kernel, static, x, *maps, *results, fmt.amax_floor, size=num_expanded)
+    launch(expand_and_per_token_cast_kernel, static, x, *maps, sf_rows, *results, fmt.amax_floor, size=num_expanded)
     return y
 
 

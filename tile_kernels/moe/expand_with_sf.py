@@ -4,9 +4,8 @@
     y_sf[p, g] = x_sf[t, g]
     y[p, h]    = y_sf[p, g] = 0                             where pos_to_expert[p] < 0
 
-Codes and scale factors are moved like the rows of `expand`, by the same threads. Column-major factors of a token lie
-apart, but those of neighbouring places are written at about the same time, so the L2 makes whole sectors of them.
-Memory bound: the floor is one read of x and x_sf and one write of y and y_sf.
+Codes and row-major scale factors are moved like the rows of `expand`, by the same threads. Column-major ones are left
+to a second launch, see `_sf_columns`. Memory bound: the floor is one read of x and x_sf and one write of y and y_sf.
 """
 
 import torch
@@ -28,16 +27,15 @@ from tile_kernels.moe._rows import (
     check_places,
     choose_rows,
     clear_places,
-    empty_sf,
     find_padding,
     load_places,
     load_row,
     num_shares,
     row_width,
-    sf_type,
     store_to_places,
 )
 from tile_kernels.moe._samples import random_places
+from tile_kernels.moe._sf_columns import TILE_PLACES, empty_sf, gather_sf_columns, note_token, sf_type, tile_shape
 
 # Config -------------------------------------------------------------------------------------
 
@@ -78,6 +76,7 @@ def expand_with_sf_kernel(
         x_sf: T.StridedTensor((num_tokens, num_groups), (x_sf_pitch, 1), sf_dtype),
         token_topk_to_pos: T.Tensor((num_tokens, num_topk), T.int32),
         pos_to_expert: T.Tensor((num_expanded,), T.int32),
+        pos_to_token: T.Tensor((num_expanded,), T.int32),
         y: T.Tensor((num_expanded, hidden), dtype),
         y_sf: sf_type(num_expanded, num_groups, sf_dtype, col),
     ):
@@ -94,16 +93,31 @@ def expand_with_sf_kernel(
             sf_first = part * (sf_vectors * row_threads) + tx % row_threads
             token = pid // split.parts * split.rows + tx // row_threads
 
+            if col:
+                T.pdl_trigger()
             if token < num_tokens:
                 load_row(x, token, first, row_threads, row_local)
-                load_row(x_sf, token, sf_first, row_threads, sf_local)
+                if not col:
+                    load_row(x_sf, token, sf_first, row_threads, sf_local)
                 load_places(token_topk_to_pos, token, place_local)
             padding = find_padding(pos_to_expert, token, num_tokens)
             clear_places(padding, token, num_tokens, y, split.vectors, width, first, row_threads)
-            clear_places(padding, token, num_tokens, y_sf, sf_vectors, sf_width, sf_first, row_threads)
+            if not col:
+                clear_places(padding, token, num_tokens, y_sf, sf_vectors, sf_width, sf_first, row_threads)
             if token < num_tokens:
-                store_to_places(sf_local, y_sf, place_local, num_topk, sf_first, row_threads)
+                if not col:
+                    store_to_places(sf_local, y_sf, place_local, num_topk, sf_first, row_threads)
+                elif part == 0:
+                    note_token(token, place_local, row_threads, pos_to_token)
                 store_to_places(row_local, y, place_local, num_topk, first, row_threads)
+
+        if col:
+            with T.Kernel(T.ceildiv(num_expanded, TILE_PLACES), threads=256) as pid:
+                token_shared = T.alloc_shared((TILE_PLACES,), T.int32)
+                tile_shared = T.alloc_shared(tile_shape(num_groups), sf_dtype)
+                gather_sf_columns(
+                    x_sf, pos_to_token, pos_to_expert, y_sf, pid * TILE_PLACES, 256, token_shared, tile_shared
+                )
 
     return expand_with_sf
 
@@ -139,7 +153,8 @@ def expand_with_sf(
     sf_width = 1 if col else row_width(num_groups, x_sf, y_sf)
     static = (hidden, x.element_size(), row_width(hidden, x, y), num_topk)
     static += (num_groups, x_sf.element_size(), sf_width, col)
-    maps = (token_topk_to_pos, pos_to_expert)
+    pos_to_token = torch.empty_like(pos_to_expert) if col else None
+    maps = (token_topk_to_pos, pos_to_expert, pos_to_token)
     launch(
         expand_with_sf_kernel, static, bits_of(x), bits_of(x_sf), *maps, bits_of(y), bits_of(y_sf), size=num_expanded
     )

@@ -24,11 +24,16 @@ PASS_CONFIGS = {
 
 
 def choose(num_experts: int, num_topk: int, index_dtype: torch.dtype, size: int) -> dict:
-    """Few slots are counted by every block; a block sums the counts of all chunks unless they are very many."""
+    """Few slots are counted by every block; a block sums the counts of all chunks unless they are very many.
+
+    A block costs as much as it has experts and warps, so few slots get small blocks and many experts get long runs.
+    """
     num_threads = next(n for n in (1024, 512, 256) if n * num_experts <= 1 << 20)
+    if size <= 1 << 16:
+        num_threads = min(num_threads, 512)
     if size <= 4096:
         return dict(launches=1, rounds=1, num_threads=num_threads)
-    rounds = 2 if size <= 1 << 18 else 8
+    rounds = 2 if size <= 1 << 18 and num_experts <= 1024 else 8
     many = num_experts * -(-size // (num_threads * rounds)) > 1 << 16
     return dict(launches=3 if many else 2, rounds=rounds, num_threads=num_threads)
 

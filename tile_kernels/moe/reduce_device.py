@@ -9,12 +9,10 @@ from tile_kernels.moe._rows import (
     ROW_SPACE,
     WARP,
     RowSplit,
-    choose_rows,
     clear_places,
     find_padding,
     load_places,
     num_shares,
-    row_threads_for,
 )
 
 #: Rows of a token that are read at once.
@@ -24,13 +22,13 @@ MAX_IN_FLIGHT = 9
 
 
 def choose(hidden: int, x_dtype: torch.dtype, y_dtype: torch.dtype, width: int, num_topk: int, *rest: int) -> dict:
-    """For each vector of a thread num_topk loads are in flight, so the vectors come one after another."""
-    return choose_rows(hidden // width, rest[-1] * num_topk)
+    """A vector for each thread, for which num_topk loads are in flight; many small blocks even out their latency."""
+    return dict(row_threads=128 if hidden // width >= 128 else 32, vectors=1, num_threads=128)
 
 
 def choose_bwd(hidden: int, dtype: torch.dtype, width: int, num_topk: int, *rest: int) -> dict:
-    """Up to eight vectors for each thread; a token stays in one block, which adds up its dot products."""
-    return dict(row_threads=row_threads_for(hidden // width), num_threads=256)
+    """As forward, but a token stays in one block, which adds up its dot products."""
+    return dict(row_threads=128 if hidden // width >= 128 else 32, num_threads=128)
 
 
 # Kernels ------------------------------------------------------------------------------------
