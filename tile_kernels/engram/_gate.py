@@ -6,13 +6,16 @@ import torch
 from torch import Tensor
 
 from tile_kernels.core import check
-from tile_kernels.engram._rows import MAX_HIDDEN
+from tile_kernels.engram._rows import MAX_HIDDEN, resident_blocks, row_layout
 
 BF16, F32 = torch.bfloat16, torch.float32
 MAX_STREAMS = 8
 
-#: Channels whose gradients are under way at a time: 512 threads on each of 128 SMs, 32 channels each.
-BUSY_CHANNELS = 2**21
+#: Slots of a row that a thread of the gradient holds.
+VECTORS = 2
+
+#: Threads that are on their way at a time, on so many SMs; a constant, so that results do not depend on the GPU.
+BUSY_THREADS, BUSY_SMS = 512, 128
 
 
 def check_gate(
@@ -41,8 +44,10 @@ def check_gate(
 
 
 def num_partials_for(num_tokens: int, num_streams: int, hidden: int) -> int:
-    """Partial sums of the weight gradient: enough blocks to fill a GPU, none without a token (but at least one)."""
-    return torch.sym_max(1, torch.sym_min(num_tokens, max(1, BUSY_CHANNELS // (num_streams * hidden))))
+    """Partial sums of the weight gradient: blocks that run all at once, none without a token (but at least one)."""
+    row_threads, _ = row_layout(hidden, VECTORS)
+    most = max(1, BUSY_SMS * resident_blocks(BUSY_THREADS, row_threads) // num_streams)
+    return torch.sym_max(1, torch.sym_min(num_tokens, most))
 
 
 def as_bytes(image_token_mask: Tensor | None) -> Tensor | None:

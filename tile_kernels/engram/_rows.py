@@ -91,8 +91,8 @@ def load_weights(weight, stream, row_threads, piece, weight_local):
 def sum_over_row(sums, parts_shared, turn, row_threads):
     """Add up `sums` over the threads of a row, in the same order in all of them.
 
-    `turn` says which half of `parts_shared[2, warps of the block, sums]` to use: with alternating halves one barrier is
-    enough. All threads of the block must come along unless a row is that of a single warp.
+    `parts_shared[turns, warps of the block, sums]` is scratch; in a loop two alternating turns make one barrier enough.
+    All threads of the block must come along unless a row is that of a single warp.
     """
     count, row_warps = sums.shape[0], row_threads // WARP
     warp = T.get_thread_binding() // WARP

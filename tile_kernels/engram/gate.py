@@ -6,9 +6,9 @@
     gate[t, c]   = sigmoid(copysign(sqrt(max(|z|, clamp_value)), z))
     y[t, c, h]   = x[t, c, h] + gate[t, c] * v[t, h]                        all in float32, rounded once
 
-A block owns one stream of a few neighbouring tokens: its weights stay in registers, the row of x is read once and kept
-until the gate is known. Blocks of the streams of a token start together, so v leaves memory once. Image tokens (a mask)
-take in nothing. Memory bound: the floor is reading x, k and v and writing y.
+A block owns one stream of one token: all its rows are on their way before the first sum, and x and v stay in registers
+until the gate is known. Blocks of the streams of a token start together, so v leaves memory once; the weights stay in
+the caches. Image tokens (a mask) take in nothing. Memory bound: the floor is reading x, k and v and writing y.
 """
 
 from typing import Any
@@ -40,10 +40,9 @@ from tile_kernels.engram.gate_bwd import gate_bwd
 
 
 def choose(hidden: int, num_streams: int, piece: int, saving: bool, masked: bool, residual: bool, size: int) -> dict:
-    """Weights serve eight tokens; few tokens are spread over more blocks, and each row over more threads."""
-    if size * num_streams <= 1024:
-        return dict(block_tokens=1, vectors=2, resident_threads=512)
-    return dict(block_tokens=8, vectors=4, resident_threads=512)
+    """Twelve loads in flight for each thread; few short rows are shared by more threads, which shortens the wait."""
+    few = size * num_streams <= 512 and hidden <= 4096
+    return dict(vectors=2 if few else 4, resident_threads=512)
 
 
 # Kernel -------------------------------------------------------------------------------------
@@ -71,7 +70,7 @@ def score_of(z, clamp_value):
 
 @kernel(
     choose=choose,
-    space=dict(block_tokens=(1, 4, 8, 16), vectors=(2, 4), resident_threads=(512, 640, 768)),
+    space=dict(vectors=(2, 4), resident_threads=(512, 640, 768)),
     pass_configs=ROW_PASS_CONFIGS,
 )
 def gate_kernel(
@@ -82,7 +81,6 @@ def gate_kernel(
     masked: bool,
     residual: bool,
     *,
-    block_tokens: int,
     vectors: int,
     resident_threads: int,
 ):
@@ -106,7 +104,7 @@ def gate_kernel(
         eps: T.float32,
         clamp_value: T.float32,
     ):
-        with T.Kernel(T.ceildiv(num_tokens, block_tokens) * num_streams, threads=row_threads) as pid:
+        with T.Kernel(num_tokens * num_streams, threads=row_threads) as pid:
             T.assume(k_pitch % piece == 0)
             T.assume(k_stream_pitch % piece == 0)
             T.assume(v_pitch % piece == 0)
@@ -117,45 +115,40 @@ def gate_kernel(
             y_local = T.alloc_local((SLOT,), T.bfloat16)
             weight_local = T.alloc_local((vectors, SLOT), T.float32)
             sums = T.alloc_local((3,), T.float32)
-            parts_shared = T.alloc_shared((2, row_threads // WARP, 3), T.float32)
+            parts_shared = T.alloc_shared((1, row_threads // WARP, 3), T.float32)
             score = T.alloc_var(T.float32)
             inv_x = T.alloc_var(T.float32)
             inv_k = T.alloc_var(T.float32)
             image = T.alloc_var(T.int32, init=0)
-            turn = T.alloc_var(T.int32, init=0)
             thread = T.get_thread_binding()
-            stream, first = pid % num_streams, pid // num_streams * block_tokens
+            token, stream = pid // num_streams, pid % num_streams
 
-            load_weights(weight_fused, stream, row_threads, piece, weight_local)
-            for i in T.serial(T.min(block_tokens, num_tokens - first)):
-                token = first + i
-                if masked:
-                    image = T.cast(image_token_mask[token], T.int32)
-                load_row(x, token, stream, row_threads, piece, x_local)
-                T.clear(sums)
-                score, inv_x, inv_k = T.float32(0.0), T.float32(0.0), T.float32(0.0)
-                if image == 0:
-                    load_row(k, token, stream, row_threads, piece, k_local)
-                    load_row(v, token, 0, row_threads, piece, v_local)
-                    add_products(x_local, k_local, weight_local, sums)
-                    sum_over_row(sums, parts_shared, turn, row_threads)
-                    turn = 1 - turn
-                    inv_x = T.rsqrt(sums[1] * (1.0 / hidden) + eps)
-                    inv_k = T.rsqrt(sums[2] * (1.0 / hidden) + eps)
-                    score = score_of(sums[0] * inv_x * inv_k * (hidden**-0.5), clamp_value)
-                if saving and thread == 0:
-                    dot[token, stream] = sums[0]
-                    gate_score[token, stream] = score
-                    rstd_x[token, stream] = inv_x
-                    rstd_k[token, stream] = inv_k
-                for j in T.unroll(vectors):
-                    for e in T.vectorized(SLOT):
-                        kept = T.cast(x_local[j, e], T.float32) if residual else T.float32(0.0)
-                        y_local[e] = T.cast(
-                            T.if_then_else(image == 0, kept + score * T.cast(v_local[j, e], T.float32), kept),
-                            T.bfloat16,
-                        )
-                    store_slot(y_local, y, token, stream, j * row_threads + thread, piece)
+            if masked:
+                image = T.cast(image_token_mask[token], T.int32)
+            load_row(x, token, stream, row_threads, piece, x_local)
+            T.clear(sums)
+            score, inv_x, inv_k = T.float32(0.0), T.float32(0.0), T.float32(0.0)
+            if image == 0:
+                load_row(k, token, stream, row_threads, piece, k_local)
+                load_row(v, token, 0, row_threads, piece, v_local)
+                load_weights(weight_fused, stream, row_threads, piece, weight_local)
+                add_products(x_local, k_local, weight_local, sums)
+                sum_over_row(sums, parts_shared, 0, row_threads)
+                inv_x = T.rsqrt(sums[1] * (1.0 / hidden) + eps)
+                inv_k = T.rsqrt(sums[2] * (1.0 / hidden) + eps)
+                score = score_of(sums[0] * inv_x * inv_k * (hidden**-0.5), clamp_value)
+            if saving and thread == 0:
+                dot[token, stream] = sums[0]
+                gate_score[token, stream] = score
+                rstd_x[token, stream] = inv_x
+                rstd_k[token, stream] = inv_k
+            for j in T.unroll(vectors):
+                for e in T.vectorized(SLOT):
+                    kept = T.cast(x_local[j, e], T.float32) if residual else T.float32(0.0)
+                    y_local[e] = T.cast(
+                        T.if_then_else(image == 0, kept + score * T.cast(v_local[j, e], T.float32), kept), T.bfloat16
+                    )
+                store_slot(y_local, y, token, stream, j * row_threads + thread, piece)
 
     return gate
 
@@ -345,7 +338,7 @@ SMOKE = (
     grid(num_tokens=[0, 1], hidden=[256])
     + grid(num_tokens=[3], hidden=[64, 576, 2560], num_streams=[1, 3])  # idle threads, one warp and several
     + grid(num_tokens=[5], hidden=[512], num_streams=[8], layout=['packed', 'odd'], images=[0.4])
-    + grid(num_tokens=[300], hidden=[64], clamp_value=[0.01])  # several tokens in a block; no steep roots
+    + grid(num_tokens=[300], hidden=[64], clamp_value=[0.01])  # many rows; no steep roots
     + grid(num_tokens=[4], hidden=[128], eps=[1e-6], clamp_value=[0.5], images=[0.5], residual=[False])
 )
 FULL = grid(num_tokens=[1, 777, 4001], hidden=[576, 2048, 2560, 4096, 7168, 8192], num_streams=[4]) + grid(
