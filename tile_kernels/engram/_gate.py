@@ -71,7 +71,10 @@ def split_packed(kv: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def random_gate(num_tokens: int, hidden: int, num_streams: int = 4, layout: str = 'dense', images: float = 0.0) -> dict:
-    """Inputs of a gate; k and v are `dense`, `packed` in one tensor, or `odd`: rows that no wide access may touch."""
+    """Inputs of a gate.
+
+    k and v are `dense`, `packed` in one tensor, `odd`: rows that no wide access may touch, or `far` apart.
+    """
     x = torch.randn(num_tokens, num_streams, hidden, dtype=BF16)
     k = torch.randn(num_tokens, num_streams, hidden, dtype=BF16)
     v = torch.randn(num_tokens, hidden, dtype=BF16)
@@ -79,6 +82,8 @@ def random_gate(num_tokens: int, hidden: int, num_streams: int = 4, layout: str 
         k, v = split_packed(torch.cat([k, v[:, None]], dim=1), x)
     if layout == 'odd':
         k, v = (torch.nn.functional.pad(t, (1, 1))[..., 1:-1] for t in (k, v))
+    if layout == 'far':
+        k = torch.empty_strided(k.shape, (2**23 + 8, hidden, 1), dtype=BF16).copy_(k)
     return dict(
         x=x,
         k=k,

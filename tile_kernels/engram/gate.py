@@ -336,7 +336,8 @@ def _make(eps: float = 1e-20, clamp_value: float = 1e-6, residual: bool = True, 
 
 SMOKE = (
     grid(num_tokens=[0, 1], hidden=[256])
-    + grid(num_tokens=[3], hidden=[64, 576, 2560], num_streams=[1, 3])  # idle threads, one warp and several
+    + grid(num_tokens=[3], hidden=[64], num_streams=[1])
+    + grid(num_tokens=[3], hidden=[576, 2560], num_streams=[3])  # idle threads, one warp and several
     + grid(num_tokens=[5], hidden=[512], num_streams=[8], layout=['packed', 'odd'], images=[0.4])
     + grid(num_tokens=[300], hidden=[64], clamp_value=[0.01])  # many rows; no steep roots
     + grid(num_tokens=[4], hidden=[128], eps=[1e-6], clamp_value=[0.5], images=[0.5], residual=[False])
@@ -344,7 +345,7 @@ SMOKE = (
 FULL = grid(num_tokens=[1, 777, 4001], hidden=[576, 2048, 2560, 4096, 7168, 8192], num_streams=[4]) + grid(
     num_tokens=[333], hidden=[64, 1280, 16384, 32768], num_streams=[1, 5, 8], layout=['packed', 'odd'], images=[0.1]
 )
-HUGE = grid(num_tokens=[140001], hidden=[4096], num_streams=[4])  # more than 2^31 elements
+FAR = grid(num_tokens=[257], hidden=[512], num_streams=[3], layout=['far'])  # offsets beyond 2^31
 BENCH = (
     grid(num_tokens=[64, 4096, 16384], hidden=[4096])
     + grid(num_tokens=[4001], hidden=[2048, 2560, 3072, 5120, 6144, 7168, 8192])
@@ -352,6 +353,6 @@ BENCH = (
 )
 BOUNDS = dict(rtol=2e-5, atol=2e-5)  # sums of thousands of float32 products, in another order
 
-gate.cases(make=_make, match=BOUNDS, smoke=SMOKE, full=FULL, bench=BENCH)
-gate_inference.cases(make=_make, match=BOUNDS, smoke=SMOKE[:1] + SMOKE[-3:], full=FULL[:6] + HUGE, bench=BENCH[:2])
+gate.cases(make=_make, match=BOUNDS, smoke=SMOKE, full=FULL + FAR, bench=BENCH)
+gate_inference.cases(make=_make, match=BOUNDS, smoke=SMOKE[:1] + SMOKE[-3:], full=FULL[:6], bench=BENCH[:2])
 gate_.cases(make=_make, match=BOUNDS, smoke=SMOKE[:1] + SMOKE[-3:], full=FULL[:6], bench=BENCH[1:2])

@@ -566,7 +566,8 @@ def _make_packed(**case) -> dict:
 
 SMOKE = (
     grid(num_tokens=[0, 1], hidden=[256])
-    + grid(num_tokens=[3], hidden=[64, 576, 2560], num_streams=[1, 3])  # idle threads, one warp and several
+    + grid(num_tokens=[3], hidden=[64], num_streams=[1])
+    + grid(num_tokens=[3], hidden=[576, 2560], num_streams=[3])  # idle threads, one warp and several
     + grid(num_tokens=[5], hidden=[512], num_streams=[8], layout=['packed', 'odd'], images=[0.4])
     + grid(num_tokens=[4], hidden=[128], clamp_value=[0.5], images=[0.5], residual=[False])
     + grid(num_tokens=[3], hidden=[18432], num_streams=[1])  # weights that shared memory does not hold
@@ -574,6 +575,7 @@ SMOKE = (
 FULL = grid(num_tokens=[1, 777, 4001], hidden=[576, 2048, 2560, 4096, 7168, 8192], num_streams=[4]) + grid(
     num_tokens=[333], hidden=[64, 1280, 16384, 32768], num_streams=[1, 5, 8], layout=['packed', 'odd'], images=[0.1]
 )
+FAR = grid(num_tokens=[257], hidden=[512], num_streams=[3], layout=['far'])  # offsets beyond 2^31
 BENCH = (
     grid(num_tokens=[64, 4096, 16384], hidden=[4096])
     + grid(num_tokens=[4001], hidden=[2048, 2560, 3072, 5120, 6144, 7168, 8192])
@@ -581,7 +583,7 @@ BENCH = (
 )
 BOUNDS = dict(rtol=1e-4, atol=1e-4)  # sums of thousands of float32 products, in another order
 
-gate_bwd_partial.cases(make=_make, match=BOUNDS, smoke=SMOKE, full=FULL, bench=BENCH)
+gate_bwd_partial.cases(make=_make, match=BOUNDS, smoke=SMOKE, full=FULL + FAR, bench=BENCH)
 packed_gate_bwd_partial.cases(
     make=_make_packed, match=BOUNDS, smoke=SMOKE[:1] + SMOKE[2:3], full=FULL[:6], bench=BENCH[1:2]
 )

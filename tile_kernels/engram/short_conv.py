@@ -297,18 +297,12 @@ def _make_bwd(**case) -> dict:
 
 SMOKE = (
     grid(batch=[2], num_tokens=[0, 1, 37], channels=[64])
-    + grid(batch=[2], num_tokens=[150], channels=[8], taps=[2, 5], dilation=[1, 4])  # several runs
+    + grid(batch=[2], num_tokens=[150], channels=[8], taps=[3], dilation=[4])  # several runs
     + grid(batch=[1], num_tokens=[5], channels=[24], taps=[1], dilation=[1])
 )
-FULL = grid(batch=[1, 3], num_tokens=[4001], channels=[576, 8192], taps=[4], dilation=[1, 3]) + grid(
-    batch=[1],
-    num_tokens=[140001],
-    channels=[16384],
-    taps=[4],
-    dilation=[3],  # more than 2^31 elements
-)
+FULL = grid(batch=[1, 3], num_tokens=[4001], channels=[576, 8192], taps=[4], dilation=[1, 3])
 BENCH = grid(batch=[1], num_tokens=[64, 4096], channels=[16384]) + grid(batch=[2], num_tokens=[2001], channels=[28672])
 BOUNDS = dict(rtol=1e-4, atol=1e-4)
 
 short_conv.cases(make=_make, match=BOUNDS, smoke=SMOKE, full=FULL, bench=BENCH)
-short_conv_bwd.cases(make=_make_bwd, match=BOUNDS, smoke=SMOKE, full=FULL[:-1], bench=BENCH)
+short_conv_bwd.cases(make=_make_bwd, match=BOUNDS, smoke=SMOKE, full=FULL, bench=BENCH)

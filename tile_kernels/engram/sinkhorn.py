@@ -335,11 +335,10 @@ def _make_final_(out_dtype: torch.dtype = torch.float32, **case) -> dict:
 
 SMOKE = grid(num_rows=[0, 1, 37], num_columns=[256]) + grid(num_rows=[3], num_columns=[8, 1280, 3080], dtype=DTYPES)
 FULL = grid(num_rows=[1, 100003], num_columns=[64, 512, 1280, 4096], dtype=DTYPES)
-HUGE = grid(num_rows=[2200001], num_columns=[1024], dtype=[torch.bfloat16])  # more than 2^31 elements
 BENCH = grid(num_rows=[100003], num_columns=[512, 1024, 1280]) + grid(num_rows=[64], num_columns=[512])
 BOUNDS = dict(rtol=1e-5, atol=1e-5)
 
-engram_sinkhorn_step.cases(make=_make_step, match=BOUNDS, smoke=SMOKE, full=FULL + HUGE, bench=BENCH)
+engram_sinkhorn_step.cases(make=_make_step, match=BOUNDS, smoke=SMOKE, full=FULL, bench=BENCH)
 engram_sinkhorn_step_reduce.cases(
     make=lambda num_partials, num_columns: dict(
         col_sumsq_partial=torch.rand(num_partials, num_columns), col_sumsq=torch.empty(num_columns)
@@ -349,7 +348,7 @@ engram_sinkhorn_step_reduce.cases(
     full=grid(num_partials=[256, 396], num_columns=[512, 4096]),
     bench=grid(num_partials=[256], num_columns=[512, 1280]),
 )
-sinkhorn_finalize.cases(make=_make_final, match=BOUNDS, smoke=SMOKE, full=FULL + HUGE, bench=BENCH)
+sinkhorn_finalize.cases(make=_make_final, match=BOUNDS, smoke=SMOKE, full=FULL, bench=BENCH)
 sinkhorn_finalize_.cases(
     make=_make_final_,
     match=BOUNDS,
