@@ -26,7 +26,14 @@ def _norm(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, y: Tensor, z: Tensor | None, eps: float, out_scale: float
 ) -> Tensor:
     """Launch the kernel that fills y and z; returns rstd."""
-    static = (x.shape[1], None, x.dtype, check_weight(x, weight), check.vector_bytes(x, residual, y, z))
+    static = (
+        x.shape[1],
+        None,
+        x.dtype,
+        check_weight(x, weight),
+        out_scale != 1.0,
+        check.vector_bytes(x, residual, y, z),
+    )
     static += (residual is not None, True, False, False)
     rstd = torch.empty(x.shape[:1], dtype=torch.float32, device=x.device)
     tensors = (x, residual, weight, y, z, rstd, None, None, None)

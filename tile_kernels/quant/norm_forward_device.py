@@ -21,8 +21,10 @@ from tile_kernels.quant._macros import (
     lane_max,
     load_lane,
     scatter_max,
+    sf_bytes,
     sf_register_dtype,
     sf_tensor,
+    shuffle_steps,
     store_sf,
 )
 from tile_kernels.quant._norm_rows import WARP, lane_dot, load_weight, over_team, row_warps, store_vector, team_warps
@@ -35,6 +37,7 @@ def choose(
     fmt: QuantFormat | None,
     x_dtype: torch.dtype,
     weight_dtype: torch.dtype | None,
+    scaled: bool,
     vector_bytes: int,
     residual: bool,
     plain: bool,
@@ -59,6 +62,7 @@ def norm_forward_kernel(
     fmt: QuantFormat | None,
     x_dtype: torch.dtype,
     weight_dtype: torch.dtype | None,
+    scaled: bool,
     vector_bytes: int,
     residual: bool,
     plain: bool,
@@ -68,7 +72,7 @@ def norm_forward_kernel(
     warps: int,
     resident_threads: int,
 ):
-    """`plain`: y is written in the dtype of x; `batched` and `mega`: where scale factors go, see `place_sf`."""
+    """`scaled`: out_scale is not 1; `plain`: y is written in the dtype of x; `batched`, `mega`: see `place_sf`."""
     vectors = -(-row_warps(hidden) // warps)
     teams = max(1, 4 // warps)
     num_threads = teams * warps * WARP
@@ -81,6 +85,8 @@ def norm_forward_kernel(
     piece = math.gcd(LANE, vector_bytes // x_dtype.itemsize, hidden)
     weight_piece = math.gcd(LANE, 16 // (weight_dtype or x_dtype).itemsize, hidden)
     full = hidden % (vectors * warps * WARP * LANE) == 0
+    ragged = row_warps(hidden) % warps != 0  # some warps have one vector less
+    joined = quantised and fmt.sf == 'ue8m0x4' and not whole_row and not mega
     num_tokens, x_pitch, residual_pitch = T.dynamic('num_tokens'), T.dynamic('x_pitch'), T.dynamic('residual_pitch')
     y_pitch, z_pitch = T.dynamic('y_pitch'), T.dynamic('z_pitch')
     weighted, weight_type = weight_dtype is not None, T.dtype(weight_dtype or x_dtype)
@@ -111,6 +117,46 @@ def norm_forward_kernel(
             first = row // mega_rows * (T.ceildiv(mega_rows, 128) * 128) + place // 128 * 128
             byte = value if fmt.sf == 'ue8m0x4' else T.cast(bits_of(value) >> T.uint32(23), T.uint8)
             tiled[first + place % 32 * 4 + place % 128 // 32, group // 4, group % 4] = byte
+
+    @macro
+    def place_exponents(sf, row, group, value, stored, lane, batch_rows):
+        """Gather the exponent bytes of the groups of a warp that share a word, and write them at a time."""
+        together = min(4, WARP // lanes)
+        word = T.alloc_var(T.uint32)
+        place = lane // lanes % together
+        word = T.if_then_else(group < num_groups, T.cast(value, T.uint32) << T.cast(8 * place, T.uint32), T.uint32(0))
+        for step in T.unroll(shuffle_steps(together)):
+            word = word | T.shfl_xor(word, lanes << step)
+        if stored and place == 0:
+            own_row = row % batch_rows if batched else row
+            column = group // 4 + (row // batch_rows * num_words if batched else 0)
+            if together == 4:
+                sf[own_row, column] = T.reinterpret(word, T.int32)
+            else:
+                packed = sf_bytes(sf)
+                for e in T.vectorized(together):
+                    packed[own_row, column, group % 4 + e] = T.cast(word >> T.cast(8 * e, T.uint32), T.uint8)
+                if group + together >= num_groups:
+                    for b in T.unroll(-(-(-num_groups // together) * together) % 4):
+                        packed[own_row, column, group % 4 + together + b] = T.uint8(0)
+
+    @macro
+    def normalise(x_local, weight_local, i, row_rstd, out_scale, v_local, w_local):
+        """One vector times rstd and its weights, rounded."""
+        widen_lane(x_local, i, v_local)
+        if weighted:
+            widen_lane(weight_local, i, w_local)
+            if scaled:
+                for e in T.unroll(LANE):
+                    w_local[e] = w_local[e] * out_scale
+            for e in T.vectorized(LANE):
+                x_local[i, e] = T.cast((v_local[e] * row_rstd) * w_local[e], dtype)
+        elif scaled:
+            for e in T.vectorized(LANE):
+                x_local[i, e] = T.cast((v_local[e] * row_rstd) * out_scale, dtype)
+        else:
+            for e in T.vectorized(LANE):
+                x_local[i, e] = T.cast(v_local[e] * row_rstd, dtype)
 
     @T.prim_func
     def norm_forward(
@@ -169,29 +215,27 @@ def norm_forward_kernel(
                     load_weight(weight, weight_local, i, (i * warps + warp) * WARP + lane, weight_piece, hidden)
 
             for i in T.unroll(vectors):
-                widen_lane(x_local, i, v_local)
-                if residual:
-                    widen_lane(residual_local, i, w_local)
-                    for e in T.vectorized(LANE):
-                        x_local[i, e] = T.cast(v_local[e] + w_local[e], dtype)
+                partial[i] = T.float32(0.0)
+                if not ragged or i < vectors - 1 or i * warps + warp < row_warps(hidden):
                     widen_lane(x_local, i, v_local)
-                    if exists:
-                        store_vector(z, x_local, i, row, (i * warps + warp) * WARP + lane, piece, hidden)
-                partial[i] = lane_dot(v_local, v_local)
+                    if residual:
+                        widen_lane(residual_local, i, w_local)
+                        for e in T.vectorized(LANE):
+                            x_local[i, e] = T.cast(v_local[e] + w_local[e], dtype)
+                        widen_lane(x_local, i, v_local)
+                        if exists:
+                            store_vector(z, x_local, i, row, (i * warps + warp) * WARP + lane, piece, hidden)
+                    partial[i] = lane_dot(v_local, v_local)
             over_team(partial, 'sum', shared, 0, team, warp, lane, warps)
             row_rstd = T.ieee_frsqrt(T.ieee_fdiv(partial[0], T.float32(hidden)) + eps)
             if exists and warp == 0 and lane == 0:
                 rstd[row] = row_rstd
 
             for i in T.unroll(vectors):
-                widen_lane(x_local, i, v_local)
-                if weighted:
-                    widen_lane(weight_local, i, w_local)
-                for e in T.vectorized(LANE):
-                    factor = w_local[e] * out_scale if weighted else out_scale
-                    x_local[i, e] = T.cast((v_local[e] * row_rstd) * factor, dtype)
-                if plain and exists:
-                    store_vector(y, x_local, i, row, (i * warps + warp) * WARP + lane, piece, hidden)
+                if not ragged or i < vectors - 1 or i * warps + warp < row_warps(hidden):
+                    normalise(x_local, weight_local, i, row_rstd, out_scale, v_local, w_local)
+                    if plain and exists:
+                        store_vector(y, x_local, i, row, (i * warps + warp) * WARP + lane, piece, hidden)
 
             if quantised:
                 amax = T.alloc_local((counted,), T.float32)
@@ -211,12 +255,16 @@ def norm_forward_kernel(
                     for k in T.unroll(owned):
                         own = k * lanes + lane % lanes
                         group = ((own * warps + warp) * WARP + lane) // lanes
+                        stored = own < vectors and exists and group < num_groups
                         amax_to_sf(clamp_amax(amax[k], amax_floor), fmt, sf_local, own_inv, k)
-                        if own < vectors and exists and group < num_groups:
+                        if joined:
+                            place_exponents(sf, row, group, sf_local[k], stored, lane, batch_rows)
+                        elif stored:
                             place_sf(sf, mega_sf, row, group, sf_local[k], batch_rows, mega_rows)
                 for i in T.unroll(vectors):
                     sf_inv = own_inv[0] if whole_row else T.shfl_sync(own_inv[i // lanes], i % lanes, width=lanes)
                     slot = (i * warps + warp) * WARP + lane
-                    encode_and_store(x_local, i, fmt, 'cast', sf_inv, v_local, y_local, codes, row, slot, hidden)
+                    if not ragged or i < vectors - 1 or i * warps + warp < row_warps(hidden):
+                        encode_and_store(x_local, i, fmt, 'cast', sf_inv, v_local, y_local, codes, row, slot, hidden)
 
     return norm_forward
