@@ -180,6 +180,7 @@ def norm_backward_kernel(
             source = T.alloc_var(T.int32)
             stage = T.alloc_var(T.int32)
             row_rstd = T.alloc_var(T.float32)
+            next_rstd = T.alloc_var(T.float32)
             x_local = T.alloc_local((1, LANE), dtype)
             dy_local = T.alloc_local((1, LANE), dtype)
             dz_local = T.alloc_local((1, LANE), dtype)
@@ -209,10 +210,12 @@ def norm_backward_kernel(
             for s in T.unroll(max(stages - 1, 0)):
                 ask_for_rows(dy, x, dz, (s * block_count + pid) * teams + team, warp, lane, stage_shared, s)
 
+            next_rstd = rstd[T.min(pid * teams + team, num_tokens - 1)]
             for turn in T.serial(T.ceildiv(num_tokens - pid * teams, block_count * teams)):
                 row = (turn * block_count + pid) * teams + team
                 source = T.min(row, num_tokens - 1)  # a row past the end repeats the last one and is not stored
-                row_rstd = rstd[source]
+                row_rstd = next_rstd
+                next_rstd = rstd[T.min(row + block_count * teams, num_tokens - 1)]
                 stage = turn % max(stages, 1)
                 if stages > 0:
                     ask_for_rows(

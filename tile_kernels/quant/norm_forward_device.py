@@ -45,9 +45,8 @@ def choose(
     mega: bool,
     num_tokens: int,
 ) -> dict:
-    """Four vectors for each lane: enough loads in flight, few barriers; fewer where rows are few."""
-    vectors = 4 if num_tokens * row_warps(hidden) >= 1 << 14 else 2
-    warps = team_warps(hidden, vectors)
+    """Four vectors for each lane: enough loads in flight, few warps to wait for; float32 rows take more registers."""
+    warps = team_warps(hidden, 4)
     per_lane = -(-row_warps(hidden) // warps) * x_dtype.itemsize // 2
     return dict(warps=warps, resident_threads=1024 if per_lane <= 4 else 512)
 

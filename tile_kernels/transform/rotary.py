@@ -42,8 +42,8 @@ def choose(
     in_place: bool,
     num_rows: int,
 ) -> dict:
-    """Four heads for each thread, eight loads of 16 bytes in flight; one where there are few heads in all."""
-    return dict(heads=4 if num_rows >= 1 << 15 else 1)
+    """Two heads for each thread: more would need registers that other threads can use better."""
+    return dict(heads=2, resident_threads=1024)
 
 
 # Kernel -------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ def choose(
 
 @kernel(
     choose=choose,
-    space=dict(heads=(1, 2, 4, 8)),
+    space=dict(heads=(1, 2, 4), resident_threads=(1024, 1280, 1536, 2048)),
     pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True, 'TL_ENABLE_LOWER_LDGSTG': True},
 )
 def rotary_kernel(
@@ -67,6 +67,7 @@ def rotary_kernel(
     in_place: bool,
     *,
     heads: int,
+    resident_threads: int,
 ):
     """`width` pairs for each thread; `tail` channels behind those that are turned are copied."""
     num_threads = 128
@@ -197,6 +198,7 @@ def rotary_kernel(
         with T.Kernel(query_blocks + key_blocks, threads=num_threads) as pid:
             for stride in promised:
                 T.assume(stride % width == 0)
+            T.annotate_min_blocks_per_sm(resident_threads // num_threads)
             thread = T.get_thread_binding()
             if not with_key or pid < query_blocks:
                 turn_heads(
@@ -466,7 +468,7 @@ BENCH = (
         rows=[(64,), (4096,), (16384,)], num_heads=[128], rotary=[64], dtype=BF16, key_heads=[1], positions=INT[1:]
     )  # as in latent attention
     + grid(rows=[(4, 2048)], num_heads=[32], rotary=[128], dtype=BF16, key_heads=[8], interleaved=[False, True])
-    + grid(rows=[(4001,)], num_heads=[128], rotary=[64], dtype=BF16, key_heads=[1], channels=[192], positions=INT[1:])
+    + grid(rows=[(4001,)], num_heads=[128], rotary=[64], dtype=BF16, key_heads=[1], pitch=[192], positions=INT[1:])
     + grid(rows=[(8001,)], num_heads=[24], rotary=[96], dtype=F32, key_heads=[24])
 )
 apply_rotary_.cases(make=_make, match='bitwise', smoke=SMOKE + PARTIAL, full=FULL, bench=BENCH)
