@@ -1,0 +1,324 @@
+"""The kernels of the gradients of RMS norm; see `norm_backward` for the maths.
+
+A fixed number of blocks, whatever the device, walks over the rows. A team of warps works on one row while its next ones
+are copied to shared memory, each vector by the thread that will read it, so that nobody waits for anybody else's copy.
+Each block adds up its share of dw, a second kernel adds the shares.
+"""
+
+import math
+
+import torch
+
+from tile_kernels.core.jit import kernel
+from tile_kernels.core.lang import T, macro
+from tile_kernels.quant._macros import LANE, load_lane
+from tile_kernels.quant._norm_rows import (
+    WARP,
+    folded,
+    lane_dot,
+    load_weight,
+    over_team,
+    row_warps,
+    store_vector,
+    team_warps,
+)
+from tile_kernels.quant._swiglu_macros import widen_lane
+
+#: Blocks that share the rows, one for each multiprocessor of an H200. Sums depend on it, so it is the same everywhere.
+NUM_BLOCKS = 132
+
+#: Warps of a block.
+BLOCK_WARPS = 16
+
+#: Shared memory for rows on their way.
+STAGE_BYTES = 192 << 10
+
+
+# Config -------------------------------------------------------------------------------------
+
+
+def own_warps(hidden: int) -> int:
+    """Warps of a team: a lane has about two vectors of a row."""
+    return team_warps(hidden, 2, BLOCK_WARPS)
+
+
+def block_count_of(num_tokens: int, hidden: int) -> int:
+    """At most `NUM_BLOCKS`, and so many that all have the same number of rows to go through."""
+    teams = BLOCK_WARPS // own_warps(hidden)
+    turns = -(-num_tokens // (NUM_BLOCKS * teams))
+    return -(-num_tokens // max(turns * teams, 1))
+
+
+def choose(
+    hidden: int,
+    x_dtype: torch.dtype,
+    weight_dtype: torch.dtype | None,
+    scaled: bool,
+    vector_bytes: int,
+    through: bool,
+    num_tokens: int,
+) -> dict:
+    """Four rows under way for each team, or as many as fit; rows that cannot be copied asynchronously are loaded."""
+    warps = own_warps(hidden)
+    vectors = -(-row_warps(hidden) // warps)
+    fitting = STAGE_BYTES // ((3 if through else 2) * vectors * BLOCK_WARPS * WARP * LANE * x_dtype.itemsize)
+    piece_bytes = math.gcd(LANE, vector_bytes // x_dtype.itemsize, hidden) * x_dtype.itemsize
+    return dict(warps=warps, stages=min(4, fitting) if fitting > 1 and piece_bytes >= 4 else 0)
+
+
+# Kernels ------------------------------------------------------------------------------------
+
+
+@kernel(
+    choose=choose,
+    space=dict(warps=(1, 2, 4, 8, 16), stages=(0, 2, 3, 4)),
+    pass_configs={
+        'TL_DISABLE_SAFE_MEMORY_ACCESS': True,
+        'TL_ENABLE_LOWER_LDGSTG': True,
+        'TL_DISABLE_THREAD_STORAGE_SYNC': True,  # what a thread copies to shared memory it reads itself
+    },
+)
+def norm_backward_kernel(
+    hidden: int,
+    x_dtype: torch.dtype,
+    weight_dtype: torch.dtype | None,
+    scaled: bool,
+    vector_bytes: int,
+    through: bool,
+    *,
+    warps: int,
+    stages: int,
+):
+    """`through`: there is a gradient dz to add; `stages`: rows of a team on their way to shared memory, 0 for none."""
+    vectors = -(-row_warps(hidden) // warps)
+    teams = BLOCK_WARPS // warps
+    num_threads = BLOCK_WARPS * WARP
+    weighted, weight_type = weight_dtype is not None, T.dtype(weight_dtype or x_dtype)
+    piece = math.gcd(LANE, vector_bytes // x_dtype.itemsize, hidden)
+    copied = min(piece, 16 // x_dtype.itemsize)
+    dx_piece = math.gcd(LANE, 16 // x_dtype.itemsize, hidden)
+    weight_piece = math.gcd(LANE, 16 // (weight_dtype or x_dtype).itemsize, hidden)
+    share_piece = math.gcd(4, hidden)
+    full = hidden % (vectors * warps * WARP * LANE) == 0
+    ragged = row_warps(hidden) % warps != 0  # some warps have one vector less
+    num_tokens, num_blocks = T.dynamic('num_tokens'), T.dynamic('num_blocks')
+    dy_pitch, x_pitch, dz_pitch = T.dynamic('dy_pitch'), T.dynamic('x_pitch'), T.dynamic('dz_pitch')
+    dtype = T.dtype(x_dtype)
+
+    @macro
+    def ask_for_row(x, row, warp, lane, stage_shared, stage, which):
+        """Start to copy the channels of a thread to its own places in shared memory."""
+        thread = T.get_thread_binding()
+        for i in T.unroll(vectors):
+            first = ((i * warps + warp) * WARP + lane) * LANE
+            for p in T.unroll(LANE // copied):
+                if first + p * copied < hidden:
+                    T.ptx_cp_async(
+                        T.access_ptr(stage_shared[stage, which, i, thread, p * copied], 'w', copied),
+                        T.access_ptr(x[row, first + p * copied], 'r', copied),
+                        copied,
+                    )
+
+    @macro
+    def ask_for_rows(dy, x, dz, row, warp, lane, stage_shared, stage):
+        if row < num_tokens:
+            ask_for_row(x, row, warp, lane, stage_shared, stage, 0)
+            ask_for_row(dy, row, warp, lane, stage_shared, stage, 1)
+            if through:
+                ask_for_row(dz, row, warp, lane, stage_shared, stage, 2)
+        T.ptx_commit_group()
+
+    @macro
+    def take(x, row, i, warp, lane, stage_shared, stage, which, vector_local):
+        """A vector of a row: from shared memory, or from where it is."""
+        if stages > 0:
+            for e in T.vectorized(LANE):
+                vector_local[0, e] = stage_shared[stage, which, i, T.get_thread_binding(), e]
+        else:
+            load_lane(x, vector_local, 0, row, (i * warps + warp) * WARP + lane, piece, hidden)
+
+    @macro
+    def normal_and_upstream(x_local, dy_local, weight_local, i, row_rstd, out_scale, n_local, g_local, gw_local):
+        """n, g and g * weight of one vector."""
+        widen_lane(x_local, 0, n_local)
+        widen_lane(dy_local, 0, g_local)
+        if weighted:
+            widen_lane(weight_local, i, gw_local)
+        for e in T.unroll(LANE):
+            n_local[e] = T.ieee_mul(n_local[e], row_rstd)
+            if scaled:
+                g_local[e] = T.ieee_mul(g_local[e], out_scale)
+            gw_local[e] = T.ieee_mul(g_local[e], gw_local[e]) if weighted else g_local[e]
+
+    @T.prim_func
+    def norm_backward(
+        dy: T.StridedTensor((num_tokens, hidden), (dy_pitch, 1), dtype),
+        x: T.StridedTensor((num_tokens, hidden), (x_pitch, 1), dtype),
+        weight: T.Tensor((hidden,), weight_type),
+        rstd: T.Tensor((num_tokens,), T.float32),
+        dz: T.StridedTensor((num_tokens, hidden), (dz_pitch, 1), dtype),
+        dx: T.Tensor((num_tokens, hidden), dtype),
+        shares: T.Tensor((num_blocks, hidden), T.float32),
+        out_scale: T.float32,
+        block_count: T.int32,
+    ):
+        with T.Kernel(block_count, threads=num_threads) as pid:
+            T.assume(dy_pitch % piece == 0)
+            T.assume(x_pitch % piece == 0)
+            if through:
+                T.assume(dz_pitch % piece == 0)
+            thread = T.get_thread_binding()
+            row = T.alloc_var(T.int32)
+            source = T.alloc_var(T.int32)
+            stage = T.alloc_var(T.int32)
+            row_rstd = T.alloc_var(T.float32)
+            next_rstd = T.alloc_var(T.float32)
+            x_local = T.alloc_local((1, LANE), dtype)
+            dy_local = T.alloc_local((1, LANE), dtype)
+            dz_local = T.alloc_local((1, LANE), dtype)
+            weight_local = T.alloc_local((vectors, LANE), weight_type)
+            dw_local = T.alloc_local((vectors, LANE), T.float32)
+            n_local = T.alloc_local((LANE,), T.float32)
+            g_local = T.alloc_local((LANE,), T.float32)
+            gw_local = T.alloc_local((LANE,), T.float32)
+            partial = T.alloc_local((vectors,), T.float32)
+            shared = T.alloc_shared((2, teams, warps, WARP), T.float32)
+            stage_shared = T.alloc_shared((max(stages, 1), 3 if through else 2, vectors, num_threads, LANE), dtype)
+            lane, warp, team = thread % WARP, thread // WARP % warps, thread // WARP // warps
+            T.pdl_trigger()
+
+            if weighted:
+                T.clear(dw_local)
+                if not full:
+                    T.clear(weight_local)
+                for i in T.unroll(vectors):
+                    load_weight(weight, weight_local, i, (i * warps + warp) * WARP + lane, weight_piece, hidden)
+            if stages > 0 and not full:  # channels beyond the row are never copied and count as 0
+                for s in T.unroll(stages):
+                    for which in T.unroll(3 if through else 2):
+                        for i in T.unroll(vectors):
+                            for e in T.vectorized(LANE):
+                                stage_shared[s, which, i, thread, e] = T.cast(0.0, dtype)
+            for s in T.unroll(max(stages - 1, 0)):
+                ask_for_rows(dy, x, dz, (s * block_count + pid) * teams + team, warp, lane, stage_shared, s)
+
+            next_rstd = rstd[T.min(pid * teams + team, num_tokens - 1)]
+            for turn in T.serial(T.ceildiv(num_tokens - pid * teams, block_count * teams)):
+                row = (turn * block_count + pid) * teams + team
+                source = T.min(row, num_tokens - 1)  # a row past the end repeats the last one and is not stored
+                row_rstd = next_rstd
+                next_rstd = rstd[T.min(row + block_count * teams, num_tokens - 1)]
+                stage = turn % max(stages, 1)
+                if stages > 0:
+                    ask_for_rows(
+                        dy,
+                        x,
+                        dz,
+                        row + (stages - 1) * block_count * teams,
+                        warp,
+                        lane,
+                        stage_shared,
+                        (turn + stages - 1) % stages,
+                    )
+                    T.ptx_wait_group(stages - 1)
+
+                for i in T.unroll(vectors):
+                    partial[i] = T.float32(0.0)
+                    if not ragged or i < vectors - 1 or i * warps + warp < row_warps(hidden):
+                        if stages == 0 and not full:
+                            T.clear(x_local)
+                            T.clear(dy_local)
+                        take(x, source, i, warp, lane, stage_shared, stage, 0, x_local)
+                        take(dy, source, i, warp, lane, stage_shared, stage, 1, dy_local)
+                        normal_and_upstream(
+                            x_local, dy_local, weight_local, i, row_rstd, out_scale, n_local, g_local, gw_local
+                        )
+                        partial[i] = lane_dot(n_local, gw_local)
+                        if weighted and row < num_tokens:
+                            for e in T.unroll(LANE):
+                                dw_local[i, e] = T.ieee_fmaf(n_local[e], g_local[e], dw_local[i, e])
+                over_team(partial, 'sum', shared, turn % 2, team, warp, lane, warps)
+                mean = T.ieee_fdiv(partial[0], T.float32(hidden))
+
+                for i in T.unroll(vectors):
+                    if not ragged or i < vectors - 1 or i * warps + warp < row_warps(hidden):
+                        if stages == 0 and not full:
+                            T.clear(x_local)
+                            T.clear(dy_local)
+                            T.clear(dz_local)
+                        take(x, source, i, warp, lane, stage_shared, stage, 0, x_local)
+                        take(dy, source, i, warp, lane, stage_shared, stage, 1, dy_local)
+                        normal_and_upstream(
+                            x_local, dy_local, weight_local, i, row_rstd, out_scale, n_local, g_local, gw_local
+                        )
+                        if through:
+                            take(dz, source, i, warp, lane, stage_shared, stage, 2, dz_local)
+                            widen_lane(dz_local, 0, g_local)
+                        for e in T.unroll(LANE):
+                            n_local[e] = T.ieee_mul(T.ieee_fmaf(-n_local[e], mean, gw_local[e]), row_rstd)
+                            if through:
+                                n_local[e] = T.ieee_add(n_local[e], g_local[e])
+                        for e in T.vectorized(LANE):
+                            x_local[0, e] = T.cast(n_local[e], dtype)
+                        if row < num_tokens:
+                            store_vector(dx, x_local, 0, row, (i * warps + warp) * WARP + lane, dx_piece, hidden)
+
+            if weighted:
+                teams_shared = T.alloc_shared((teams, warps * WARP * LANE), T.float32)
+                if teams > 1:
+                    for i in T.unroll(vectors):
+                        T.sync_threads()
+                        for e in T.vectorized(LANE):
+                            teams_shared[team, (warp * WARP + lane) * LANE + e] = dw_local[i, e]
+                        T.sync_threads()
+                        for e in T.unroll(LANE):
+                            dw_local[i, e] = folded(
+                                lambda a, b: a + b,
+                                [teams_shared[t, (warp * WARP + lane) * LANE + e] for t in range(teams)],
+                            )
+                if team == 0:
+                    for i in T.unroll(vectors):
+                        store_vector(shares, dw_local, i, pid, (i * warps + warp) * WARP + lane, share_piece, hidden)
+
+    return norm_backward
+
+
+@kernel(pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True})
+def norm_weight_gradient_kernel(hidden: int, dtype: torch.dtype, accumulating: bool):
+    """Add up the shares of all blocks; eight threads side by side own columns, 32 groups of them share the rows."""
+    width = math.gcd(4, hidden)
+    columns, groups = 8, 32
+    num_blocks = T.dynamic('num_blocks')
+
+    @T.prim_func
+    def norm_weight_gradient(
+        shares: T.Tensor((num_blocks, hidden), T.float32),
+        dweight: T.Tensor((hidden,), T.dtype(dtype)),
+    ):
+        with T.Kernel(T.ceildiv(hidden, columns * width), threads=columns * groups) as pid:
+            T.pdl_sync()
+            thread = T.get_thread_binding()
+            total = T.alloc_local((width,), T.float32)
+            share = T.alloc_local((width,), T.float32)
+            shared = T.alloc_shared((groups, columns * width), T.float32)
+            group, place = thread // columns, thread % columns * width
+            first = pid * columns * width + place
+
+            T.clear(total)
+            if first < hidden:
+                for k in T.serial(T.ceildiv(num_blocks - group, groups)):
+                    for e in T.vectorized(width):
+                        share[e] = shares[group + k * groups, first + e]
+                    for e in T.unroll(width):
+                        total[e] = total[e] + share[e]
+            for e in T.vectorized(width):
+                shared[group, place + e] = total[e]
+            T.sync_threads()
+            if thread < columns * width and pid * columns * width + thread < hidden:
+                column = pid * columns * width + thread
+                total[0] = folded(lambda a, b: a + b, [shared[g, thread] for g in range(groups)])
+                if accumulating:
+                    total[0] = T.cast(dweight[column], T.float32) + total[0]
+                dweight[column] = T.cast(total[0], T.dtype(dtype))
+
+    return norm_weight_gradient
