@@ -18,9 +18,9 @@ from tile_kernels.quant.norm_forward_and_per_token_cast import (
 from tile_kernels.quant.norm_forward_and_per_token_cast import norm_forward_and_per_token_cast as cast_op
 
 
-def _rows(x: Tensor | None, name: str) -> Tensor | None:
+def _rows(x: Tensor, name: str) -> Tensor:
     """(batch, tokens, hidden) as (tokens, hidden); a copy only if the strides leave no other way."""
-    if x is None or check.tensor(x, name).dim() == 2:
+    if check.tensor(x, name).dim() == 2:
         return x
     if x.dim() != 3:
         check.fail(name, 'must be (num_tokens, hidden) or (batch, num_tokens, hidden)', check.describe(x))
@@ -68,7 +68,8 @@ def norm_forward(
     """
     if residual_out is not None and residual is None:
         check.fail('residual_out', 'must come with residual', 'no residual')
-    rows, residual_rows = _rows(x, 'x'), _rows(residual, 'residual')
+    rows = _rows(x, 'x')
+    residual_rows = None if residual is None else _rows(residual, 'residual')
     if out is not None or residual_out is not None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
         if residual is not None and residual_out is None:
@@ -135,15 +136,15 @@ def norm_forward_and_per_token_cast(
     """
     if residual_out is not None and residual is None:
         check.fail('residual_out', 'must come with residual', 'no residual')
-    rows, residual_rows = _rows(x, 'x'), _rows(residual, 'residual')
+    rows = _rows(x, 'x')
+    residual_rows = None if residual is None else _rows(residual, 'residual')
     flags = use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, False
     layout = _format(rows, fmt, num_per_channels, *flags)
     num_tokens, hidden = rows.shape
     num_batches = x.shape[0] if x.dim() == 3 and layout.col and x.shape[0] > 1 else 1
     given = (out, out_bf16, residual_out, mega_moe_sf)
     if all(tensor is None for tensor in given):
-        options = (eps, out_scale, with_out_bf16, num_batches)
-        data, sf, y, rstd, z = cast_op(rows, layout, weight, residual_rows, *options)
+        data, sf, y, rstd, z = cast_op(rows, layout, weight, residual_rows, eps, out_scale, with_out_bf16, num_batches)
         y, z = y if with_out_bf16 else None, z if residual is not None else None
     else:
         if out is not None:
@@ -209,7 +210,8 @@ def norm_backward(
     if weight_grad is not None and weight is None:
         check.fail('weight_grad', 'must come with weight', 'no weight')
     rows, upstream = _rows(x, 'x'), _rows(out_grad, 'out_grad')
-    through, factors = _rows(residual_out_grad, 'residual_out_grad'), check.tensor(rstd, 'rstd').reshape(-1)
+    through = None if residual_out_grad is None else _rows(residual_out_grad, 'residual_out_grad')
+    factors = check.tensor(rstd, 'rstd').reshape(-1)
     if weight_grad is None:
         dx, dweight = backward_op(upstream, rows, factors, weight, through, out_scale)
     else:

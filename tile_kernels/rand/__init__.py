@@ -6,6 +6,7 @@ in a CUDA graph or traced by `torch.compile` gives the same numbers each time it
 
 import math
 import threading
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,7 +60,7 @@ def randn(
         A contiguous tensor; its numbers depend on `set_seed` and on the calls since, not on the device. Without
         `set_seed` the stream is that of `torch.initial_seed()`.
     """
-    shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+    shape: Any = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
     place = device or ('cuda' if torch.cuda.is_available() else 'cpu')
     out = torch.empty(shape, dtype=dtype or torch.get_default_dtype(), device=place)
     normal_(out, *_stream.take(math.prod(shape)))
