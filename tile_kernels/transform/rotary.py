@@ -265,7 +265,7 @@ BENCH = (
     + grid(rows=[(8001,)], num_heads=[24], rotary=[96], dtype=F32, key_heads=[24])
 )
 apply_rotary_.cases(make=_make, match='bitwise', smoke=SMOKE + PARTIAL, full=FULL, bench=BENCH)
-rotary_embedding.cases(make=_make, match='bitwise', smoke=SMOKE + PARTIAL, full=FULL[:8], bench=BENCH)
+rotary_embedding.cases(make=_make, match='bitwise', smoke=SMOKE + PARTIAL, full=FULL[:8], bench=BENCH[1:5:2])
 rotary_embedding_bwd.cases(
     make=_make_bwd, match='bitwise', smoke=[*SMOKE[2:5], PARTIAL[1]], full=FULL[:1], bench=BENCH[1:2]
 )
