@@ -100,6 +100,7 @@ def norm_backward_kernel(
     weight_piece = math.gcd(LANE, 16 // (weight_dtype or x_dtype).itemsize, hidden)
     share_piece = math.gcd(4, hidden)
     full = hidden % (vectors * warps * WARP * LANE) == 0
+    weight_kept = weight_dtype is not None and vectors * weight_dtype.itemsize <= 8  # else registers do not suffice
     ragged = row_warps(hidden) % warps != 0  # some warps have one vector less
     num_tokens, num_blocks = T.dynamic('num_tokens'), T.dynamic('num_blocks')
     dy_pitch, x_pitch, dz_pitch = T.dynamic('dy_pitch'), T.dynamic('x_pitch'), T.dynamic('dz_pitch')
@@ -191,7 +192,7 @@ def norm_backward_kernel(
                 T.clear(dw_local)
                 if not full:
                     T.clear(weight_local)
-                for i in T.unroll(vectors):
+                for i in T.unroll(vectors if weight_kept else 0):
                     load_weight(weight, weight_local, i, (i * warps + warp) * WARP + lane, weight_piece, hidden)
             if stages > 0 and not full:  # channels beyond the row are never copied and count as 0
                 for s in T.unroll(stages):
@@ -230,6 +231,8 @@ def norm_backward_kernel(
                             T.clear(dy_local)
                         take(x, source, i, warp, lane, stage_shared, stage, 0, x_local)
                         take(dy, source, i, warp, lane, stage_shared, stage, 1, dy_local)
+                        if weighted and not weight_kept:
+                            load_weight(weight, weight_local, i, (i * warps + warp) * WARP + lane, weight_piece, hidden)
                         normal_and_upstream(
                             x_local, dy_local, weight_local, i, row_rstd, out_scale, n_local, g_local, gw_local
                         )
@@ -248,6 +251,8 @@ def norm_backward_kernel(
                             T.clear(dz_local)
                         take(x, source, i, warp, lane, stage_shared, stage, 0, x_local)
                         take(dy, source, i, warp, lane, stage_shared, stage, 1, dy_local)
+                        if weighted and not weight_kept:
+                            load_weight(weight, weight_local, i, (i * warps + warp) * WARP + lane, weight_piece, hidden)
                         normal_and_upstream(
                             x_local, dy_local, weight_local, i, row_rstd, out_scale, n_local, g_local, gw_local
                         )

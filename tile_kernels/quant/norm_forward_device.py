@@ -45,10 +45,19 @@ def choose(
     mega: bool,
     num_tokens: int,
 ) -> dict:
-    """Four vectors for each lane: enough loads in flight, few warps to wait for; float32 rows take more registers."""
-    warps = team_warps(hidden, 4)
-    per_lane = -(-row_warps(hidden) // warps) * x_dtype.itemsize // 2
-    return dict(warps=warps, resident_threads=1024 if per_lane <= 4 else 512)
+    """At most 64 bytes of a row for each lane: enough loads in flight, few warps to wait for.
+
+    A cast computes more than it moves. It has at least 64 bytes for each lane, so that what every lane does once for a
+    row counts less, as long as there are rows for many waves and registers to hold them.
+    """
+    pieces, vectors = row_warps(hidden), 8 // x_dtype.itemsize
+    warps = team_warps(hidden, vectors)
+    if fmt is not None and not residual and x_dtype.itemsize == 2 and num_tokens * pieces >= 1 << 14:
+        warps = min(warps, 1 << max(pieces // vectors, 1).bit_length() - 1)
+    owned = -(-pieces // warps)
+    if owned <= vectors:
+        return dict(warps=warps, resident_threads=1024)
+    return dict(warps=warps, resident_threads=768 if owned < 2 * vectors and weight_dtype is not torch.float32 else 512)
 
 
 @kernel(
@@ -85,6 +94,8 @@ def norm_forward_kernel(
     weight_piece = math.gcd(LANE, 16 // (weight_dtype or x_dtype).itemsize, hidden)
     full = hidden % (vectors * warps * WARP * LANE) == 0
     ragged = row_warps(hidden) % warps != 0  # some warps have one vector less
+    residual_early = vectors * x_dtype.itemsize <= 16  # else registers do not suffice
+    weight_early = weight_dtype is not None and vectors * weight_dtype.itemsize <= 16
     joined = quantised and fmt.sf == 'ue8m0x4' and not whole_row and not mega
     num_tokens, x_pitch, residual_pitch = T.dynamic('num_tokens'), T.dynamic('x_pitch'), T.dynamic('residual_pitch')
     y_pitch, z_pitch = T.dynamic('y_pitch'), T.dynamic('z_pitch')
@@ -205,12 +216,12 @@ def norm_forward_kernel(
             if residual:
                 if not full:
                     T.clear(residual_local)
-                for i in T.unroll(vectors):
+                for i in T.unroll(vectors if residual_early else 0):
                     load_lane(residual_in, residual_local, i, source, (i * warps + warp) * WARP + lane, piece, hidden)
             if weighted:
                 if not full:
                     T.clear(weight_local)
-                for i in T.unroll(vectors):
+                for i in T.unroll(vectors if weight_early else 0):
                     load_weight(weight, weight_local, i, (i * warps + warp) * WARP + lane, weight_piece, hidden)
 
             for i in T.unroll(vectors):
@@ -218,6 +229,9 @@ def norm_forward_kernel(
                 if not ragged or i < vectors - 1 or i * warps + warp < row_warps(hidden):
                     widen_lane(x_local, i, v_local)
                     if residual:
+                        slot = (i * warps + warp) * WARP + lane
+                        if not residual_early:
+                            load_lane(residual_in, residual_local, i, source, slot, piece, hidden)
                         widen_lane(residual_local, i, w_local)
                         for e in T.vectorized(LANE):
                             x_local[i, e] = T.cast(v_local[e] + w_local[e], dtype)
@@ -232,6 +246,8 @@ def norm_forward_kernel(
 
             for i in T.unroll(vectors):
                 if not ragged or i < vectors - 1 or i * warps + warp < row_warps(hidden):
+                    if weighted and not weight_early:
+                        load_weight(weight, weight_local, i, (i * warps + warp) * WARP + lane, weight_piece, hidden)
                     normalise(x_local, weight_local, i, row_rstd, out_scale, v_local, w_local)
                     if plain and exists:
                         store_vector(y, x_local, i, row, (i * warps + warp) * WARP + lane, piece, hidden)
