@@ -95,10 +95,10 @@ def store_vector(y_local, slot, y, token, stream, index):
 
 
 @macro
-def load_streams(x, token, index, x_local):
-    """Vector `index` of every stream of a token."""
+def load_streams(x, token, index, x_local, slot):
+    """`x_local[slot + c] = ` vector `index` of stream c of a token."""
     for c in T.unroll(x.shape[1]):
-        load_vector(x, token, c, index, x_local, c)
+        load_vector(x, token, c, index, x_local, slot + c)
 
 
 @macro
@@ -117,26 +117,26 @@ def load_mix(mix, token, mix_local, width):
 
 
 @macro
-def apply_to_vector(x_local, mix_local, y_local, slot):
-    """`y_local[slot] = sum_c mix[c] x[c]`, in float32 from 0, c ascending, rounded once."""
-    num_streams, width = x_local.shape
-    for e in T.unroll(width):
+def apply_to_vector(x_local, slot, mix_local, y_local):
+    """`y_local[0] = sum_c mix[c] x_local[slot + c]`, in float32 from 0, c ascending, rounded once."""
+    for e in T.unroll(x_local.shape[1]):
         total = T.alloc_var(T.float32, init=0.0)
-        for c in T.unroll(num_streams):
-            total = T.ieee_fmaf(mix_local[c], T.cast(x_local[c, e], T.float32), total)
-        y_local[slot, e] = T.cast(total, y_local.dtype)
+        for c in T.unroll(mix_local.shape[0]):
+            total = T.ieee_fmaf(mix_local[c], T.cast(x_local[slot + c, e], T.float32), total)
+        y_local[0, e] = T.cast(total, y_local.dtype)
 
 
 @macro
-def post_to_vector(x_local, residual_local, post_local, comb_local, y_local):
-    """`y[o] = post[o] x + sum_i comb[i, o] residual[i]`, in float32, i ascending, rounded once."""
-    num_streams, width = residual_local.shape
+def post_to_vector(x_local, x_slot, residual_local, slot, post_local, comb_local, y_local):
+    """`y[o] = post[o] x_local[x_slot] + sum_i comb[i, o] residual_local[slot + i]`, i ascending, rounded once."""
+    num_streams = post_local.shape[0]
     for o in T.unroll(num_streams):
-        for e in T.unroll(width):
+        for e in T.unroll(x_local.shape[1]):
             total = T.alloc_var(T.float32)
-            total = post_local[o] * T.cast(x_local[0, e], T.float32)
+            total = post_local[o] * T.cast(x_local[x_slot, e], T.float32)
             for i in T.unroll(num_streams):
-                total = T.ieee_fmaf(comb_local[i * num_streams + o], T.cast(residual_local[i, e], T.float32), total)
+                value = T.cast(residual_local[slot + i, e], T.float32)
+                total = T.ieee_fmaf(comb_local[i * num_streams + o], value, total)
             y_local[o, e] = T.cast(total, y_local.dtype)
 
 

@@ -44,9 +44,9 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 
 def choose(hidden: int, num_streams: int, width: int, coef_width: int, num_tokens: int) -> dict:
-    """Two vectors for each thread, one after another: num_streams loads of one are in flight."""
+    """Two vectors of every stream in flight for each thread."""
     row_threads = row_threads_for(hidden // width, 2)
-    return dict(row_threads=row_threads, rows=rows_for(row_threads, 128))
+    return dict(row_threads=row_threads, rows=rows_for(row_threads, 128), vectors=2)
 
 
 def choose_bwd(hidden: int, num_streams: int, width: int, coef_width: int, accumulate: bool, num_tokens: int) -> dict:
@@ -58,9 +58,15 @@ def choose_bwd(hidden: int, num_streams: int, width: int, coef_width: int, accum
 # Kernels ------------------------------------------------------------------------------------
 
 
-@kernel(choose=choose, space=dict(row_threads=ROW_THREADS, rows=(1, 2, 4, 8)), pass_configs=ROW_PASS_CONFIGS)
-def apply_mix_kernel(hidden: int, num_streams: int, width: int, coef_width: int, *, row_threads: int, rows: int):
-    """Rows of `hidden` elements, `width` of them in an access."""
+@kernel(
+    choose=choose,
+    space=dict(row_threads=ROW_THREADS, rows=(1, 2, 4, 8), vectors=(1, 2, 4)),
+    pass_configs=ROW_PASS_CONFIGS,
+)
+def apply_mix_kernel(
+    hidden: int, num_streams: int, width: int, coef_width: int, *, row_threads: int, rows: int, vectors: int
+):
+    """Rows of `hidden` elements, `width` of them in an access; `vectors` of a thread are read before one is written."""
     num_vectors = hidden // width
     num_tokens = T.dynamic('num_tokens')
 
@@ -71,7 +77,7 @@ def apply_mix_kernel(hidden: int, num_streams: int, width: int, coef_width: int,
         y: T.Tensor((num_tokens, 1, hidden), T.bfloat16),
     ):
         with T.Kernel(T.ceildiv(num_tokens, rows), threads=rows * row_threads) as pid:
-            x_local = T.alloc_local((num_streams, width), T.bfloat16)
+            x_local = T.alloc_local((vectors * num_streams, width), T.bfloat16)
             y_local = T.alloc_local((1, width), T.bfloat16)
             mix_local = T.alloc_local((num_streams,), T.float32)
             tx = T.get_thread_binding()
@@ -79,12 +85,15 @@ def apply_mix_kernel(hidden: int, num_streams: int, width: int, coef_width: int,
 
             if token < num_tokens:
                 load_mix(mix, token, mix_local, coef_width)
-                for part in T.serial(T.ceildiv(num_vectors, row_threads)):
-                    index = part * row_threads + tx % row_threads
-                    if index < num_vectors:
-                        load_streams(x, token, index, x_local)
-                        apply_to_vector(x_local, mix_local, y_local, 0)
-                        store_vector(y_local, 0, y, token, 0, index)
+                for part in T.serial(T.ceildiv(num_vectors, vectors * row_threads)):
+                    first = part * vectors * row_threads + tx % row_threads
+                    for v in T.unroll(vectors):
+                        if first + v * row_threads < num_vectors:
+                            load_streams(x, token, first + v * row_threads, x_local, v * num_streams)
+                    for v in T.unroll(vectors):
+                        if first + v * row_threads < num_vectors:
+                            apply_to_vector(x_local, v * num_streams, mix_local, y_local)
+                            store_vector(y_local, 0, y, token, 0, first + v * row_threads)
 
     return apply_mix
 
@@ -125,9 +134,9 @@ def apply_mix_bwd_kernel(
                     index = part * row_threads + tx % row_threads
                     if index < num_vectors:
                         load_vector(dy, token, 0, index, dy_local, 0)
-                        load_streams(x, token, index, x_local)
+                        load_streams(x, token, index, x_local, 0)
                         if accumulate:
-                            load_streams(dx, token, index, dx_local)
+                            load_streams(dx, token, index, dx_local, 0)
                         for c in T.unroll(num_streams):
                             for e in T.unroll(width):
                                 dy_value = T.cast(dy_local[0, e], T.float32)

@@ -127,8 +127,8 @@ def mix_and_apply_kernel(hidden: int, num_streams: int, width: int, *, row_threa
                 for part in T.serial(T.ceildiv(num_vectors, row_threads)):
                     index = part * row_threads + tx
                     if index < num_vectors:
-                        load_streams(residual, token, index, x_local)
-                        apply_to_vector(x_local, mix_local, y_local, 0)
+                        load_streams(residual, token, index, x_local, 0)
+                        apply_to_vector(x_local, 0, mix_local, y_local)
                         store_vector(y_local, 0, layer_input, token, 0, index)
 
     return mix_and_apply

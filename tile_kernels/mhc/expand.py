@@ -103,7 +103,7 @@ def expand_bwd_kernel(hidden: int, num_streams: int, width: int, *, row_threads:
                 for part in T.serial(T.ceildiv(num_vectors, row_threads)):
                     index = part * row_threads + tx % row_threads
                     if index < num_vectors:
-                        load_streams(dy, token, index, dy_local)
+                        load_streams(dy, token, index, dy_local, 0)
                         for e in T.unroll(width):
                             total = T.alloc_var(T.float32, init=0.0)
                             for c in T.unroll(num_streams):

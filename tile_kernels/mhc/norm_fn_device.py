@@ -10,7 +10,10 @@ SPLITS = (1, 2, 4, 8, 16, 32, 64)
 
 #: Tokens of a tile backward, columns of a block, and tiles it may have.
 BLOCK_T, BLOCK_N = 64, 128
-TILES = (1, 2, 4, 8, 16, 32)
+TILES = (1, 4, 16, 64)
+
+#: Blocks that run at a time: two on each of 132 SMs. On other devices the choice is the same, and so are the results.
+WAVE = 264
 
 # Config -------------------------------------------------------------------------------------
 
@@ -20,32 +23,28 @@ def padded(num_mixes: int) -> int:
     return -(-num_mixes // 8) * 8
 
 
-def splits_of(k: int, columns: int, num_tokens: int) -> int:
-    """Parts of k, for two blocks on each of 132 SMs; a power of two, and at least two steps for each."""
-    blocks = -(-num_tokens // block_m_of(num_tokens))
-    most = max(1, k // BLOCK_K // 2)
-    return max(n for n in SPLITS if n == 1 or (n * blocks < 2 * 264 and n <= most))
-
-
-def block_m_of(num_tokens: int) -> int:
-    """Large tiles read fn less often; few tokens fit in a small one."""
-    return 128 if num_tokens > 1024 else 64
-
-
 def choose(k: int, num_mixes: int, num_tokens: int) -> dict:
-    """See `block_m_of` and `splits_of`."""
-    return dict(block_m=block_m_of(num_tokens), splits=splits_of(k, padded(num_mixes), num_tokens), num_stages=4)
+    """Large tiles of tokens read fn less often; parts of k fill one wave of blocks, and have two steps at least."""
+    block_m, splits = next(
+        ((m, n) for limit, m, n in ((256, 64, 64), (1024, 64, 16), (2112, 128, 16), (4224, 128, 8)) if num_tokens <= limit),
+        (128, 4),
+    )
+    return dict(block_m=block_m, splits=min(splits, max(n for n in SPLITS if n <= k // BLOCK_K // 2)), num_stages=4)
 
 
 def tiles_of_bwd(k: int, num_tokens: int) -> int:
-    """Tiles of tokens for each block: as many as leave two blocks to each of 132 SMs, so that dfn has few parts."""
-    tiles = -(-num_tokens // BLOCK_T)
-    return max(n for n in TILES if n == 1 or -(-tiles // n) * (k // BLOCK_N) >= 264)
+    """Tiles of tokens for each block: what gives the fewest rounds of tiles, then the fewest parts of dfn."""
+    tiles, blocks = -(-num_tokens // BLOCK_T), k // BLOCK_N
+
+    def rounds(n: int) -> int:
+        return -(-(-(-tiles // n) * blocks) // WAVE) * (n + 1)  # a block costs about a tile besides its tiles
+
+    return min(reversed(TILES), key=rounds)
 
 
 def choose_bwd(k: int, columns: int, accumulate: bool, num_tokens: int) -> dict:
     """See `tiles_of_bwd`."""
-    return dict(tiles=tiles_of_bwd(k, num_tokens), num_stages=2)
+    return dict(tiles=tiles_of_bwd(k, num_tokens), num_stages=3)
 
 
 # Forward ------------------------------------------------------------------------------------

@@ -49,9 +49,9 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 
 def choose(hidden: int, num_streams: int, width: int, coef_width: int, num_tokens: int) -> dict:
-    """Two vectors for each thread, one after another: num_streams + 1 loads of one are in flight."""
+    """Two vectors of x and of every stream in flight for each thread."""
     row_threads = row_threads_for(hidden // width, 2)
-    return dict(row_threads=row_threads, rows=rows_for(row_threads, 128))
+    return dict(row_threads=row_threads, rows=rows_for(row_threads, 128), vectors=2 if num_streams <= 4 else 1)
 
 
 def choose_bwd(hidden: int, num_streams: int, width: int, coef_width: int, num_tokens: int) -> dict:
@@ -63,9 +63,15 @@ def choose_bwd(hidden: int, num_streams: int, width: int, coef_width: int, num_t
 # Kernels ------------------------------------------------------------------------------------
 
 
-@kernel(choose=choose, space=dict(row_threads=ROW_THREADS, rows=(1, 2, 4, 8)), pass_configs=ROW_PASS_CONFIGS)
-def post_kernel(hidden: int, num_streams: int, width: int, coef_width: int, *, row_threads: int, rows: int):
-    """Rows of `hidden` elements, `width` of them in an access, coefficients `coef_width` at a time."""
+@kernel(
+    choose=choose,
+    space=dict(row_threads=ROW_THREADS, rows=(1, 2, 4, 8), vectors=(1, 2)),
+    pass_configs=ROW_PASS_CONFIGS,
+)
+def post_kernel(
+    hidden: int, num_streams: int, width: int, coef_width: int, *, row_threads: int, rows: int, vectors: int
+):
+    """Rows of `hidden` elements, `width` of them in an access; `vectors` of a thread are read before one is written."""
     num_vectors = hidden // width
     num_tokens = T.dynamic('num_tokens')
 
@@ -78,8 +84,8 @@ def post_kernel(hidden: int, num_streams: int, width: int, coef_width: int, *, r
         y: T.Tensor((num_tokens, num_streams, hidden), T.bfloat16),
     ):
         with T.Kernel(T.ceildiv(num_tokens, rows), threads=rows * row_threads) as pid:
-            x_local = T.alloc_local((1, width), T.bfloat16)
-            residual_local = T.alloc_local((num_streams, width), T.bfloat16)
+            x_local = T.alloc_local((vectors, width), T.bfloat16)
+            residual_local = T.alloc_local((vectors * num_streams, width), T.bfloat16)
             y_local = T.alloc_local((num_streams, width), T.bfloat16)
             post_local = T.alloc_local((num_streams,), T.float32)
             comb_local = T.alloc_local((num_streams * num_streams,), T.float32)
@@ -89,13 +95,18 @@ def post_kernel(hidden: int, num_streams: int, width: int, coef_width: int, *, r
             if token < num_tokens:
                 load_mix(post_mix, token, post_local, coef_width)
                 load_mix(comb_mix, token, comb_local, coef_width)
-                for part in T.serial(T.ceildiv(num_vectors, row_threads)):
-                    index = part * row_threads + tx % row_threads
-                    if index < num_vectors:
-                        load_vector(x, token, 0, index, x_local, 0)
-                        load_streams(residual, token, index, residual_local)
-                        post_to_vector(x_local, residual_local, post_local, comb_local, y_local)
-                        store_streams(y_local, y, token, index)
+                for part in T.serial(T.ceildiv(num_vectors, vectors * row_threads)):
+                    first = part * vectors * row_threads + tx % row_threads
+                    for v in T.unroll(vectors):
+                        if first + v * row_threads < num_vectors:
+                            load_vector(x, token, 0, first + v * row_threads, x_local, v)
+                            load_streams(residual, token, first + v * row_threads, residual_local, v * num_streams)
+                    for v in T.unroll(vectors):
+                        if first + v * row_threads < num_vectors:
+                            post_to_vector(
+                                x_local, v, residual_local, v * num_streams, post_local, comb_local, y_local
+                            )
+                            store_streams(y_local, y, token, first + v * row_threads)
 
     return post
 
@@ -146,9 +157,9 @@ def post_bwd_kernel(hidden: int, num_streams: int, width: int, coef_width: int, 
                 for part in T.serial(T.ceildiv(num_vectors, row_threads)):
                     index = part * row_threads + tx % row_threads
                     if index < num_vectors:
-                        load_streams(dy, token, index, dy_local)
+                        load_streams(dy, token, index, dy_local, 0)
                         load_vector(x, token, 0, index, x_local, 0)
-                        load_streams(residual, token, index, residual_local)
+                        load_streams(residual, token, index, residual_local, 0)
                         for e in T.unroll(width):
                             total = T.alloc_var(T.float32, init=0.0)
                             for o in T.unroll(num_streams):

@@ -66,7 +66,7 @@ def choose(
 def give_input(token, index, pre, layer_input, coef_width, x_local, mix_local, y_local):
     """The input of a layer from the streams in `x_local`."""
     load_mix(pre, token, mix_local, coef_width)
-    apply_to_vector(x_local, mix_local, y_local, 0)
+    apply_to_vector(x_local, 0, mix_local, y_local)
     store_vector(y_local, 0, layer_input, token, 0, index)
 
 
@@ -75,12 +75,9 @@ def take_output(token, index, layer, post, comb, residual, coef_width, output_lo
     """The streams in `x_local` after a layer."""
     num_streams, width = x_local.shape
     y_local = T.alloc_local((num_streams, width), T.bfloat16)
-    one_local = T.alloc_local((1, width), T.bfloat16)
     load_mix(post, token, mix_local, coef_width)
     load_mix(comb, token, comb_local, coef_width)
-    for e in T.vectorized(width):
-        one_local[0, e] = output_local[layer, e]
-    post_to_vector(one_local, x_local, mix_local, comb_local, y_local)
+    post_to_vector(output_local, layer, x_local, 0, mix_local, comb_local, y_local)
     store_streams(y_local, residual, token, index)
     for c in T.unroll(num_streams):
         for e in T.vectorized(width):
@@ -171,7 +168,7 @@ def recompute_kernel(
             for part in T.serial(T.ceildiv(num_vectors, row_threads)):
                 index = part * row_threads + tx
                 if index < num_vectors:
-                    load_streams(first, token, index, x_local)
+                    load_streams(first, token, index, x_local, 0)
                     for l in (0, 1, 2, 3, 4, 5):
                         if l < num_posts:
                             load_vector(outputs[l], token, 0, index, output_local, l)

@@ -103,7 +103,7 @@ def softmax_rows(k_local, lanes, columns, eps):
         for c in T.unroll(held):
             k_local[i, c] = T.if_then_else(c < columns, T.exp(k_local[i, c] - peak), T.float32(0.0))
             total = total + k_local[i, c]
-        total = T.ieee_frcp(sum_lanes(total, lanes))
+        total = T.fast_rcp(sum_lanes(total, lanes))
         for c in T.unroll(held):
             k_local[i, c] = T.if_then_else(c < columns, T.ieee_fmaf(k_local[i, c], total, eps), T.float32(0.0))
 
