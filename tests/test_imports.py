@@ -19,6 +19,7 @@ ALLOWED = {
     'modeling': {'core', 'engram', 'gemm', 'mhc', 'modeling', 'moe', 'quant'},
     'rand': {'core', 'rand'},
     'transform': {'core', 'transform'},
+    'mhc': {'core', 'mhc', 'torch'},  # the twin of an op with a parameter for each layer calls the one with lists
     'moe': {'core', 'moe', 'quant'},  # routing builds on casts
     'quant': {'core', 'quant'},
     'transpose': {'core', 'transpose'},

@@ -6,7 +6,7 @@ from torch import nn
 
 from tile_kernels.core.errors import ArgumentError
 from tile_kernels.modeling import MHCPipeline
-from tile_kernels.modeling.mhc import expand_from_embedding, mhc_head, mhc_pre, ops
+from tile_kernels.modeling.mhc import expand_from_embedding, mhc_head, mhc_post_pre, mhc_pre, ops
 from tile_kernels.testing.numeric import assert_equal
 from tile_kernels.torch.mhc import expand_to_mhc_ref, mhc_post_ref, mhc_pre_norm_fn_ref, sinkhorn_normalize_ref
 
@@ -57,7 +57,7 @@ def test_handed_over_gradients_sum_to_those_of_autograd():
         step(residual, *parts[1:], fuse).float().square().sum().backward()
         gradients.append(leaf.grad.float())
         assert not hasattr(residual.untyped_storage(), 'grad_from_mhc_post')
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=3e-2, atol=3e-2)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=3e-2, atol=0.1)  # sums of bfloat16, rounded apart
 
 
 def test_a_gradient_left_on_the_storage_is_added_to_in_place():
@@ -106,6 +106,18 @@ def test_projection_agrees_with_the_reference():
     torch.testing.assert_close(actual, mhc_pre_norm_fn_ref(residual, fn, weight, 1e-6), rtol=1e-3, atol=2e-3)
 
 
+def test_post_and_pre_at_once_give_what_they_give_apart():
+    residual, fn, scale, base, weight = inputs()
+    x = torch.randn(2, 3, 64, device=DEVICE, dtype=BF16)
+    _, mixes = mhc_pre(residual, fn, scale, base)
+    following, layer_input, coefficients = mhc_post_pre(x, residual, *mixes, fn, scale, base, norm_weight=weight)
+    expected = ops.mhc_post(x, residual, *mixes)
+    assert_equal(following, expected)
+    apart, coefficients_apart = mhc_pre(expected, fn, scale, base, norm_weight=weight)
+    for actual, value in zip((layer_input, *coefficients), (apart, *coefficients_apart), strict=True):
+        assert_equal(actual, value)
+
+
 def test_the_head_closes_any_number_of_streams():
     for n in (2, 4, 8):
         residual = expand_from_embedding(torch.randn(3, 64, device=DEVICE, dtype=BF16), n)
@@ -117,7 +129,7 @@ def test_the_head_closes_any_number_of_streams():
 
 def test_a_wrong_number_of_streams_is_named():
     residual, fn, scale, base, _ = inputs()
-    with pytest.raises(ArgumentError, match='modeling.mhc_pre: the number of streams must be 8, got 4'):
+    with pytest.raises(ArgumentError, match=r'modeling\.mhc_pre: the number of streams must be 8, got 4'):
         mhc_pre(residual, fn, scale, base, mhc_mult=8)
 
 
@@ -166,7 +178,7 @@ class Transformer(nn.Module):
     def __init__(self, num_layers=12, hidden=64, vocab=17, n=4):
         super().__init__()
         self.embed = nn.Embedding(vocab, hidden, dtype=BF16)
-        self.connections = nn.ModuleList(MHCPipeline(n, hidden, sinkhorn_repeat=5) for _ in range(num_layers))
+        self.connections = nn.ModuleList(MHCPipeline(n, hidden, sinkhorn_repeat=3) for _ in range(num_layers))
         self.layers = nn.ModuleList(Block(hidden, i % 2 == 0) for i in range(num_layers))
         self.out = nn.Linear(hidden, vocab, bias=False, dtype=BF16)
 
@@ -180,7 +192,7 @@ class Transformer(nn.Module):
         return self.out(x).float()
 
 
-def train(model, plain, steps=25):
+def train(model, plain, steps=4):
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     tokens = (torch.arange(4 * 17, device=DEVICE).view(4, 17) * 3 + torch.arange(4, device=DEVICE)[:, None]) % 17
     losses = []
@@ -199,9 +211,9 @@ def test_a_transformer_trains_to_the_loss_of_plain_pytorch():
     theirs = Transformer().to(DEVICE)
     theirs.load_state_dict(ours.state_dict())
     losses, expected = train(ours, plain=False), train(theirs, plain=True)
-    assert losses[0] == pytest.approx(expected[0], rel=1e-2)
-    assert losses[-1] < 0.3 * losses[0]
-    assert losses[-1] == pytest.approx(expected[-1], rel=0.2, abs=0.1)
+    assert losses[0] == pytest.approx(expected[0], rel=1e-3)
+    assert losses[-1] < 0.6 * losses[0]
+    assert losses == pytest.approx(expected, rel=0.1)
 
 
 def test_a_model_compiles_into_one_graph():

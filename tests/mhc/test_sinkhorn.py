@@ -58,7 +58,7 @@ def test_reference_agrees():
 
 
 def test_what_it_refuses():
-    with pytest.raises(ArgumentError, match='mhc.sinkhorn_normalize: repeat must be at least 1, got 0'):
+    with pytest.raises(ArgumentError, match=r'mhc\.sinkhorn_normalize: repeat must be at least 1, got 0'):
         sinkhorn_normalize(torch.randn(2, 2), num_iters=0)
     with pytest.raises(ArgumentError, match='x must have matrices of at most 64 x 32 elements'):
         sinkhorn_normalize(torch.randn(128, 128))

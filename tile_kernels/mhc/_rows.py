@@ -21,8 +21,8 @@ STREAMS = (2, 4, 8)
 #: Hidden sizes are multiples of this.
 HIDDEN_MULTIPLE = 64
 
-#: Code that walks rows keeps within them, so guards would only cost; explicit 16-byte stores stay whole where nvcc splits
-#: plain ones of converted values.
+#: Code that walks rows keeps within them, so guards would only cost; explicit 16-byte stores stay whole where nvcc
+#: splits plain ones of converted values.
 ROW_PASS_CONFIGS = {'TL_DISABLE_SAFE_MEMORY_ACCESS': True, 'TL_ENABLE_LOWER_LDGSTG': True}
 
 #: Threads that may own a token: whole warps, up to 256 threads.

@@ -189,7 +189,7 @@ def mhc_reduce_partials_and_rmsnorm_bwd(
 def mhc_post_fwd(
     x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor, out: Tensor | None = None
 ) -> Tensor:
-    """`out[o] = post[o] x + sum_i comb[i, o] residual[i]` for (..., hidden), (..., n, hidden), (..., n, 1), (..., n, n)."""
+    """`out[o] = post[o] x + sum_i comb[i, o] residual[i]`, shapes as `post` takes them."""
     if out is None:
         return post(x, residual, post_layer_mix, comb_res_mix)
     post_(x, residual, post_layer_mix, comb_res_mix, out)

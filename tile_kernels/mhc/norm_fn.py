@@ -4,14 +4,14 @@
     rstd[t]     = rsqrt(sum_k x[t, k]^2 / k + eps)
     mixes[t, j] = mul[t, j] rstd[t]
 
-Eleven bits are the sum of two bfloat16 numbers, so fn = high + low exactly and the products run as bfloat16 on the tensor
-cores, straight from the residual as it lies in memory. Blocks own `block_m` tokens and a share of k; their parts are
-summed in a fixed order. Backward, with g the gradient of mixes and o = g rstd rounded to TF32 as well:
+Eleven bits are the sum of two bfloat16 numbers, so fn = high + low exactly and the products run as bfloat16 on the
+tensor cores, straight from the residual as it lies in memory. Blocks own `block_m` tokens and a share of k; their parts
+are summed in a fixed order. Backward, with g the gradient of mixes and o = g rstd rounded to TF32 as well:
 
     dx[t, k]  = sum_j o[t, j] fn[j, k] - x[t, k] rstd[t]^2 / k sum_j g[t, j] mixes[t, j]
     dfn[j, k] = sum_t o[t, j] x[t, k]
 
-A block owns `block_k` columns and a share of the tokens; it reads each tile of x once for both. Memory bound: the floor is
+A block owns 128 columns and a share of the tokens; it reads each tile of x once for both. Memory bound: the floor is
 reading x, and backward writing dx.
 """
 

@@ -26,7 +26,11 @@ def padded(num_mixes: int) -> int:
 def choose(k: int, num_mixes: int, num_tokens: int) -> dict:
     """Large tiles of tokens read fn less often; parts of k fill one wave of blocks, and have two steps at least."""
     block_m, splits = next(
-        ((m, n) for limit, m, n in ((256, 64, 64), (1024, 64, 16), (2112, 128, 16), (4224, 128, 8)) if num_tokens <= limit),
+        (
+            (m, n)
+            for limit, m, n in ((256, 64, 64), (1024, 64, 16), (2112, 128, 16), (4224, 128, 8))
+            if num_tokens <= limit
+        ),
         (128, 4),
     )
     return dict(block_m=block_m, splits=min(splits, max(n for n in SPLITS if n <= k // BLOCK_K // 2)), num_stages=4)

@@ -103,9 +103,7 @@ def post_kernel(
                             load_streams(residual, token, first + v * row_threads, residual_local, v * num_streams)
                     for v in T.unroll(vectors):
                         if first + v * row_threads < num_vectors:
-                            post_to_vector(
-                                x_local, v, residual_local, v * num_streams, post_local, comb_local, y_local
-                            )
+                            post_to_vector(x_local, v, residual_local, v * num_streams, post_local, comb_local, y_local)
                             store_streams(y_local, y, token, first + v * row_threads)
 
     return post
@@ -113,7 +111,7 @@ def post_kernel(
 
 @kernel(choose=choose_bwd, space=dict(row_threads=ROW_THREADS, rows=(1, 2, 4, 8)), pass_configs=ROW_PASS_CONFIGS)
 def post_bwd_kernel(hidden: int, num_streams: int, width: int, coef_width: int, *, row_threads: int, rows: int):
-    """The four gradients; sums over a row are finished by shuffles and, between the warps of a token, in shared memory."""
+    """The four gradients; shuffles finish the sums over a row, and shared memory between the warps of a token."""
     num_vectors = hidden // width
     num_pairs = num_streams * num_streams
     per_scatter = min(num_pairs, WARP)

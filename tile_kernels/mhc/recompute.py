@@ -3,10 +3,10 @@
     layer_input[l] = apply_mix(residual, pre[l])
     residual       = post(layer_output[l], residual, post[l], comb[l]), also written to residuals[l]
 
-Between layers the streams stay in registers, rounded as if they had been written and read: the same bits as the two ops one
-after another, with one read of the first residual instead of two for each layer. A launch takes up to `MAX_LAYERS` layers,
-whose tensors are separate parameters; so nothing is copied to the device first, and the call can be captured. Memory
-bound: the floor is reading the first residual and every layer_output, and writing the rest.
+Between layers the streams stay in registers, rounded as if they had been written and read: the same bits as the two ops
+one after another, with one read of the first residual instead of two for each layer. A launch takes up to `MAX_LAYERS`
+layers, whose tensors are separate parameters; so nothing is copied to the device first, and the call can be captured.
+Memory bound: the floor is reading the first residual and every layer_output, and writing the rest.
 """
 
 import inspect
@@ -197,7 +197,7 @@ def recompute_kernel(
 
 
 def _with_slots(fn: Callable) -> Callable:
-    """Give a function of (first, **slots) the parameters it has: `first`, and the slots of every layer, which may be None."""
+    """Give a function of (first, **slots) its signature: `first`, and the slots of every layer, which may be None."""
     kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
     hints: dict[str, Any] = {'first': Tensor}
     for layer in range(MAX_LAYERS):
@@ -232,8 +232,8 @@ def _twin(first: Tensor, **slots: Tensor | None) -> None:
 def recompute_(first: Tensor, **slots: Tensor | None) -> None:
     """Recompute up to six layers into memory of the caller; see `mhc_multilayer_recompute`.
 
-    Layer l has `pre<l>`, `layer_input<l>` (written), and, except perhaps the last, `layer_output<l>`, `post<l>`, `comb<l>`
-    and `residual<l>` (written).
+    Layer l has `pre<l>`, `layer_input<l>` (written), and, except perhaps the last, `layer_output<l>`, `post<l>`,
+    `comb<l>` and `residual<l>` (written).
     """
     of = _columns(slots)
     lead, num_streams, hidden = _check(first, of)

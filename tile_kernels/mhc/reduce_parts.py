@@ -4,7 +4,8 @@
     rstd[t, g]    = rsqrt(square[t, g] / group + eps)
     y[t, j]       = sum_g mul[t, g, j] rstd[t, g]
 
-    dmul[t, g, j] = dy[t, j] rstd[t, g]                     dsquare[t, g] = -rstd^3 / (2 group) sum_j dy[t, j] mul[t, g, j]
+    dmul[t, g, j] = dy[t, j] rstd[t, g]
+    dsquare[t, g] = -rstd[t, g]^3 / (2 group) sum_j dy[t, j] mul[t, g, j]
 
 One thread owns a column of a token, backward a group of it. Latency bound.
 """

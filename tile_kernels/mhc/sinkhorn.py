@@ -4,8 +4,9 @@
     columns:  p[i, j] *= r / (sum_i p[i, j] + eps)          once, and then repeat - 1 times after
     rows:     p[i, j] *= 1 / (sum_j p[i, j] + eps)
 
-A square matrix becomes doubly stochastic. The scalings are kept apart from the matrix, p = diag(u) k diag(v), and each as
-the inverse of its divisor, so an iteration is two products of k with a vector and a reciprocal for each row and column:
+A square matrix becomes doubly stochastic. The scalings are kept apart from the matrix, p = diag(u) k diag(v), and each
+as the inverse of its divisor, so an iteration is two products of k with a vector and a reciprocal for each row and
+column:
 
     rows:     a[i] = sum_j k[i, j] v[j] + eps a[i]          u[i] = 1 / a[i]
     columns:  b[j] = sum_i u[i] k[i, j] + eps / r b[j]      v[j] = r / b[j]

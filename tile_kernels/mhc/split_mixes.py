@@ -5,8 +5,8 @@
     post[t, c]    = sigmoid(z[t, n + c]) post_mult
     comb[t, i, o] = z[t, 2n + i n + o]
 
-The head of a model needs the first part alone. One thread owns an element. Backward, the sums over tokens (dscale, dbase)
-are taken by `PARTS` blocks, and their results by a second kernel, always in the same order. Latency bound.
+The head of a model needs the first part alone. One thread owns an element. Backward, the sums over tokens (dscale,
+dbase) are taken by `PARTS` blocks, and their results by a second kernel, always in the same order. Latency bound.
 """
 
 import torch

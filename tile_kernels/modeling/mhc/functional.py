@@ -1,5 +1,7 @@
 """What happens to the residual streams at the ends of a model and before each of its layers."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -8,6 +10,7 @@ from tile_kernels.mhc.norm_weight import merge_norm_weight
 from tile_kernels.modeling.mhc.ops import (
     expand_to_mhc,
     mhc_head_compute_mix,
+    mhc_post,
     mhc_pre_apply_mix,
     mhc_pre_big_fuse,
     mhc_pre_norm_fn,
@@ -68,6 +71,35 @@ def mhc_pre(
     pre_mix, post_mix, z = mhc_pre_split_mixes(mixes, scale, base, mhc_mult, post_mult_value, pre_eps)
     comb_mix = sinkhorn_normalize(z, sinkhorn_repeat, sinkhorn_eps)
     return mhc_pre_apply_mix(residual, pre_mix), (post_mix, comb_mix)
+
+
+def mhc_post_pre(
+    x: Tensor,
+    residual: Tensor,
+    post_mix: Tensor,
+    comb_mix: Tensor,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    **options: Any,
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Post of one layer and pre of the next.
+
+    Args:
+        x: (..., hidden) bfloat16; what the layer put out.
+        residual: (..., n, hidden) bfloat16; the residual before it.
+        post_mix: (..., n, 1) float32, from the pre of the layer.
+        comb_mix: (..., n, n) float32, from the pre of the layer.
+        fn: of the next layer, as `scale`, `base` and the options; see `mhc_pre`.
+        scale: see `mhc_pre`.
+        base: see `mhc_pre`.
+        options: keyword arguments of `mhc_pre`.
+
+    Returns:
+        The next residual, and what `mhc_pre` gives for it: layer_input and (post_mix, comb_mix).
+    """
+    following = mhc_post(x, residual, post_mix, comb_mix)
+    return following, *mhc_pre(following, fn, scale, base, **options)
 
 
 def mhc_head(

@@ -27,7 +27,7 @@ class MHCPipeline(nn.Module):
         hidden_size: channels of a stream, a multiple of 64.
         sinkhorn_repeat: how often the combination is scaled; see `sinkhorn_normalize`.
         post_mult_value: the largest share of a layer's output in a stream.
-        eps: added to the mean square, to the sums of the combination and to the shares of the streams in a layer's input.
+        eps: added to the mean square, to the sums of the combination and to the shares of the streams.
     """
 
     def __init__(

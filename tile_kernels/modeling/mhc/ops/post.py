@@ -1,9 +1,9 @@
 """Residual streams after a layer, and the hand-over of their gradient.
 
-The residual before a layer is used three times: by the projection, by the mix of the layer's input and by post. Autograd
-would write three gradients and add them. With `fuse_grad_acc` the gradient of post, which comes first, is left on the
-storage of the residual as `grad_from_mhc_post`; the other two add theirs to it in place and return none. This asks that
-nothing else uses that residual, since autograd must hand on the very tensor that post returned.
+The residual before a layer is used three times: by the projection, by the mix of the layer's input and by post.
+Autograd would write three gradients and add them. With `fuse_grad_acc` the gradient of post, which comes first, is left
+on the storage of the residual as `grad_from_mhc_post`; the other two add theirs to it in place and return none. This
+asks that nothing else uses that residual, since autograd must hand on the very tensor that post returned.
 """
 
 from typing import Any
