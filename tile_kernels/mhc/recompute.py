@@ -55,8 +55,8 @@ SLOTS = ('pre', 'layer_input', 'layer_output', 'post', 'comb', 'residual')
 def choose(
     hidden: int, num_streams: int, width: int, coef_width: int, num_inputs: int, num_posts: int, num_tokens: int
 ) -> dict:
-    """Two vectors for each thread, one after another: the streams and all layer outputs of one are in flight."""
-    return dict(row_threads=row_threads_for(hidden // width, 2))
+    """One vector for each thread: addresses of so many tensors would fill the registers if they were kept for a second."""
+    return dict(row_threads=row_threads_for(hidden // width, 4))
 
 
 # Kernel -------------------------------------------------------------------------------------
@@ -97,6 +97,7 @@ def recompute_kernel(
 ):
     """`num_inputs` layers get their input, the first `num_posts` of them end in a residual."""
     num_vectors = hidden // width
+    parts = -(-num_vectors // row_threads)
     num_tokens = T.dynamic('num_tokens')
 
     def streams():
@@ -151,7 +152,7 @@ def recompute_kernel(
         comb5: pairs(),
         residual5: streams(),
     ):
-        with T.Kernel(num_tokens, threads=row_threads) as token:
+        with T.Kernel(num_tokens * parts, threads=row_threads) as pid:
             x_local = T.alloc_local((num_streams, width), T.bfloat16)
             y_local = T.alloc_local((1, width), T.bfloat16)
             output_local = T.alloc_local((max(num_posts, 1), width), T.bfloat16)
@@ -165,30 +166,29 @@ def recompute_kernel(
             combs = (comb0, comb1, comb2, comb3, comb4, comb5)
             residuals = (residual0, residual1, residual2, residual3, residual4, residual5)
 
-            for part in T.serial(T.ceildiv(num_vectors, row_threads)):
-                index = part * row_threads + tx
-                if index < num_vectors:
-                    load_streams(first, token, index, x_local, 0)
-                    for l in (0, 1, 2, 3, 4, 5):
-                        if l < num_posts:
-                            load_vector(outputs[l], token, 0, index, output_local, l)
-                    for l in (0, 1, 2, 3, 4, 5):
-                        if l < num_inputs:
-                            give_input(token, index, pres[l], inputs[l], coef_width, x_local, mix_local, y_local)
-                        if l < num_posts:
-                            take_output(
-                                token,
-                                index,
-                                l,
-                                posts[l],
-                                combs[l],
-                                residuals[l],
-                                coef_width,
-                                output_local,
-                                x_local,
-                                mix_local,
-                                comb_local,
-                            )
+            token, index = pid // parts, pid % parts * row_threads + tx
+            if index < num_vectors:
+                load_streams(first, token, index, x_local, 0)
+                for l in (0, 1, 2, 3, 4, 5):
+                    if l < num_posts:
+                        load_vector(outputs[l], token, 0, index, output_local, l)
+                for l in (0, 1, 2, 3, 4, 5):
+                    if l < num_inputs:
+                        give_input(token, index, pres[l], inputs[l], coef_width, x_local, mix_local, y_local)
+                    if l < num_posts:
+                        take_output(
+                            token,
+                            index,
+                            l,
+                            posts[l],
+                            combs[l],
+                            residuals[l],
+                            coef_width,
+                            output_local,
+                            x_local,
+                            mix_local,
+                            comb_local,
+                        )
 
     return recompute
 
