@@ -47,8 +47,8 @@ def tiles_of_bwd(k: int, num_tokens: int) -> int:
 
 
 def choose_bwd(k: int, columns: int, accumulate: bool, num_tokens: int) -> dict:
-    """See `tiles_of_bwd`."""
-    return dict(tiles=tiles_of_bwd(k, num_tokens), num_stages=3)
+    """See `tiles_of_bwd`; three stages where two blocks fit on an SM."""
+    return dict(tiles=tiles_of_bwd(k, num_tokens), num_stages=3 if columns <= 24 else 2)
 
 
 # Forward ------------------------------------------------------------------------------------
@@ -248,7 +248,8 @@ def prepare_bwd_kernel(k: int, num_mixes: int, *, num_threads: int):
 @kernel(choose=choose_bwd, space=dict(tiles=TILES, num_stages=(1, 2, 3, 4)))
 def norm_fn_bwd_kernel(k: int, columns: int, accumulate: bool, *, tiles: int, num_stages: int):
     """128 columns and a share of the tokens for each block: dx of every tile, and the part of dfn of all of them."""
-    block_k, num_threads = BLOCK_N, 128
+    block_k = BLOCK_N
+    num_threads = 128 if columns <= 24 else 256  # dfn of eight streams does not fit in the registers of fewer
     width = block_k // 8
     rows = num_threads // width
     num_tokens, num_parts = T.dynamic('num_tokens'), T.dynamic('num_parts')
