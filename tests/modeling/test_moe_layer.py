@@ -158,8 +158,9 @@ def test_checkpointing_export_and_autocast():
     _, dx_again, dw_again = gradients(checkpointed, layer, x)
     assert torch.equal(dx, dx_again) and all(torch.equal(dw[name], dw_again[name]) for name in dw)
     layer.eval()
-    exported = torch.export.export(layer, (x,), dynamic_shapes=({0: torch.export.Dim('tokens', min=2, max=4096)},))
     with torch.no_grad():
+        tokens = torch.export.Dim('tokens', min=2, max=4096)
+        exported = torch.export.export(layer, (x,), dynamic_shapes=({0: tokens},))
         assert torch.equal(exported.module()(x[:9]), layer(x[:9]))
         with torch.autocast(DEVICE, dtype=torch.bfloat16):
             assert torch.equal(layer(x), layer(x.float()).to(torch.bfloat16))
