@@ -15,8 +15,8 @@ ALLOWED = {
     'interpreter': {'interpreter', 'core'},
     'engram': {'core', 'engram'},
     'gemm': {'core', 'gemm'},
-    'mhc': {'core', 'mhc'},
-    'modeling': {'core', 'engram', 'gemm', 'mhc', 'modeling', 'moe', 'quant'},
+    'distributed': {'core', 'distributed', 'moe', 'quant'},
+    'modeling': {'core', 'distributed', 'engram', 'gemm', 'mhc', 'modeling', 'moe', 'quant'},
     'rand': {'core', 'rand'},
     'transform': {'core', 'transform'},
     'mhc': {'core', 'mhc', 'torch'},  # the twin of an op with a parameter for each layer calls the one with lists

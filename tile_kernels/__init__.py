@@ -23,7 +23,7 @@ __version__ = '0.1.0'
 FAMILIES = ('engram', 'gemm', 'mhc', 'moe', 'quant', 'rand', 'transform', 'transpose')
 
 #: Loaded when first used.
-_LAZY = ('config', 'modeling', 'utils', 'torch', 'testing', 'interpreter')
+_LAZY = ('config', 'distributed', 'modeling', 'utils', 'torch', 'testing', 'interpreter')
 
 _CONFIG = (
     'get_device_num_sms',

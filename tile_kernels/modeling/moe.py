@@ -178,6 +178,9 @@ class MoELayer(nn.Module):
         compute: 'bf16', or 'fp8': experts multiply e4m3 codes, of activations with a scale factor for 128 channels and
             of weights with one for blocks of 128 x 128; gradients are those of bfloat16. Widths must be multiples of
             128 then.
+        group: process group over which the experts are spread: this rank holds its share of them, and tokens travel;
+            see `tile_kernels.distributed.MoEDistributed`.
+        fp8_payload: quantise tokens before they travel.
         dtype: of the parameters.
         device: of the parameters.
 
@@ -202,6 +205,8 @@ class MoELayer(nn.Module):
         num_topk_groups: int | None = None,
         balance_rate: float = 0.0,
         compute: str = 'bf16',
+        group: Any = None,
+        fp8_payload: bool = False,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
     ) -> None:
@@ -224,7 +229,14 @@ class MoELayer(nn.Module):
         self.balance_rate = balance_rate
         self.compute = compute
         self.gate = MoEGate(num_experts, topk, hidden_dim, balance_rate != 0, options, factory)
-        self.experts = Experts(num_experts, hidden_dim, intermediate_dim, factory)
+        self.router = None
+        if group is not None:
+            from tile_kernels.distributed import MoEDistributed
+
+            check.equal(compute, 'bf16', 'compute of a layer over several ranks')
+            self.router = MoEDistributed(num_experts, topk, group=group, fp8_payload=fp8_payload)
+        num_own = num_experts if self.router is None else self.router.num_local_experts
+        self.experts = Experts(num_own, hidden_dim, intermediate_dim, factory)
         self.shared_experts = (
             SharedExperts(hidden_dim, num_shared_experts * intermediate_dim, factory) if num_shared_experts else None
         )
@@ -251,16 +263,23 @@ class MoELayer(nn.Module):
         if self.training:
             with torch.no_grad():
                 self.tokens_per_expert += group_count(indices, self.num_experts)
+        y = self._through_experts(tokens, weights, indices)
+        if self.shared_experts is not None:
+            y = y + self.shared_experts(tokens)
+        return y.to(x.dtype).reshape(x.shape)
+
+    def _through_experts(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+        """The weighted sum of what the chosen experts make of each token."""
+        if self.router is not None:
+            routed = self.router.route_tokens(tokens, indices)
+            return self.router.gather_output(self.experts(routed.hidden, routed.expert_end), weights)
         routing = token_to_expert_map(indices, self.num_experts)
         if self.compute == 'fp8':
             rows = self.experts.forward_fp8(tokens, routing)
         else:
             expanded = expand_to_fused(tokens, routing.token_topk_to_pos, routing.pos_to_expert)
             rows = self.experts(expanded, routing.expert_end)
-        y = reduce_fused(rows, weights, routing.token_topk_to_pos)
-        if self.shared_experts is not None:
-            y = y + self.shared_experts(tokens)
-        return y.to(x.dtype).reshape(x.shape)
+        return reduce_fused(rows, weights, routing.token_topk_to_pos)
 
     @torch.no_grad()
     def update_bias(self) -> None:

@@ -27,6 +27,7 @@ from tile_kernels.moe.topk_gating_bwd import topk_gating_bwd
 from tile_kernels.moe.topk_sum_and_topk_group_idx import topk_sum_and_topk_group_idx
 
 __all__ = [
+    'MoELayer',
     'MoETopKRouting',
     'RoutingMap',
     'ScoringFunc',
@@ -58,3 +59,11 @@ __all__ = [
     'topk_sum_and_topk_group_idx',
     'weight_normalize',
 ]
+
+
+def __getattr__(name: str) -> type:
+    if name == 'MoELayer':  # built of this family and others, so it is not loaded with it
+        from tile_kernels.modeling.moe import MoELayer
+
+        return MoELayer
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

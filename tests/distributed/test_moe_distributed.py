@@ -1,0 +1,55 @@
+"""Experts spread over processes give what one process gives; failures are told on every rank."""
+
+import pytest
+import torch
+
+from tests.distributed import workers
+from tile_kernels import ArgumentError
+from tile_kernels.distributed import MoEDistributed
+
+
+@pytest.mark.parametrize(
+    ('world_size', 'sizes'), [(2, (25, 15)), (3, (40, 0, 0)), (4, (10, 0, 29, 1))], ids=['uneven', 'one', 'four']
+)
+def test_many_processes_equal_one(world_size, sizes):
+    layer, tokens = workers.whole()
+    x = tokens.clone().requires_grad_()
+    y = layer(x)
+    torch.manual_seed(5)
+    y.backward(torch.randn(40, workers.HIDDEN).bfloat16())
+    found = workers.spawn(workers.layer_of_many, world_size, sizes, False)
+    joined = [torch.cat([found[rank][i] for rank in range(world_size)]) for i in (0, 1, 3)]
+    gate = sum(found[rank][2].float() for rank in range(world_size))
+    torch.testing.assert_close(joined[0], y, rtol=0, atol=0)
+    torch.testing.assert_close(joined[1], x.grad, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(joined[2], layer.experts.gate_up_proj.grad, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(gate, layer.gate.weight.grad.float(), rtol=3e-2, atol=3e-1)
+
+
+def test_an_fp8_payload_changes_little():
+    layer, tokens = workers.whole()
+    y = layer(tokens).float()
+    found = workers.spawn(workers.layer_of_many, 2, (25, 15), True)
+    assert (torch.cat([found[0][0], found[1][0]]).float() - y).norm() < 0.05 * y.norm()
+
+
+def test_a_rank_that_leaves_is_reported_and_nobody_hangs():
+    found = workers.spawn(workers.one_rank_leaves, 3)
+    for rank in (0, 2):
+        assert f'the exchange failed on rank {rank} of 3' in found[rank]
+
+
+def test_bad_arguments_are_told_on_every_rank():
+    found = workers.spawn(workers.bad_arguments, 2)
+    for rank in (0, 1):
+        assert [sentence.partition(', got')[0] for sentence in found[rank]] == [
+            'MoEDistributed: num_experts must be a multiple of the 2 ranks',
+            'distributed.MoEDistributed: strategy must be one of alltoall',
+            'MoEDistributed: gather_output must follow route_tokens',
+            'distributed.route_tokens: topk_indices must be (num_tokens, topk) with num_tokens = 3',
+        ] or found[rank]
+
+
+def test_without_a_process_group_it_says_so():
+    with pytest.raises(ArgumentError, match='needs a process group'):
+        MoEDistributed(4, 2)

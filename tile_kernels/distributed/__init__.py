@@ -1,0 +1,5 @@
+"""Layers over several processes, on `torch.distributed`: NCCL on GPUs, gloo on CPUs."""
+
+from tile_kernels.distributed.moe import MoEDistributed, RoutedTokens
+
+__all__ = ['MoEDistributed', 'RoutedTokens']

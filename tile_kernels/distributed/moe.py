@@ -1,0 +1,191 @@
+"""Expert parallelism: every rank holds some experts, and tokens travel to them and back.
+
+    route_tokens    sort the rows of all slots by expert, send each rank its part, sort what arrives by expert
+    gather_output   the same way back, then the weighted sum of every token
+
+Rank r holds the experts [r * num_local, (r + 1) * num_local). Sorted by expert, the rows for a rank are neighbours, so
+one all-to-all moves them. How many rows go where is known to the devices alone and sizes are needed to receive: this is
+the one place where the host waits, once a layer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tile_kernels.core import check
+from tile_kernels.core.errors import ArgumentError, TileKernelsError
+from tile_kernels.core.formats import QuantFormat, QuantTensor
+from tile_kernels.moe.expand import expand_to_fused
+from tile_kernels.moe.reduce import reduce_fused
+from tile_kernels.moe.routing import RoutingMap, token_to_expert_map
+from tile_kernels.quant.dequantise import dequantise
+from tile_kernels.quant.per_token_cast import per_token_cast
+
+#: What rows are quantised to when they travel as fp8.
+PAYLOAD = QuantFormat.parse('e4m3_1x128_f32')
+
+
+class RoutedTokens(NamedTuple):
+    """Rows that came to the experts of this rank.
+
+    Attributes:
+        hidden: (num_rows, hidden) rows in the order of the local experts.
+        expert_end: (num_local_experts,) int32, where the rows of each expert end; what `gemm.grouped_gemm` takes.
+        expert_indices: (num_rows,) int32, the local expert of each row.
+    """
+
+    hidden: Tensor
+    expert_end: Tensor
+    expert_indices: Tensor
+
+
+class _Trip(NamedTuple):
+    """What the way back needs: the map of this rank's tokens, the sizes of both directions, the order of arrivals."""
+
+    home: RoutingMap
+    send_sizes: list[int]
+    receive_sizes: list[int]
+    arrivals: RoutingMap
+    num_tokens: int
+
+
+def _explained(fn: Callable) -> Callable:
+    """A failed exchange says what to look at: torch's own message names a socket or a timeout."""
+
+    @functools.wraps(fn)
+    def call(self: MoEDistributed, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return fn(self, *args, **kwargs)
+        except ArgumentError:
+            raise
+        except (RuntimeError, dist.DistBackendError) as error:
+            raise TileKernelsError(
+                f'MoEDistributed.{fn.__name__}: the exchange failed on rank {self.rank} of {self.world_size}; another '
+                f'rank has died, has left the layer or did not arrive in time ({str(error).splitlines()[0]})'
+            ) from error
+
+    return call
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all of rows; gradients take the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
+        ctx.sizes, ctx.group = (send, receive), group
+        return _all_to_all(rows, send, receive, group)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        send, receive = ctx.sizes
+        return _all_to_all(dy.contiguous(), receive, send, ctx.group), None, None, None
+
+
+class _ExchangeFp8(torch.autograd.Function):
+    """The same with rows quantised on the way; gradients travel as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
+        ctx.sizes, ctx.group = (send, receive), group
+        codes, sf = per_token_cast(rows, PAYLOAD)
+        codes = _all_to_all(codes.view(torch.uint8), send, receive, group).view(codes.dtype)
+        sf = _all_to_all(sf, send, receive, group)
+        return dequantise(QuantTensor(codes, sf, PAYLOAD), rows.dtype)
+
+    backward = _Exchange.backward
+
+
+def _all_to_all(rows: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
+    out = rows.new_empty(sum(receive), *rows.shape[1:])
+    dist.all_to_all_single(out, rows, receive, send, group=group)
+    return out
+
+
+class MoEDistributed:
+    """Routes tokens to the ranks that hold their experts, and brings results home.
+
+    Args:
+        num_experts: of all ranks; a multiple of the world size.
+        topk: experts of a token.
+        strategy: 'alltoall'.
+        group: process group; the default one unless given. Its timeout is honoured.
+        fp8_payload: quantise rows before they are sent (e4m3, a scale factor for 128 channels): half the bytes.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        topk: int,
+        strategy: str = 'alltoall',
+        group: dist.ProcessGroup | None = None,
+        *,
+        fp8_payload: bool = False,
+    ) -> None:
+        check.one_of(strategy, ('alltoall',), 'strategy')
+        if not dist.is_initialized():
+            raise ArgumentError(
+                'MoEDistributed: needs a process group, got none; call torch.distributed.init_process_group'
+            )
+        self.group = group if group is not None else dist.group.WORLD
+        self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        if num_experts % self.world_size:
+            raise ArgumentError(
+                f'MoEDistributed: num_experts must be a multiple of the {self.world_size} ranks, got {num_experts}'
+            )
+        self.num_experts, self.topk, self.fp8_payload = num_experts, topk, fp8_payload
+        self.num_local_experts = num_experts // self.world_size
+        self._trip: _Trip | None = None
+
+    @_explained
+    def route_tokens(self, hidden: Tensor, topk_indices: Tensor, topk_scores: Tensor | None = None) -> RoutedTokens:
+        """Send the row of every slot to the rank of its expert; differentiable in `hidden`. All ranks call it together.
+
+        Args:
+            hidden: (num_tokens, hidden) bfloat16, float16 or float32; a rank may have no token.
+            topk_indices: (num_tokens, topk) int64 or int32 experts among all; -1: slot not routed.
+            topk_scores: not used here; `gather_output` takes the weights.
+        """
+        num_tokens, _ = check.shape(hidden, 'hidden', 'num_tokens hidden')
+        check.shape(topk_indices, 'topk_indices', 'num_tokens topk', num_tokens=num_tokens, topk=self.topk)
+        home = token_to_expert_map(topk_indices, self.num_experts)
+        counts = home.num_tokens_per_expert.view(self.world_size, self.num_local_experts)
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts.contiguous(), group=self.group)
+        send_sizes, receive_sizes = counts.sum(1).tolist(), arriving.sum(1).tolist()
+
+        placed = home.pos_to_expert[: sum(send_sizes)]
+        rows = expand_to_fused(hidden, home.token_topk_to_pos, placed)
+        exchange = _ExchangeFp8 if self.fp8_payload else _Exchange
+        rows = exchange.apply(rows, send_sizes, receive_sizes, self.group)
+
+        experts = torch.arange(self.num_local_experts, device=hidden.device).repeat(self.world_size)
+        experts = experts.repeat_interleave(arriving.flatten().long(), output_size=sum(receive_sizes))
+        arrivals = token_to_expert_map(experts.unsqueeze(1), self.num_local_experts)
+        self._trip = _Trip(home, send_sizes, receive_sizes, arrivals, num_tokens)
+        rows = expand_to_fused(rows, arrivals.token_topk_to_pos, arrivals.pos_to_expert)
+        return RoutedTokens(rows, arrivals.expert_end, arrivals.pos_to_expert)
+
+    @_explained
+    def gather_output(self, expert_output: Tensor, topk_scores: Tensor | None = None) -> Tensor:
+        """Bring results back to their tokens, as weighted sums; differentiable in both. All ranks call it together.
+
+        Args:
+            expert_output: (num_rows, out_hidden) of the experts, in the order `route_tokens` returned its rows in.
+            topk_scores: (num_tokens, topk) float32 weights of the sum, None for a plain one.
+
+        Returns:
+            (num_tokens, out_hidden); 0 for tokens without an expert.
+        """
+        if self._trip is None:
+            raise ArgumentError('MoEDistributed: gather_output must follow route_tokens')
+        trip, self._trip = self._trip, None
+        check.shape(expert_output, 'expert_output', 'num_rows out_hidden', num_rows=sum(trip.receive_sizes))
+        rows = reduce_fused(expert_output, None, trip.arrivals.token_topk_to_pos)
+        rows = _Exchange.apply(rows, trip.receive_sizes, trip.send_sizes, self.group)
+        return reduce_fused(rows, topk_scores, trip.home.token_topk_to_pos)
