@@ -20,7 +20,7 @@ ALLOWED = {
     'rand': {'core', 'rand'},
     'transform': {'core', 'transform'},
     'mhc': {'core', 'mhc', 'torch'},  # the twin of an op with a parameter for each layer calls the one with lists
-    'moe': {'core', 'moe', 'quant'},  # routing builds on casts
+    'moe': {'core', 'modeling', 'moe', 'quant'},  # routing builds on casts; the layer is offered here as well
     'quant': {'core', 'quant'},
     'transpose': {'core', 'transpose'},
 }
