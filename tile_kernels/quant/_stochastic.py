@@ -27,17 +27,20 @@ MANTISSA = {'e4m3': (3, 7), 'e5m2': (2, 15), 'e2m1': (1, 1)}
 _TOP = {'e4m3': 0x7E, 'e5m2': 0x7B, 'e2m1': 0x7}
 
 
-def _mix(v_local: Any, first: Any, place: Any) -> Any:
-    """The hash of four consecutive numbers, before its last step."""
-    h = place
-    for e, factor in enumerate((0x5671D42B, 0x9995E499, 0xACE1B8A5, 0xE153538D)):
-        h = h + bits_of(v_local[first + e]) * T.uint32(factor)
-    h = (h ^ (h >> T.uint32(23))) * T.uint32(0x7FEB352D)
-    return (h ^ (h >> T.uint32(16))) * T.uint32(0x846CA68B)
+@macro
+def mix(v_local, first, place, word):
+    """`word[0]` = the hash of four numbers, before its last step. A statement for each step: none is done twice."""
+    word[0] = place
+    for e, factor in ((0, 0x5671D42B), (1, 0x9995E499), (2, 0xACE1B8A5), (3, 0xE153538D)):
+        word[0] = word[0] + bits_of(v_local[first + e]) * T.uint32(factor)
+    for shift, factor in ((23, 0x7FEB352D), (16, 0x846CA68B)):
+        word[0] = (word[0] ^ (word[0] >> T.uint32(shift))) * T.uint32(factor)
 
 
-def _finish(h: Any) -> Any:
-    return h ^ (h >> T.uint32(11))
+@macro
+def finish(word):
+    """The last step of the hash."""
+    word[0] = word[0] ^ (word[0] >> T.uint32(11))
 
 
 def _to_bf16(v: Any, random: Any) -> Any:
@@ -49,13 +52,15 @@ def _to_bf16(v: Any, random: Any) -> Any:
 @macro
 def round_four_to_bf16(v_local, first, place):
     """Round four consecutive numbers; the results are exact in bfloat16."""
-    word = T.alloc_var(T.uint32)
-    word = _mix(v_local, first, place)
+    word = T.alloc_local((1,), T.uint32)
+    second = T.alloc_local((1,), T.uint32)
+    mix(v_local, first, place, word)
+    second[0] = word[0] * T.uint32(0xD35A2D97)
+    finish(word)
+    finish(second)
     for e in T.unroll(2):
-        v_local[first + e] = _to_bf16(v_local[first + e], _finish(word) << T.cast(16 * e, T.uint32))
-    word = word * T.uint32(0xD35A2D97)
-    for e in T.unroll(2):
-        v_local[first + 2 + e] = _to_bf16(v_local[first + 2 + e], _finish(word) << T.cast(16 * e, T.uint32))
+        v_local[first + e] = _to_bf16(v_local[first + e], word[0] << T.cast(16 * e, T.uint32))
+        v_local[first + 2 + e] = _to_bf16(v_local[first + 2 + e], second[0] << T.cast(16 * e, T.uint32))
 
 
 def _code(v: Any, random: Any, element: Element) -> Any:
@@ -88,11 +93,12 @@ def sign_bytes(x_local: Any, i: Any, half: int) -> Any:
 def four_codes(v_local, first, place, signs, element, codes, at):
     """`codes[at]` = a word of the codes of four consecutive numbers, a byte each with the sign at its top."""
     magnitude = T.alloc_local((4,), T.uint32)
-    word = T.alloc_var(T.uint32)
-    word = _finish(_mix(v_local, first, place))
+    word = T.alloc_local((1,), T.uint32)
+    mix(v_local, first, place, word)
+    finish(word)
     for e in T.unroll(4):
-        magnitude[e] = _code(v_local[first + e], word, element)
-        word = word << T.uint32(8) | word >> T.uint32(24)
+        magnitude[e] = _code(v_local[first + e], word[0], element)
+        word[0] = pick_bytes(word[0], word[0], 3, 0, 1, 2)  # rotated left by 8
     codes[at] = _bytes_of([magnitude[e] for e in (0, 1, 2, 3)], 0) | signs & T.uint32(0x80808080)
     if element.name != 'e2m1':
         total = v_local[first] + v_local[first + 1] + v_local[first + 2] + v_local[first + 3]

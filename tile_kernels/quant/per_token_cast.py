@@ -96,14 +96,16 @@ def _along_row(hidden: int, fmt: QuantFormat, vectors: int) -> int:
 def choose_grouped(
     hidden: int, fmt: QuantFormat, source: torch.dtype | QuantFormat, vector_bytes: int, task: str, num_tokens: int
 ) -> dict:
-    """Many loads in flight, few where rows are few; whole sectors of scale factors; fp4 computes more than it loads."""
+    """Many loads in flight where rows are many, as registers allow; casts to fp4 compute more than they load."""
     if num_tokens * _lanes(hidden) < 4 << 17:
         return dict(vectors=2, num_threads=128)
-    if isinstance(source, QuantFormat):
+    if task == 'stochastic':
         return dict(vectors=4, num_threads=256)
-    if fmt.col and source is torch.bfloat16 and _piece(hidden, source, vector_bytes) == LANE:  # fits into registers
-        return dict(vectors=8, num_threads=128)
-    return dict(vectors=2 if fmt.data.name == 'e2m1' else 4, num_threads=256)
+    if fmt.data.name == 'e2m1' and not fmt.col and isinstance(source, torch.dtype):
+        return dict(vectors=2, num_threads=128)
+    whole = _piece(hidden, source, vector_bytes) == _storage(source, LANE)[1]
+    small = isinstance(source, QuantFormat) or source is torch.bfloat16
+    return dict(vectors=8, num_threads=128) if whole and small else dict(vectors=4, num_threads=256)
 
 
 def choose_row(
