@@ -1,10 +1,15 @@
 """The Engram gate: both calling forms, masks, in place, without residual, determinism, bad input."""
 
+import importlib
+
 import pytest
 import torch
 
+import tile_kernels.torch.engram as twins
 from tile_kernels import ArgumentError, knobs
+from tile_kernels.core.launch import forced_config
 from tile_kernels.engram import engram_gate_bwd, engram_gate_fwd, fused_weight, grad_w_reduce
+from tile_kernels.engram.gate_bwd_device import gate_bwd_kernel
 from tile_kernels.testing import assert_equal, calc_diff
 from tile_kernels.torch.engram import engram_gate_ref
 
@@ -126,6 +131,25 @@ def test_the_number_of_partial_sums_depends_on_the_shape_alone(inputs):
         second = engram_gate_bwd(dy, x, k, v, weight, *saved, CLAMP)
     for a, b in zip(first, second, strict=True):
         assert_equal(a, b)
+
+
+@pytest.mark.parametrize('ahead', [False, True])
+@pytest.mark.parametrize('num_partials', [1, 3])
+@pytest.mark.parametrize('images', [False, True])
+def test_a_block_goes_through_many_tokens(inputs, monkeypatch, num_partials, ahead, images):
+    x, k, v, wh, we = inputs
+    weight, dy = fused_weight(wh, we), torch.randn_like(x)
+    mask = torch.tensor([0, 1, 0, 0, 1, 1, 0], dtype=torch.bool) if images else None
+    saved = engram_gate_fwd(x, k, v, weight, EPS, CLAMP, image_token_mask=mask)[1:]
+    given = (dy, x, k, v, weight, *saved, CLAMP, mask)
+    expected = twins.gate_bwd_partial(*given)
+    for module in ('tile_kernels.engram.gate_bwd', 'tile_kernels.torch.engram.gate'):
+        monkeypatch.setattr(importlib.import_module(module), 'num_partials_for', lambda *shape: num_partials)
+    with forced_config(gate_bwd_kernel, vectors=2, resident_threads=512, ahead=ahead):
+        *grads, partial = engram_gate_bwd(*given)
+    assert partial.shape == (num_partials, 4, 256)
+    for actual, wanted in zip((*grads, partial.sum(0)), (*expected[:3], expected[3].sum(0)), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=2e-2 if actual.dtype == torch.bfloat16 else 1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,8 @@ from tile_kernels.engram._rows import MAX_HIDDEN, resident_blocks, row_layout
 BF16, F32 = torch.bfloat16, torch.float32
 MAX_STREAMS = 8
 
-#: Slots of a row that a thread of the gradient holds.
-VECTORS = 2
-
-#: Threads that are on their way at a time, on so many SMs; a constant, so that results do not depend on the GPU.
-BUSY_THREADS, BUSY_SMS = 512, 128
+#: SMs that the gradient fills, those of an H200; a constant, so that results are the same on every GPU.
+BUSY_SMS = 132
 
 
 def check_gate(
@@ -43,10 +40,24 @@ def check_gate(
     return num_tokens, num_streams, hidden
 
 
+def bwd_config(hidden: int) -> dict:
+    """How the gradient runs: threads for two blocks on an SM, or one that reads ahead where rows are too long for two.
+
+    The more tokens are under way at a time, the more often dy has left the L2 cache before the block of another stream
+    reads it again; so rows are spread over many threads, and few of them run at once.
+    """
+    if hidden <= 4096:
+        return dict(vectors=2, resident_threads=576, ahead=False)
+    if hidden <= 6144:
+        return dict(vectors=3, resident_threads=576, ahead=False)
+    return dict(vectors=4, resident_threads=384, ahead=hidden <= 8192)
+
+
 def num_partials_for(num_tokens: int, num_streams: int, hidden: int) -> int:
     """Partial sums of the weight gradient: blocks that run all at once, none without a token (but at least one)."""
-    row_threads, _ = row_layout(hidden, VECTORS)
-    most = max(1, BUSY_SMS * resident_blocks(BUSY_THREADS, row_threads) // num_streams)
+    config = bwd_config(hidden)
+    row_threads, _ = row_layout(hidden, config['vectors'])
+    most = max(1, BUSY_SMS * resident_blocks(config['resident_threads'], row_threads) // num_streams)
     return torch.sym_max(1, torch.sym_min(num_tokens, most))
 
 

@@ -26,13 +26,14 @@ ROW_PASS_CONFIGS = {
 
 
 def row_layout(hidden: int, vectors: int) -> tuple[int, int]:
-    """Threads that share a row and slots each of them holds: about `vectors`, with as few idle threads as possible."""
+    """Threads that share a row and slots each of them holds: `vectors`, or one more or less if too many would idle."""
     slots = hidden // SLOT
     layouts = []
     for count in (vectors, vectors + 1, max(1, vectors - 1)):
         threads = min(-(-slots // (WARP * count)) * WARP, MAX_THREADS)
         layouts.append((threads, -(-slots // threads)))
-    return min(layouts, key=lambda layout: layout[0] * layout[1])
+    held = [threads * count for threads, count in layouts]
+    return layouts[0] if held[0] <= 1.1 * slots else layouts[held.index(min(held))]
 
 
 def resident_blocks(resident_threads: int, num_threads: int) -> int:

@@ -2,6 +2,7 @@
 
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, macro
+from tile_kernels.engram._gate import bwd_config
 from tile_kernels.engram._rows import (
     ROW_PASS_CONFIGS,
     SLOT,
@@ -24,8 +25,8 @@ HALF = SLOT // 2
 
 
 def choose(hidden: int, num_streams: int, piece: int, masked: bool, residual: bool, size: int) -> dict:
-    """As many threads as may hold four rows in registers."""
-    return dict(vectors=2, resident_threads=512, ahead=True)
+    """The number of partial sums belongs to it, so both are decided in one place."""
+    return bwd_config(hidden)
 
 
 # Kernel -------------------------------------------------------------------------------------
@@ -168,7 +169,7 @@ def gradients_of_half(dy_local, x_local, k_local, j, p, weight_local, slope, x_s
 
 @kernel(
     choose=choose,
-    space=dict(vectors=(2, 4), resident_threads=(384, 512, 640, 768), ahead=(False, True)),
+    space=dict(vectors=(2, 3, 4), resident_threads=(384, 512, 576), ahead=(False, True)),
     pass_configs=ROW_PASS_CONFIGS,
 )
 def gate_bwd_kernel(

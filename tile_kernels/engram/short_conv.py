@@ -38,8 +38,8 @@ PASS_CONFIGS = {'TL_DISABLE_SAFE_MEMORY_ACCESS': True, 'TL_ENABLE_LOWER_LDGSTG':
 
 
 def choose(channels: int, taps: int, dilation: int, size: int) -> dict:
-    """Long runs re-read less, short ones fill the GPU when there are few tokens."""
-    return dict(run=64 if size * channels >= 2**24 else 16, chunk=8, num_threads=128)
+    """Long runs re-read less, short ones fill the GPU when there are few tokens; small blocks waste few registers."""
+    return dict(run=64 if size * channels >= 2**24 else 16, chunk=8, num_threads=64)
 
 
 # Kernels ------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def short_conv_kernel(channels: int, taps: int, dilation: int, *, run: int, chun
 
 
 @kernel(
-    choose=lambda *static: dict(chunk=4, num_threads=128),
+    choose=lambda *static: dict(chunk=8, num_threads=64),
     space=dict(chunk=(4, 8), num_threads=(64, 128)),
     pass_configs=PASS_CONFIGS,
 )
