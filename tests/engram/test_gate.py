@@ -39,6 +39,14 @@ def test_forward_equals_the_reference(inputs):
         assert calc_diff(actual, reference) < 2e-10
 
 
+@pytest.mark.parametrize('num_tokens', [4, 7])
+def test_the_reference_knows_both_forms(inputs, num_tokens):
+    x, k, v, wh, we = inputs
+    x, k, v = x[:num_tokens], k[:num_tokens], v[:num_tokens]  # as many tokens as streams, or more
+    apart = engram_gate_ref(x, k, v, wh, we, CLAMP, EPS)
+    assert_equal(engram_gate_ref(x, torch.cat([k, v[:, None]], dim=1), wh, we, CLAMP, EPS), apart)
+
+
 def test_packed_form_gives_the_same_bits(inputs):
     x, k, v, wh, we = inputs
     weight, kv = fused_weight(wh, we), torch.cat([k, v[:, None]], dim=1)

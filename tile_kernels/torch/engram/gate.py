@@ -172,7 +172,7 @@ def engram_gate_ref(
 
     Returns the new hidden states, with `save_for_backward` also dot, gate, rstd_x and rstd_k.
     """
-    packed = 'kv' in kwargs or (len(args) > 1 and args[1].shape[0] != hidden_states.shape[0])
+    packed = 'kv' in kwargs or (len(args) > 0 and args[0].shape[1] == hidden_states.shape[1] + 1)
     form = _packed_gate_ref if packed else _gate_ref
     return form(hidden_states, *args, **kwargs)
 
