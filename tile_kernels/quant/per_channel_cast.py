@@ -67,17 +67,16 @@ def choose(
 ) -> dict:
     """Eight rows for each lane, so that many loads are in flight; flat groups of a small problem get flat tiles.
 
-    Rows in pieces and float32 rows need more registers than 1024 threads leave.
+    Rows in pieces, turned ones and float32 rows need more registers than 1024 threads leave.
     """
     x_dtype = source.data.torch if isinstance(source, QuantFormat) else source
     in_pieces = vector_bytes < LANE * x_dtype.itemsize or hidden % LANE > 0
-    resident_threads = 512 if x_dtype.itemsize == 4 else 1024 if x_dtype.itemsize == 1 or gathered else 768
-    resident_threads = min(resident_threads, 768 if in_pieces else 1024)
+    resident_threads = 512 if x_dtype.itemsize == 4 else 768 if in_pieces or store_bytes else 1024
     panel = 8 if gathered else 0
     flat = not store_bytes and fmt.sf_block[0] == 32 and num_tokens * hidden < 1 << 22
     rows, num_threads = (4, 128) if flat else (8, 256)
     # rows of the result that begin anywhere are cheaper to write the longer the parts are that a tile has of them
-    row_lanes = 16 if store_bytes in (0, VECTOR_BYTES) else 8 if fmt.sf_block[0] == 32 else 4
+    row_lanes = 16 if store_bytes in (0, VECTOR_BYTES) else 8 if fmt.sf_block[0] == 32 or num_tokens < 512 else 4
     return dict(rows=rows, num_threads=num_threads, resident_threads=resident_threads, row_lanes=row_lanes, panel=panel)
 
 
@@ -407,13 +406,15 @@ per_channel_cast_and_transpose.cases(
     match='bitwise',
     smoke=grid(num_tokens=[0, 1, 128, 135], hidden=[136], dtype=BF16, fmt=['e4m3_128x1_f32'])
     + grid(num_tokens=[144], hidden=[99], dtype=F32, fmt=['e4m3_32x1_ue8m0x4', 'e5m2_128x1_f32p2'])
-    + grid(num_tokens=[40], hidden=[130], dtype=F16, fmt=['e4m3_32x1_f32']),
+    + grid(num_tokens=[40], hidden=[130], dtype=F16, fmt=['e4m3_32x1_f32'])
+    + grid(num_tokens=[525], hidden=[24], dtype=BF16, fmt=['e4m3_128x1_f32']),
     full=grid(
         num_tokens=[4096, 4001, 4002, 4004, 4008],
         hidden=[7168, 1090],
         dtype=BF16 + F32,
         fmt=['e4m3_128x1_f32', 'e4m3_32x1_f32p2', 'e5m2_32x1_ue8m0x4'],
-    ),
+    )
+    + grid(num_tokens=[300001], hidden=[7168], dtype=BF16, fmt=['e4m3_128x1_f32']),  # past 2^31 elements
     bench=grid(num_tokens=[64, 4096, 16384], hidden=[7168], dtype=BF16, fmt=['e4m3_128x1_f32'])
     + grid(num_tokens=[4096], hidden=[7168, 576], dtype=BF16, fmt=['e4m3_32x1_f32'])
     + grid(num_tokens=[4001, 16002], hidden=[7168], dtype=BF16, fmt=['e4m3_128x1_f32']),

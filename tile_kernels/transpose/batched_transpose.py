@@ -55,12 +55,15 @@ SMALL_MATRIX_BYTES = 1024
 
 
 def choose(dtype: torch.dtype, load_bytes: int, aligned: bool, size: int) -> dict:
-    """Long spans keep DRAM pages open; a problem of few tiles gets smaller ones, so that every SM has several."""
-    large = size * dtype.itemsize >= 32 << 20
+    """Long spans keep DRAM pages open; a problem of few tiles gets smaller ones, so that every SM has several.
+
+    Tiles that share vectors of a row of y, because it begins anywhere, are written at about the same time.
+    """
+    large = size * dtype.itemsize >= (32 if aligned else 16) << 20
     return dict(
         load_span=256 if large else 128,
         store_span=256 if large or not aligned else 128,  # shifted rows read 16 bytes more than they store
-        order='n' if dtype.itemsize == 1 else 'm',
+        order='n' if dtype.itemsize == 1 and aligned else 'm',
     )
 
 
