@@ -67,11 +67,12 @@ def choose(
 ) -> dict:
     """Eight rows for each lane, so that many loads are in flight; flat groups of a small problem get flat tiles.
 
-    Rows in pieces, turned ones and float32 rows need more registers than 1024 threads leave.
+    Rows in pieces, turned ones, float16 and float32 rows need more registers than 1024 threads leave.
     """
     x_dtype = source.data.torch if isinstance(source, QuantFormat) else source
     in_pieces = vector_bytes < LANE * x_dtype.itemsize or hidden % LANE > 0
-    resident_threads = 512 if x_dtype.itemsize == 4 else 768 if in_pieces or store_bytes else 1024
+    kept_as_float32 = x_dtype in (torch.float16, torch.float32)
+    resident_threads = 512 if kept_as_float32 else 768 if in_pieces or store_bytes else 1024
     panel = 8 if gathered else 0
     flat = not store_bytes and fmt.sf_block[0] == 32 and num_tokens * hidden < 1 << 22
     rows, num_threads = (4, 128) if flat else (8, 256)
