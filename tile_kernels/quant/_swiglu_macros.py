@@ -17,65 +17,77 @@ from tile_kernels.quant._macros import (
     amax_to_sf,
     clamp_amax,
     float_of,
-    lane_amax,
+    lane_max,
     lane_pairs,
+    scatter_max,
     sf_register_dtype,
-    shuffle_steps,
     store_sf,
 )
 
 #: exp(80) is below 2^116, so the remainder of every division by 1 + exp(-g) is a normal number.
 GATE_LIMIT = 80.0
 
+WARP = 32
+INT_MAX = 2**31 - 1
+
 
 # Rows ---------------------------------------------------------------------------------------
 
 
 @macro
-def mark_owned_rows(psum, alignment, first, owned_shared, num_threads):
-    """`owned_shared[r]` = 1 if row `first + r` belongs to an expert: e owns [align(psum[e - 1]), psum[e])."""
-    window, num_experts = owned_shared.shape[0], psum.shape[0]
-    thread = T.get_thread_binding()
-    start = T.alloc_var(T.int32)
-    for k in T.unroll(-(-int(window) // num_threads)):
-        if k * num_threads + thread < window:
-            owned_shared[k * num_threads + thread] = 0
-    T.sync_threads()
-    for k in T.serial(T.ceildiv(num_experts, num_threads)):
-        expert = k * num_threads + thread
-        if expert < num_experts:
-            start = 0
-            if expert > 0:
-                start = T.truncdiv(psum[expert - 1] + alignment - 1, alignment) * alignment
-            for r in T.serial(window):
-                if start <= first + r and first + r < psum[expert]:
-                    owned_shared[r] = 1
-    T.sync_threads()
+def find_real_rows(layout, pos_to_expert, psum, alignment, row, num_tokens, real):
+    """`real[i]` = whether `row + i` exists and is no padding; `layout` is '', 'map' (pos_to_expert) or 'psum'."""
+    for i in T.unroll(real.shape[0]):
+        real[i] = T.Select(row + i < num_tokens, 1, 0)
+    if layout == 'map':
+        for i in T.unroll(real.shape[0]):
+            if row + i < num_tokens:
+                real[i] = T.Select(pos_to_expert[row + i] >= 0, 1, 0)
+    elif layout == 'psum':
+        find_owned_rows(psum, alignment, row, real)
 
 
 @macro
-def row_is_real(layout, pos_to_expert, owned_shared, first, row, num_tokens, real, i):
-    """`real[i]` = whether `row` exists and is no padding; `layout` is '', 'map' (pos_to_expert) or 'psum'."""
-    real[i] = 0
-    if row < num_tokens:
-        if layout == 'map':
-            real[i] = T.if_then_else(pos_to_expert[row] >= 0, 1, 0)
-        elif layout == 'psum':
-            real[i] = owned_shared[row - first]
-        else:
-            real[i] = 1
+def find_owned_rows(psum, alignment, row, real):
+    """Clear `real[i]` unless `row + i` belongs to an expert: e owns [align(psum[e - 1]), psum[e]), psum ascends.
+
+    The lanes of a warp count the experts that end before the first of its rows; then each walks on to its own rows.
+    """
+    num_experts = psum.shape[0]
+    expert = T.alloc_var(T.int32)
+    warp_row = T.shfl_sync(row, 0)
+    expert = 0
+    for k in T.serial(T.ceildiv(num_experts, WARP)):
+        other = k * WARP + T.get_thread_binding() % WARP
+        before = T.if_then_else(other < num_experts, psum[other], INT_MAX) <= warp_row
+        expert = expert + T.cast(T.popcount(T.ballot(before)), T.int32)
+    for i in T.unroll(real.shape[0]):
+        while T.if_then_else(expert < num_experts, psum[expert], INT_MAX) <= row + i:
+            expert = expert + 1
+        start = T.if_then_else(expert > 0, T.truncdiv(psum[expert - 1] + alignment - 1, alignment) * alignment, 0)
+        if expert == num_experts or row + i < start:
+            real[i] = 0
 
 
 @macro
-def load_weight(weights, pos_to_token_topk, kind, row, weight_scale, weight, i):
-    """`weight[i]` of a row that exists; `kind` is '', 'row' (one for each row) or 'map' (0 where there is no slot)."""
-    weight[i] = T.float32(0.0)
-    if kind == 'row':
-        weight[i] = weights[row] * weight_scale
-    elif kind == 'map':
-        slot = pos_to_token_topk[row]
-        if slot >= 0 and slot < weights.shape[0] * weights.shape[1]:
-            weight[i] = flat(weights)[slot] * weight_scale
+def find_places(kind, pos_to_token_topk, row, num_tokens, place):
+    """`place[i]` of the weight of `row + i`; `kind` is '', 'row' (one for each row) or 'map' (-1 if there is none)."""
+    for i in T.unroll(place.shape[0]):
+        place[i] = row + i
+        if kind == 'map':
+            place[i] = -1
+            if row + i < num_tokens:
+                place[i] = pos_to_token_topk[row + i]
+
+
+@macro
+def load_weights(kind, weights, weight_scale, place, real, weight):
+    """`weight[i]` of every real row, 0 of the others and where there is none."""
+    flat_weights = flat(weights) if kind == 'map' else weights
+    for i in T.unroll(place.shape[0]):
+        weight[i] = T.float32(0.0)
+        if real[i] != 0 and place[i] >= 0 and place[i] < flat_weights.shape[0]:
+            weight[i] = flat_weights[place[i]] * weight_scale
 
 
 def flat(x: Any) -> Any:
@@ -135,14 +147,13 @@ def widen_lane(x_local, i, v_local):
 
 
 @macro
-def sigmoid_lane(gate, peak, sigmoid, silu):
+def divide_lane(gate, peak, sigmoid, silu):
     """`sigmoid = 1 / t` and `silu = gate / t` with t = 1 + exp(-gate), as IEEE divisions; `peak` bounds |gate|."""
     t = T.alloc_local((LANE,), T.float32)
-    approximate = T.alloc_local((LANE,), T.float32)
     for j in T.unroll(LANE):
         t[j] = T.float32(1.0) + T.exp(-gate[j])
-        approximate[j] = T.fast_rcp(t[j])
-        sigmoid[j] = T.ieee_fmaf(approximate[j], T.ieee_fmaf(-t[j], approximate[j], T.float32(1.0)), approximate[j])
+        sigmoid[j] = T.fast_rcp(t[j])
+        sigmoid[j] = T.ieee_fmaf(sigmoid[j], T.ieee_fmaf(-t[j], sigmoid[j], T.float32(1.0)), sigmoid[j])
         silu[j] = gate[j] * sigmoid[j]
         silu[j] = T.ieee_fmaf(-T.ieee_fmaf(t[j], silu[j], -gate[j]), sigmoid[j], silu[j])
     if peak > T.float32(GATE_LIMIT):
@@ -153,51 +164,49 @@ def sigmoid_lane(gate, peak, sigmoid, silu):
 
 def clamp_gate(gate: Any, clamp_value: Any) -> Any:
     """At most `clamp_value`; a NaN stays one."""
-    return T.if_then_else(gate > clamp_value, clamp_value, gate)
+    return T.Select(gate > clamp_value, clamp_value, gate)
 
 
 def clamp_up(up: Any, clamp_value: Any) -> Any:
     """Within [-clamp_value, clamp_value]; a NaN stays one."""
-    return T.if_then_else(up > clamp_value, clamp_value, T.if_then_else(up < -clamp_value, -clamp_value, up))
+    return T.Select(T.abs(up) > clamp_value, T.copysign(clamp_value, up), up)
+
+
+@macro
+def clamp_lane(gate, up, clamp_value):
+    """Clamp the channels of a lane in place."""
+    for j in T.unroll(LANE):
+        gate[j] = clamp_gate(gate[j], clamp_value)
+        up[j] = clamp_up(up[j], clamp_value)
 
 
 @macro
 def activate_lane(gate_local, up_local, i, weight, clamped, clamp_value, counts, act_local):
     """`act[i] = (silu(gate) * up) * weight` in float32.
 
-    `weight` may be None; `counts` is None, or three numbers that count what was clamped.
+    `weight` may be None; `counts` is None, or three numbers that count what was clamped. Few lanes have anything to
+    count, and counting costs more than to ask whether this one has.
     """
     gate = T.alloc_local((LANE,), T.float32)
     up = T.alloc_local((LANE,), T.float32)
-    peak = T.alloc_local((1,), T.float32)
     sigmoid = T.alloc_local((LANE,), T.float32)
     silu = T.alloc_local((LANE,), T.float32)
     widen_lane(gate_local, i, gate)
     widen_lane(up_local, i, up)
     if counts is not None:
-        for j in T.unroll(LANE):
-            counts[0] += T.if_then_else(gate[j] > clamp_value, 1, 0)
-            counts[1] += T.if_then_else(up[j] > clamp_value, 1, 0)
-            counts[2] += T.if_then_else(up[j] < -clamp_value, 1, 0)
-    if clamped:
-        for j in T.unroll(LANE):
-            gate[j] = clamp_gate(gate[j], clamp_value)
-            up[j] = clamp_up(up[j], clamp_value)
-    lane_peak(gate_local, i, peak)
-    sigmoid_lane(gate, peak[0], sigmoid, silu)
+        if T.max(lane_max(gate_local, i), lane_max(up_local, i)) > clamp_value:
+            for j in T.unroll(LANE):
+                counts[0] += T.Select(gate[j] > clamp_value, 1, 0)
+                counts[1] += T.Select(up[j] > clamp_value, 1, 0)
+                counts[2] += T.Select(up[j] < -clamp_value, 1, 0)
+            clamp_lane(gate, up, clamp_value)
+    elif clamped:
+        clamp_lane(gate, up, clamp_value)
+    divide_lane(gate, lane_max(gate_local, i), sigmoid, silu)
     for j in T.unroll(LANE):
         act_local[i, j] = silu[j] * up[j]
         if weight is not None:
             act_local[i, j] = act_local[i, j] * weight
-
-
-@macro
-def lane_peak(x_local, i, peak):
-    """`peak[0]` = largest magnitude of the channels of a lane in row i."""
-    amax = T.alloc_local((x_local.shape[0],), T.float32)
-    amax[i] = T.float32(0.0)
-    lane_amax(x_local, i, amax)
-    peak[0] = amax[i]
 
 
 @macro
@@ -229,39 +238,37 @@ def clear_sf_of_padding(is_real, sf, k):
 
 
 @macro
-def scale_groups(v_local, fmt, lanes, num_groups, row, slot, group, num_tokens, real, amax_floor, y_sf, sf_inv):
-    """Scale factors of a group of `lanes` lanes in every row: write them, and give each lane its multipliers.
+def scale_groups(
+    v_local, fmt, lanes, num_groups, row, row_step, group, group_step, num_tokens, real, amax_floor, y_sf, sf_inv
+):
+    """Scale factors of groups of `lanes` lanes: write them, and give each lane the multiplier of each of its vectors.
 
-    Padding rows (`real[i]` = 0; None if there are none) get 0. A lane of a group finds the factors of its own rows
-    only and passes the multipliers on.
+    Vector i of a lane is in row `row + i * row_step` and in group `group + i * group_step`. Rows that are padding
+    (`real[i * row_step]` = 0; None if there are none) get 0. A lane finds the factors of some of the vectors of its
+    group only and passes the multipliers on.
     """
-    rows = int(v_local.shape[0])
-    owned = -(-rows // lanes)
-    amax = T.alloc_local((rows,), T.float32)
-    own_amax = T.alloc_var(T.float32)
-    own_real = T.alloc_var(T.int32)
+    vectors = int(v_local.shape[0])
+    owned = -(-vectors // lanes)
+    lane = T.get_thread_binding() % lanes
+    amax = T.alloc_local((vectors,), T.float32)
+    is_real = T.alloc_var(T.int32)
     sf = T.alloc_local((owned,), sf_register_dtype(fmt))
     own_inv = T.alloc_local((owned,), T.float32)
-    T.clear(amax)
-    for i in T.unroll(rows):
-        lane_amax(v_local, i, amax)
-    for step in T.unroll(shuffle_steps(lanes)):
-        for i in T.unroll(rows):
-            amax[i] = T.max(amax[i], T.shfl_xor(amax[i], 1 << step))
+    for i in T.unroll(vectors):
+        amax[i] = lane_max(v_local, i)
+    scatter_max(amax, vectors, lane, 1, lanes)
     for k in T.unroll(owned):
-        own = k * lanes + slot % lanes
-        own_amax = amax[0]
-        own_real = 1 if real is None else real[0]
-        for i in T.unroll(rows - 1):
-            if own == i + 1:
-                own_amax = amax[i + 1]
-                own_real = 1 if real is None else real[i + 1]
-        amax_to_sf(clamp_amax(own_amax, amax_floor), fmt, sf, own_inv, k)
+        own = k * lanes + lane
+        amax_to_sf(clamp_amax(amax[k], amax_floor), fmt, sf, own_inv, k)
         if real is not None:
-            clear_sf_of_padding(own_real, sf, k)
-        if own < rows and row + own < num_tokens and group < num_groups:
-            store_sf(y_sf, fmt, num_groups, row + own, group, sf[k])
-    for i in T.unroll(rows):
+            is_real = real[0]
+            if row_step:
+                for i in T.unroll(vectors - 1):
+                    is_real = T.Select(own == i + 1, real[i + 1], is_real)
+            clear_sf_of_padding(is_real, sf, k)
+        if own < vectors and row + own * row_step < num_tokens and group < num_groups:
+            store_sf(y_sf, fmt, num_groups, row + own * row_step, group + own * group_step, sf[k])
+    for i in T.unroll(vectors):
         sf_inv[i] = T.shfl_sync(own_inv[i // lanes], i % lanes, width=lanes)
 
 

@@ -14,24 +14,33 @@ from tile_kernels.core.formats import QuantFormat
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, macro
 from tile_kernels.quant._blocks import resident_blocks, sf_value
-from tile_kernels.quant._macros import LANE, amax_to_sf, clamp_amax, lane_amax, sf_register_dtype, sf_tensor, store_sf
+from tile_kernels.quant._macros import (
+    LANE,
+    amax_to_sf,
+    clamp_amax,
+    lane_max,
+    sf_register_dtype,
+    sf_tensor,
+    shuffle_steps,
+    store_sf,
+)
 from tile_kernels.quant._swiglu_macros import (
+    WARP,
     clamp_gate,
     clamp_up,
     clear_sf_of_padding,
+    divide_lane,
+    find_places,
+    find_real_rows,
     flat,
     load_half,
-    load_weight,
-    mark_owned_rows,
+    load_weights,
     round_lane,
-    row_is_real,
     scale_groups,
-    sigmoid_lane,
     store_half,
     widen_lane,
 )
 
-WARP = 32
 MAX_ROW_THREADS = 1024
 TURN_THREADS = 256
 
@@ -63,14 +72,10 @@ def choose(
     zero_slots: bool,
     num_tokens: int,
 ) -> dict:
-    """Two rows at a time, six loads for each lane, where there are rows enough; short rows share a block.
-
-    Quantised gradients stay in registers until their group is known, and clamps need what was there before: 768
-    threads do not leave enough registers for two rows of either.
-    """
+    """Two rows at a time, six loads for each lane, where there are rows enough and two fit into the registers."""
     many = num_tokens * -(-hidden // LANE) >= 2 << 17
-    crowded = many and (fmt is not None or clamped)
-    return dict(rows=2 if many else 1, block_threads=128, resident_threads=512 if crowded else 768)
+    fits = isinstance(source, QuantFormat) or source.itemsize == 2
+    return dict(rows=2 if many and fits else 1, block_threads=128, resident_threads=768)
 
 
 # Kernel -------------------------------------------------------------------------------------
@@ -86,8 +91,8 @@ def widen_source(codes, i, factor, v_local):
 
 
 @macro
-def gradients_lane(gate, up, dy, i, weighted, weight, clamped, clamp_value, dgate, dup, y_local, dot):
-    """Gradients of one lane of row i, its activation, and what it adds to the gradient of the weight."""
+def gradients_lane(gate, up, dy, weight, clamped, clamp_value, grad, y_local, dot, i):
+    """`grad` = gradients of gate and up of a lane, y its activation; adds to `dot[i]`, the gradient of the weight."""
     peak = T.alloc_var(T.float32)
     clamped_gate = T.alloc_local((LANE,), T.float32)
     clamped_up = T.alloc_local((LANE,), T.float32)
@@ -99,62 +104,66 @@ def gradients_lane(gate, up, dy, i, weighted, weight, clamped, clamp_value, dgat
         clamped_gate[j] = clamp_gate(gate[j], clamp_value) if clamped else gate[j]
         clamped_up[j] = clamp_up(up[j], clamp_value) if clamped else up[j]
         peak = T.max(peak, T.abs(clamped_gate[j]))
-    sigmoid_lane(clamped_gate, peak, sigmoid, silu)
+    divide_lane(clamped_gate, peak, sigmoid, silu)
     for j in T.unroll(LANE):
-        y_local[i, j] = silu[j] * clamped_up[j]
-        dot[i] = T.ieee_fmaf(dy[j], y_local[i, j], dot[i])
+        y_local[0, j] = silu[j] * clamped_up[j]
+        dot[i] = T.ieee_fmaf(dy[j], y_local[0, j], dot[i])
         g = dy[j]
-        if weighted:
-            y_local[i, j] = y_local[i, j] * weight[i]
-            g = g * weight[i]
+        if weight is not None:
+            y_local[0, j] = y_local[0, j] * weight
+            g = g * weight
         g = g * sigmoid[j]
-        dgate[i, j] = (g * clamped_up[j]) * T.ieee_fmaf(clamped_gate[j], T.float32(1.0) - sigmoid[j], T.float32(1.0))
-        dup[i, j] = g * clamped_gate[j]
+        grad[0, j] = (g * clamped_up[j]) * T.ieee_fmaf(clamped_gate[j], T.float32(1.0) - sigmoid[j], T.float32(1.0))
+        grad[1, j] = g * clamped_gate[j]
         if clamped:
-            dgate[i, j] = T.if_then_else(gate[j] > clamp_value, T.float32(0.0), dgate[i, j])
-            dup[i, j] = T.if_then_else(T.abs(up[j]) > clamp_value, T.float32(0.0), dup[i, j])
+            grad[0, j] = T.Select(gate[j] > clamp_value, T.float32(0.0), grad[0, j])
+            grad[1, j] = T.Select(T.abs(up[j]) > clamp_value, T.float32(0.0), grad[1, j])
 
 
 @macro
-def merge_amax(v_local, slot, first, group, hidden, team_row, amax_shared):
-    """Merge the amax of a lane of each row into that of its group; positive floats order like their bits."""
-    rows = int(v_local.shape[0])
-    amax = T.alloc_local((rows,), T.float32)
-    T.clear(amax)
-    for i in T.unroll(rows):
-        lane_amax(v_local, i, amax)
-        if slot * LANE < hidden:
-            T.atomic_max(amax_shared[team_row + i, (first + slot * LANE) // group], T.reinterpret(amax[i], T.int32))
+def scale_merged(grad, fmt, row, slot, hidden, num_tokens, is_real, amax_floor, segments, owner, y_sf, sf_inv):
+    """Scale factors where a group may hold the end of one half of a row and the beginning of the other.
+
+    A segment is what fits both halves and groups; its lanes are neighbours, and those of a group meet in shared memory,
+    in the row of `segments` that `owner` has for itself.
+    """
+    group = fmt.sf_block[1]
+    width = math.gcd(group, hidden)
+    num_segments, num_groups = 2 * hidden // width, -(-2 * hidden // group)
+    amax = T.alloc_local((2,), T.float32)
+    group_amax = T.alloc_var(T.float32)
+    sf = T.alloc_local((2,), sf_register_dtype(fmt))
+    for half in T.unroll(2):
+        amax[half] = lane_max(grad, half)
+        for step in T.unroll(shuffle_steps(width // LANE)):
+            amax[half] = T.max(amax[half], T.shfl_xor(amax[half], 1 << step))
+        if slot * LANE < hidden and slot * LANE % width == 0:
+            segments[owner, (half * hidden + slot * LANE) // width] = amax[half]
+    T.sync_threads()
+    for half in T.unroll(2):
+        column = half * hidden + slot * LANE
+        group_amax = T.float32(0.0)
+        for k in T.unroll(group // width):
+            segment = column // group * (group // width) + k
+            if segment < num_segments:
+                group_amax = T.max(group_amax, segments[owner, segment])
+        amax_to_sf(clamp_amax(group_amax, amax_floor), fmt, sf, sf_inv, half)
+        if is_real is not None:
+            clear_sf_of_padding(is_real, sf, half)
+        if slot * LANE < hidden and column % group == 0 and row < num_tokens:
+            store_sf(y_sf, fmt, num_groups, row, column // group, sf[half])
 
 
 @macro
-def scale_merged(
-    rows, fmt, num_groups, row, slot, first, hidden, num_tokens, real, amax_floor, team_row, amax_shared, y_sf, sf_inv
-):
-    """Multipliers of a lane from merged amaxes; the lane in which a group starts writes its scale factor."""
-    sf = T.alloc_local((rows,), sf_register_dtype(fmt))
-    column, group = first + slot * LANE, fmt.sf_block[1]
-    for i in T.unroll(rows):
-        sf_inv[i] = T.float32(0.0)
-        if slot * LANE < hidden:
-            amax = T.reinterpret(amax_shared[team_row + i, column // group], T.float32)
-            amax_to_sf(clamp_amax(amax, amax_floor), fmt, sf, sf_inv, i)
-            if real is not None:
-                clear_sf_of_padding(real[i], sf, i)
-            if column % group == 0 and row + i < num_tokens:
-                store_sf(y_sf, fmt, num_groups, row + i, column // group, sf[i])
-
-
-@macro
-def store_codes(v_local, i, sf_inv, codes, row, offset, slot, hidden):
-    """Quantise the channels of a lane of row i with its multiplier and write the codes."""
+def store_codes(grad, half, sf_inv, codes, row, slot, hidden):
+    """Quantise the gradients of one half of a lane with their multiplier and write the codes."""
     scaled = T.alloc_local((LANE,), T.float32)
     code_local = T.alloc_local((LANE,), codes.dtype)
     for j in T.unroll(LANE):
-        scaled[j] = v_local[i, j] * sf_inv[i]
+        scaled[j] = grad[half, j] * sf_inv[half]
     for e in T.vectorized(LANE):
         code_local[e] = T.cast(scaled[e], codes.dtype)
-    store_half(codes, code_local, row, offset, slot, math.gcd(LANE, hidden), hidden)
+    store_half(codes, code_local, row, half * hidden, slot, math.gcd(LANE, hidden), hidden)
 
 
 @macro
@@ -248,6 +257,7 @@ def swiglu_backward_kernel(
             row = T.alloc_var(T.int32)
             slot = T.alloc_var(T.int32)
             real = T.alloc_local((rows,), T.int32)
+            place = T.alloc_local((rows,), T.int32)
             weight = T.alloc_local((rows,), T.float32)
             dot = T.alloc_local((rows,), T.float32)
             gate_local = T.alloc_local((rows, LANE), T.dtype(x_dtype))
@@ -258,24 +268,19 @@ def swiglu_backward_kernel(
             gate = T.alloc_local((LANE,), T.float32)
             up = T.alloc_local((LANE,), T.float32)
             upstream = T.alloc_local((LANE,), T.float32)
-            dgate = T.alloc_local((rows, LANE), T.float32)
-            dup = T.alloc_local((rows, LANE), T.float32)
-            y_local = T.alloc_local((rows, LANE), T.float32)
+            grad = T.alloc_local((2, LANE), T.float32)
+            sf_inv = T.alloc_local((2,), T.float32)
+            y_local = T.alloc_local((1, LANE), T.float32)
             rounded = T.alloc_local((LANE,), T.dtype(dx_dtype))
-            owned_shared = T.alloc_shared((block_rows,), T.int32)
             thread = T.get_thread_binding()
             team, lane = thread // team_threads, thread % team_threads
             row = pid * block_rows + team * rows
 
-            if layout == 'psum':
-                mark_owned_rows(psum, alignment, pid * block_rows, owned_shared, num_threads)
             T.clear(dot)
-            for i in T.unroll(rows):
-                row_is_real(layout, pos_to_expert, owned_shared, pid * block_rows, row + i, num_tokens, real, i)
-                if weighted:
-                    weight[i] = T.float32(0.0)
-                    if real[i] != 0:
-                        load_weight(row_weights, pos_to_token_topk, weights, row + i, weight_scale, weight, i)
+            find_real_rows(layout, pos_to_expert, psum, alignment, row, num_tokens, real)
+            if weighted:
+                find_places(weights, pos_to_token_topk, row, num_tokens, place)
+                load_weights(weights, row_weights, weight_scale, place, real, weight)
 
             for turn in T.serial(turns):
                 slot = turn * team_threads + lane
@@ -299,53 +304,53 @@ def swiglu_backward_kernel(
                     widen_source(gate_local, i, gate_factor if dequantising else None, gate)
                     widen_source(up_local, i, up_factor if dequantising else None, up)
                     widen_lane(dy_local, i, upstream)
-                    gradients_lane(
-                        gate, up, upstream, i, weighted, weight, clamped, clamp_value, dgate, dup, y_local, dot
-                    )
+                    row_weight = weight[i] if weighted else None
+                    gradients_lane(gate, up, upstream, row_weight, clamped, clamp_value, grad, y_local, dot, i)
                     if row + i < num_tokens:
-                        round_lane(dgate, i, rounded)
-                        store_half(dx, rounded, row + i, 0, slot, dx_piece, hidden)
-                        round_lane(dup, i, rounded)
-                        store_half(dx, rounded, row + i, hidden, slot, dx_piece, hidden)
+                        for half in T.unroll(2):
+                            round_lane(grad, half, rounded)
+                            store_half(dx, rounded, row + i, half * hidden, slot, dx_piece, hidden)
                         if recompute:
-                            round_lane(y_local, i, rounded)
+                            round_lane(y_local, 0, rounded)
                             store_half(y, rounded, row + i, 0, slot, dx_piece, hidden)
-                if quantising:
-                    gate_inv = T.alloc_local((rows,), T.float32)
-                    up_inv = T.alloc_local((rows,), T.float32)
-                    padded = real if layout != '' else None
-                    if merged:
-                        amax_shared = T.alloc_shared((block_rows, num_groups), T.int32)
-                        for k in T.unroll(-(-block_rows * num_groups // num_threads)):
-                            cell = k * num_threads + thread
-                            if cell < block_rows * num_groups:
-                                amax_shared[cell // num_groups, cell % num_groups] = 0
-                        T.sync_threads()
-                        merge_amax(dgate, slot, 0, group, hidden, team * rows, amax_shared)
-                        merge_amax(dup, slot, hidden, group, hidden, team * rows, amax_shared)
-                        T.sync_threads()
-                        scale_merged(
-                            rows, fmt, num_groups, row, slot, 0, hidden, num_tokens, padded, amax_floor,
-                            team * rows, amax_shared, dx_sf, gate_inv,
-                        )  # fmt: skip
-                        scale_merged(
-                            rows, fmt, num_groups, row, slot, hidden, hidden, num_tokens, padded, amax_floor,
-                            team * rows, amax_shared, dx_sf, up_inv,
-                        )  # fmt: skip
-                    else:
-                        own_group = T.if_then_else(slot * LANE < hidden, slot // lanes, num_groups)
-                        scale_groups(
-                            dgate, fmt, lanes, num_groups, row, slot, own_group, num_tokens, padded, amax_floor,
-                            dx_sf, gate_inv,
-                        )  # fmt: skip
-                        scale_groups(
-                            dup, fmt, lanes, num_groups, row, slot, own_group + hidden // group, num_tokens, padded,
-                            amax_floor, dx_sf, up_inv,
-                        )  # fmt: skip
-                    for i in T.unroll(rows):
+                    if quantising:
+                        is_real = real[i] if layout != '' else None
+                        if merged:
+                            segments = T.alloc_shared((block_rows, 2 * hidden // math.gcd(group, hidden)), T.float32)
+                            scale_merged(
+                                grad,
+                                fmt,
+                                row + i,
+                                slot,
+                                hidden,
+                                num_tokens,
+                                is_real,
+                                amax_floor,
+                                segments,
+                                team * rows + i,
+                                dx_sf,
+                                sf_inv,
+                            )
+                        else:
+                            own_group = T.if_then_else(slot * LANE < hidden, slot // lanes, num_groups)
+                            scale_groups(
+                                grad,
+                                fmt,
+                                lanes,
+                                num_groups,
+                                row + i,
+                                0,
+                                own_group,
+                                hidden // group,
+                                num_tokens,
+                                [is_real] if layout != '' else None,
+                                amax_floor,
+                                dx_sf,
+                                sf_inv,
+                            )
                         if row + i < num_tokens:
-                            store_codes(dgate, i, gate_inv, dx_codes, row + i, 0, slot, hidden)
-                            store_codes(dup, i, up_inv, dx_codes, row + i, hidden, slot, hidden)
+                            for half in T.unroll(2):
+                                store_codes(grad, half, sf_inv, dx_codes, row + i, slot, hidden)
 
             if weighted:
                 for i in T.unroll(rows):

@@ -50,7 +50,7 @@ def choose(
     num_tokens: int,
 ) -> dict:
     """Eight rows for each lane; flat groups of a small problem that is not transposed get flat tiles."""
-    resident_threads = 512 if x_dtype.itemsize == 4 or clamped else 768
+    resident_threads = 512 if x_dtype.itemsize == 4 else 768
     if not store_bytes and fmt.sf_block[0] == 32 and num_tokens * hidden < 1 << 22:
         return dict(rows=4, num_threads=128, resident_threads=resident_threads)
     return dict(rows=8, num_threads=256, resident_threads=resident_threads)

@@ -14,15 +14,10 @@ from tile_kernels.core.cases import grid
 from tile_kernels.core.formats import QuantFormat, QuantTensor
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import Mut, op
-from tile_kernels.quant._macros import LANE
 from tile_kernels.quant._swiglu_rows import check_clamp, check_counts, check_halves, check_layout, check_weights
 from tile_kernels.quant._swiglu_samples import random_halves, random_rows, row_arguments
 from tile_kernels.quant.per_token_cast import _check_floor, _check_format
-from tile_kernels.quant.swiglu_forward_device import (
-    WARP,
-    swiglu_forward_and_row_cast_kernel,
-    swiglu_forward_kernel,
-)
+from tile_kernels.quant.swiglu_forward_device import swiglu_forward_kernel
 
 # Op -----------------------------------------------------------------------------------------
 
@@ -75,10 +70,8 @@ def swiglu_forward_and_per_token_cast(
     )
     clamp, floor = check_clamp(clamp_value), _check_floor(amax_floor, fmt)
     y = fmt.empty(num_tokens, hidden, x.device)
-    wide = fmt.sf_block[1] == 0 and hidden > WARP * LANE
-    cast_kernel = swiglu_forward_and_row_cast_kernel if wide else swiglu_forward_kernel
     rows = (topk_weights, pos_to_token_topk, pos_to_expert, psum, clamped_count)
-    launch(cast_kernel, static, x, up, *y, *rows, weight_scale, clamp, alignment, floor)
+    launch(swiglu_forward_kernel, static, x, up, *y, *rows, weight_scale, clamp, alignment, floor)
     return y
 
 

@@ -1,8 +1,9 @@
-"""The kernels of the SwiGLU forward pass, with or without a per-token cast; see the ops for the maths.
+"""The kernel of the SwiGLU forward pass, with or without a per-token cast; see the ops for the maths.
 
-A lane owns 8 channels of `rows` neighbouring rows, gate and up, and loads all of them first. A group of channels that
-shares a scale factor is at most a warp, so it is reduced by shuffles; a whole row is owned by a block, which keeps its
-activations in registers (rows too long for that are read and activated twice).
+A thread owns `vectors` vectors of 8 channels, gate and up, and loads all of them first. They lie in neighbouring rows,
+where a group of channels that shares a scale factor is at most a warp and is reduced by shuffles. Where a whole row
+shares one and is wider than that, a block owns the row, the vectors lie along it, and their activations stay in
+registers until the factor is known (rows too long for that are read and activated twice).
 """
 
 import math
@@ -17,35 +18,38 @@ from tile_kernels.quant._macros import (
     LANE,
     amax_to_sf,
     clamp_amax,
-    lane_amax,
+    lane_max,
     sf_register_dtype,
     sf_tensor,
     shuffle_steps,
     store_sf,
 )
 from tile_kernels.quant._swiglu_macros import (
+    WARP,
     activate_lane,
     add_counts,
     clear_sf_of_padding,
+    find_places,
+    find_real_rows,
     group_lanes,
     load_half,
-    load_weight,
-    mark_owned_rows,
+    load_weights,
     round_lane,
-    row_is_real,
     scale_groups,
     store_half,
     weight_tensor,
 )
 from tile_kernels.quant.per_token_cast import _code_registers, encode_and_store
 
-WARP = 32
-
-
 # Config -------------------------------------------------------------------------------------
 
 
-def choose_grouped(
+def owns_row(hidden: int, out: torch.dtype | QuantFormat) -> bool:
+    """Whether a thread block owns a row, because the channels that share a scale factor are more than a warp's."""
+    return isinstance(out, QuantFormat) and group_lanes(hidden, out) > WARP
+
+
+def choose(
     hidden: int,
     out: torch.dtype | QuantFormat,
     x_dtype: torch.dtype,
@@ -57,42 +61,27 @@ def choose_grouped(
     num_counts: int,
     num_tokens: int,
 ) -> dict:
-    """Two rows for each lane, four loads of 16 bytes, unless that would leave the GPU half empty.
+    """Two vectors of each half for a thread, four loads of 16 bytes, unless that would leave the GPU half empty.
 
     Where there is work for many waves, four rows share the cost of finding scale factors; float32 rows are too wide.
+    A long row that a block owns needs more vectors to fit.
     """
-    lanes = num_tokens * -(-hidden // LANE)
-    if lanes >= 16 << 17 and x_dtype.itemsize == 2:
-        return dict(rows=4, num_threads=128, resident_threads=768)
-    rows = 2 if lanes >= 2 << 17 else 1
-    return dict(rows=rows, num_threads=256 if rows == 2 else 128, resident_threads=1024)
-
-
-def choose_row(
-    hidden: int,
-    fmt: QuantFormat,
-    x_dtype: torch.dtype,
-    vector_bytes: int,
-    split: bool,
-    weights: str,
-    layout: str,
-    clamped: bool,
-    num_counts: int,
-    num_tokens: int,
-) -> dict:
-    """Two vectors of each half for each thread, four loads of 16 bytes; one where rows are few, more for long rows."""
     lanes = -(-hidden // LANE)
-    if num_tokens * lanes < 2 << 17 and lanes <= 1024:
-        return dict(vectors=1)
-    return dict(vectors=2 if lanes <= 2048 else 4)
+    few = num_tokens * lanes < 2 << 17
+    if owns_row(hidden, out):
+        vectors = 1 if few and lanes <= 1024 else 2 if lanes <= 2048 else 4
+        return dict(vectors=vectors, num_threads=512 if vectors == 4 else 1024, resident_threads=1024)
+    if num_tokens * lanes >= 16 << 17 and x_dtype.itemsize == 2:
+        return dict(vectors=4, num_threads=128, resident_threads=768)
+    return dict(vectors=1 if few else 2, num_threads=128 if few else 256, resident_threads=1024)
 
 
-# Kernels ------------------------------------------------------------------------------------
+# Kernel -------------------------------------------------------------------------------------
 
 
 @kernel(
-    choose=choose_grouped,
-    space=dict(rows=(1, 2, 4), num_threads=(128, 256, 512), resident_threads=(768, 1024)),
+    choose=choose,
+    space=dict(vectors=(1, 2, 4), num_threads=(128, 256, 512, 1024), resident_threads=(768, 1024)),
     pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True},
 )
 def swiglu_forward_kernel(
@@ -106,28 +95,48 @@ def swiglu_forward_kernel(
     clamped: bool,
     num_counts: int,
     *,
-    rows: int,
+    vectors: int,
     num_threads: int,
     resident_threads: int,
 ):
-    """`out` is a dtype, or a format with groups of at most a warp; `split` says that gate and up are two tensors."""
+    """`out` is a dtype or a format; `split`: gate and up are two tensors. A block has at most `num_threads` threads."""
     quantised, weighted, counting = isinstance(out, QuantFormat), weights != '', num_counts > 0
-    lanes = group_lanes(hidden, out) if quantised else 1
-    num_groups = -(-hidden // (lanes * LANE))
-    row_lanes = num_groups * lanes
-    window = ((num_threads - 1) // row_lanes + 2) * rows
-    width = out.data.stored(hidden) if quantised else hidden
+    whole_row = owns_row(hidden, out)
+    row_lanes = -(-hidden // LANE)
+    if whole_row:
+        num_threads = min(num_threads, -(-row_lanes // (vectors * WARP)) * WARP)
+        lanes, num_groups, num_passes = row_lanes, 1, -(-row_lanes // (vectors * num_threads))
+        row_step, slot_step = 0, num_threads
+    else:
+        lanes = group_lanes(hidden, out) if quantised else 1
+        num_groups, num_passes = -(-row_lanes // lanes), 1
+        row_lanes = num_groups * lanes
+        row_step, slot_step = 1, 0
+    rows = 1 if whole_row else vectors
     out_dtype = out.data.torch if quantised else out
     piece = math.gcd(LANE, vector_bytes // x_dtype.itemsize, hidden)
-    out_piece = math.gcd(LANE, 16 // out_dtype.itemsize, hidden)
     num_tokens, x_pitch, up_pitch = T.dynamic('num_tokens'), T.dynamic('x_pitch'), T.dynamic('up_pitch')
-    columns = hidden if split else 2 * hidden
+
+    @macro
+    def activate(x, up, row, slot, real, weight, clamp_value, counts, gate_local, up_local, act_local):
+        T.clear(gate_local)
+        T.clear(up_local)
+        for i in T.unroll(vectors):
+            if real[i * row_step] != 0:
+                at = slot + i * slot_step
+                load_half(x, gate_local, i, row + i * row_step, 0, at, piece, hidden)
+                load_half(
+                    up if split else x, up_local, i, row + i * row_step, 0 if split else hidden, at, piece, hidden
+                )
+        for i in T.unroll(vectors):
+            row_weight = weight[i * row_step] if weighted else None
+            activate_lane(gate_local, up_local, i, row_weight, clamped, clamp_value, counts, act_local)
 
     @T.prim_func
     def swiglu_forward(
-        x: T.StridedTensor((num_tokens, columns), (x_pitch, 1), T.dtype(x_dtype)),
+        x: T.StridedTensor((num_tokens, hidden if split else 2 * hidden), (x_pitch, 1), T.dtype(x_dtype)),
         up: T.StridedTensor((num_tokens, hidden), (up_pitch, 1), T.dtype(x_dtype)),
-        y: T.Tensor((num_tokens, width), T.dtype(out_dtype)),
+        y: T.Tensor((num_tokens, out.data.stored(hidden) if quantised else hidden), T.dtype(out_dtype)),
         y_sf: sf_tensor(out, num_tokens, num_groups) if quantised else T.Tensor((num_tokens, 1), T.float32),
         row_weights: weight_tensor(weights, num_tokens),
         pos_to_token_topk: T.Tensor((num_tokens,), T.int32),
@@ -139,200 +148,120 @@ def swiglu_forward_kernel(
         alignment: T.int32,
         amax_floor: T.float32,
     ):
-        with T.Kernel(T.ceildiv(T.ceildiv(num_tokens, rows) * row_lanes, num_threads), threads=num_threads) as pid:
+        with T.Kernel(
+            num_tokens if whole_row else T.ceildiv(T.ceildiv(num_tokens, rows) * row_lanes, num_threads),
+            threads=num_threads,
+        ) as pid:
             T.assume(x_pitch % piece == 0)
             if split:
                 T.assume(up_pitch % piece == 0)
             T.annotate_min_blocks_per_sm(resident_blocks(resident_threads, num_threads))
-            first = T.alloc_var(T.int32)
+            thread = T.get_thread_binding()
             row = T.alloc_var(T.int32)
             slot = T.alloc_var(T.int32)
             real = T.alloc_local((rows,), T.int32)
+            place = T.alloc_local((rows,), T.int32)
             weight = T.alloc_local((rows,), T.float32)
-            gate_local = T.alloc_local((rows, LANE), T.dtype(x_dtype))
-            up_local = T.alloc_local((rows, LANE), T.dtype(x_dtype))
-            act_local = T.alloc_local((rows, LANE), T.float32)
-            index = pid * num_threads + T.get_thread_binding()
-            first = pid * num_threads // row_lanes * rows
-            row = index // row_lanes * rows
-            slot = index % row_lanes
-
-            owned_shared = T.alloc_shared((window,), T.int32)
-            if layout == 'psum':
-                mark_owned_rows(psum, alignment, first, owned_shared, num_threads)
-            T.clear(gate_local)
-            T.clear(up_local)
-            for i in T.unroll(rows):
-                row_is_real(layout, pos_to_expert, owned_shared, first, row + i, num_tokens, real, i)
-            for i in T.unroll(rows):
-                if real[i] != 0:
-                    load_half(x, gate_local, i, row + i, 0, slot, piece, hidden)
-                    load_half(up if split else x, up_local, i, row + i, 0 if split else hidden, slot, piece, hidden)
-            if weighted:
-                for i in T.unroll(rows):
-                    weight[i] = T.float32(0.0)
-                    if real[i] != 0:
-                        load_weight(row_weights, pos_to_token_topk, weights, row + i, weight_scale, weight, i)
-
             counts = T.alloc_local((4,), T.int32)
+            gate_local = T.alloc_local((vectors, LANE), T.dtype(x_dtype))
+            up_local = T.alloc_local((vectors, LANE), T.dtype(x_dtype))
+            act_local = T.alloc_local((vectors, LANE), T.float32)
+            row = pid if whole_row else (pid * num_threads + thread) // row_lanes * rows
+            slot = thread if whole_row else (pid * num_threads + thread) % row_lanes
+
+            find_real_rows(layout, pos_to_expert, psum, alignment, row, num_tokens, real)
+            if weighted:
+                find_places(weights, pos_to_token_topk, row, num_tokens, place)
+                load_weights(weights, row_weights, weight_scale, place, real, weight)
             if counting:
                 T.clear(counts)
-            for i in T.unroll(rows):
-                row_weight = weight[i] if weighted else None
-                counted = counts if counting else None
-                activate_lane(gate_local, up_local, i, row_weight, clamped, clamp_value, counted, act_local)
                 if num_counts == 4:
-                    counts[3] += T.if_then_else(slot == 0, real[i] * hidden, 0)
-            if counting:
-                counts_shared = T.alloc_shared((num_threads // WARP, num_counts), T.int32)
-                add_counts(counts, num_counts, counts_shared, clamped_count, num_threads)
+                    for i in T.unroll(rows):
+                        counts[3] += T.Select(slot == 0, real[i] * hidden, 0)
+
+            row_amax = T.alloc_local((1,), T.float32)
+            row_amax[0] = T.float32(0.0)
+            for turn in T.serial(num_passes):
+                activate(
+                    x,
+                    up,
+                    row,
+                    slot + turn * vectors * num_threads,
+                    real,
+                    weight,
+                    clamp_value,
+                    counts if counting else None,
+                    gate_local,
+                    up_local,
+                    act_local,
+                )
+                if whole_row:
+                    for i in T.unroll(vectors):
+                        row_amax[0] = T.max(row_amax[0], lane_max(act_local, i))
 
             if quantised:
                 sf_inv = T.alloc_local((rows,), T.float32)
                 v_local = T.alloc_local((LANE,), T.float32)
                 y_local = T.alloc_local(*_code_registers(out))
                 padded = real if layout != '' else None
-                scale_groups(
-                    act_local,
-                    out,
-                    lanes,
-                    num_groups,
-                    row,
-                    slot,
-                    slot // lanes,
-                    num_tokens,
-                    padded,
-                    amax_floor,
-                    y_sf,
-                    sf_inv,
-                )
-                for i in T.unroll(rows):
-                    encode_and_store(act_local, i, out, 'cast', sf_inv[i], v_local, y_local, y, row + i, slot, hidden)
+                if whole_row:
+                    scale_row(row_amax, out, num_threads, row, padded, amax_floor, y_sf, sf_inv)
+                else:
+                    scale_groups(
+                        act_local,
+                        out,
+                        lanes,
+                        num_groups,
+                        row,
+                        row_step,
+                        slot // lanes,
+                        0,
+                        num_tokens,
+                        padded,
+                        amax_floor,
+                        y_sf,
+                        sf_inv,
+                    )
+                for turn in T.serial(num_passes):
+                    start = slot + turn * vectors * num_threads
+                    if num_passes > 1:
+                        activate(x, up, row, start, real, weight, clamp_value, None, gate_local, up_local, act_local)
+                    for i in T.unroll(vectors):
+                        at, inverse = start + i * slot_step, sf_inv[i * row_step]
+                        encode_and_store(
+                            act_local, i, out, 'cast', inverse, v_local, y_local, y, row + i * row_step, at, hidden
+                        )
             else:
                 rounded = T.alloc_local((LANE,), T.dtype(out_dtype))
-                for i in T.unroll(rows):
+                for i in T.unroll(vectors):
                     round_lane(act_local, i, rounded)
                     if row + i < num_tokens:
-                        store_half(y, rounded, row + i, 0, slot, out_piece, hidden)
+                        store_half(
+                            y, rounded, row + i, 0, slot, math.gcd(LANE, 16 // out_dtype.itemsize, hidden), hidden
+                        )
+            if counting:
+                counts_shared = T.alloc_shared((num_threads // WARP, num_counts), T.int32)
+                add_counts(counts, num_counts, counts_shared, clamped_count, num_threads)
 
     return swiglu_forward
 
 
-@kernel(choose=choose_row, space=dict(vectors=(1, 2, 4)), pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True})
-def swiglu_forward_and_row_cast_kernel(
-    hidden: int,
-    fmt: QuantFormat,
-    x_dtype: torch.dtype,
-    vector_bytes: int,
-    split: bool,
-    weights: str,
-    layout: str,
-    clamped: bool,
-    num_counts: int,
-    *,
-    vectors: int,
-):
-    """Whole rows, one block each: `vectors` times 8 channels for every thread and pass."""
-    lanes, weighted, counting = -(-hidden // LANE), weights != '', num_counts > 0
-    num_threads = min(512 if vectors > 2 else 1024, -(-lanes // (vectors * WARP)) * WARP)
-    num_passes = -(-lanes // (vectors * num_threads))
-    num_warps = num_threads // WARP
-    piece = math.gcd(LANE, vector_bytes // x_dtype.itemsize, hidden)
-    num_tokens, x_pitch, up_pitch = T.dynamic('num_tokens'), T.dynamic('x_pitch'), T.dynamic('up_pitch')
-    columns = hidden if split else 2 * hidden
-
-    @macro
-    def load_row(x, up, gate_local, up_local, row, turn, is_real):
-        T.clear(gate_local)
-        T.clear(up_local)
-        if is_real != 0:
-            for i in T.unroll(vectors):
-                slot = (turn * vectors + i) * num_threads + T.get_thread_binding()
-                load_half(x, gate_local, i, row, 0, slot, piece, hidden)
-                load_half(up if split else x, up_local, i, row, 0 if split else hidden, slot, piece, hidden)
-
-    @T.prim_func
-    def swiglu_forward_and_row_cast(
-        x: T.StridedTensor((num_tokens, columns), (x_pitch, 1), T.dtype(x_dtype)),
-        up: T.StridedTensor((num_tokens, hidden), (up_pitch, 1), T.dtype(x_dtype)),
-        y: T.Tensor((num_tokens, fmt.data.stored(hidden)), T.dtype(fmt.data.torch)),
-        y_sf: sf_tensor(fmt, num_tokens, 1),
-        row_weights: weight_tensor(weights, num_tokens),
-        pos_to_token_topk: T.Tensor((num_tokens,), T.int32),
-        pos_to_expert: T.Tensor((num_tokens,), T.int32),
-        psum: T.Tensor((T.dynamic('num_experts'),), T.int32),
-        clamped_count: T.Tensor((max(num_counts, 1),), T.int64),
-        weight_scale: T.float32,
-        clamp_value: T.float32,
-        alignment: T.int32,
-        amax_floor: T.float32,
-    ):
-        with T.Kernel(num_tokens, threads=num_threads) as row:
-            T.assume(x_pitch % piece == 0)
-            if split:
-                T.assume(up_pitch % piece == 0)
-            T.annotate_min_blocks_per_sm(max(1, 1024 // num_threads))
-            thread = T.get_thread_binding()
-            real = T.alloc_local((1,), T.int32)
-            weight = T.alloc_local((1,), T.float32)
-            counts = T.alloc_local((4,), T.int32)
-            gate_local = T.alloc_local((vectors, LANE), T.dtype(x_dtype))
-            up_local = T.alloc_local((vectors, LANE), T.dtype(x_dtype))
-            act_local = T.alloc_local((vectors, LANE), T.float32)
-            amax = T.alloc_local((vectors,), T.float32)
-            row_amax = T.alloc_var(T.float32)
-            warp_amax = T.alloc_shared((num_warps,), T.float32)
-            owned_shared = T.alloc_shared((1,), T.int32)
-            sf = T.alloc_local((1,), sf_register_dtype(fmt))
-            sf_inv = T.alloc_local((1,), T.float32)
-            v_local = T.alloc_local((LANE,), T.float32)
-            y_local = T.alloc_local(*_code_registers(fmt))
-
-            if layout == 'psum':
-                mark_owned_rows(psum, alignment, row, owned_shared, num_threads)
-            row_is_real(layout, pos_to_expert, owned_shared, row, row, num_tokens, real, 0)
-            if weighted:
-                load_weight(row_weights, pos_to_token_topk, weights, row, weight_scale, weight, 0)
-            row_weight = weight[0] if weighted else None
-            if counting:
-                T.clear(counts)
-                if num_counts == 4:
-                    counts[3] = T.if_then_else(thread == 0, real[0] * hidden, 0)
-
-            T.clear(amax)
-            for turn in T.serial(num_passes):
-                load_row(x, up, gate_local, up_local, row, turn, real[0])
-                for i in T.unroll(vectors):
-                    counted = counts if counting else None
-                    activate_lane(gate_local, up_local, i, row_weight, clamped, clamp_value, counted, act_local)
-                    lane_amax(act_local, i, amax)
-            row_amax = amax[0]
-            for i in T.unroll(vectors - 1):
-                row_amax = T.max(row_amax, amax[i + 1])
-            for step in T.unroll(shuffle_steps(WARP)):
-                row_amax = T.max(row_amax, T.shfl_xor(row_amax, 1 << step))
-            if num_warps > 1:
-                if thread % WARP == 0:
-                    warp_amax[thread // WARP] = row_amax
-                T.sync_threads()
-                for warp in T.unroll(num_warps):
-                    row_amax = T.max(row_amax, warp_amax[warp])
-            amax_to_sf(clamp_amax(row_amax, amax_floor), fmt, sf, sf_inv, 0)
-            if layout != '':
-                clear_sf_of_padding(real[0], sf, 0)
-            if thread == 0:
-                store_sf(y_sf, fmt, 1, row, 0, sf[0])
-
-            for turn in T.serial(num_passes):
-                if num_passes > 1:
-                    load_row(x, up, gate_local, up_local, row, turn, real[0])
-                    for i in T.unroll(vectors):
-                        activate_lane(gate_local, up_local, i, row_weight, clamped, clamp_value, None, act_local)
-                for i in T.unroll(vectors):
-                    slot = (turn * vectors + i) * num_threads + thread
-                    encode_and_store(act_local, i, fmt, 'cast', sf_inv[0], v_local, y_local, y, row, slot, hidden)
-            if counting:
-                counts_shared = T.alloc_shared((num_warps, num_counts), T.int32)
-                add_counts(counts, num_counts, counts_shared, clamped_count, num_threads)
-
-    return swiglu_forward_and_row_cast
+@macro
+def scale_row(row_amax, fmt, num_threads, row, real, amax_floor, y_sf, sf_inv):
+    """Scale factor of a row that a block owns, from the amax of each thread; `sf_inv[0]` is its multiplier."""
+    thread, num_warps = T.get_thread_binding(), num_threads // WARP
+    sf = T.alloc_local((1,), sf_register_dtype(fmt))
+    for step in T.unroll(shuffle_steps(WARP)):
+        row_amax[0] = T.max(row_amax[0], T.shfl_xor(row_amax[0], 1 << step))
+    if num_warps > 1:
+        warp_amax = T.alloc_shared((num_warps,), T.float32)
+        if thread % WARP == 0:
+            warp_amax[thread // WARP] = row_amax[0]
+        T.sync_threads()
+        for warp in T.unroll(num_warps):
+            row_amax[0] = T.max(row_amax[0], warp_amax[warp])
+    amax_to_sf(clamp_amax(row_amax[0], amax_floor), fmt, sf, sf_inv, 0)
+    if real is not None:
+        clear_sf_of_padding(real[0], sf, 0)
+    if thread == 0:
+        store_sf(y_sf, fmt, 1, row, 0, sf[0])
