@@ -24,6 +24,9 @@ from tile_kernels.moe._keys import LOWEST, MINUS_INF_KEY, NAN_KEY, from_order_ke
 from tile_kernels.moe._macros import WARP, Place, RowLayout, estimate, estimate_error, score
 from tile_kernels.moe.scoring import ScoringFunc
 
+#: How far cuts through logits are lowered, and where that lowers scores by several units in the last place.
+LOWERED = 2.0**-8
+STEEP = {ScoringFunc.SIGMOID: (-80.0, 8.0), ScoringFunc.SQRTSOFTPLUS: (-80.0, 1024.0)}
 #: Logits per lane up to which two rows fit into the registers of a warp.
 MAX_SLOTS_OF_TWO = 32
 
@@ -124,10 +127,21 @@ def lower_cuts(cut, rows: int, error: float):
     """Lower cuts through estimates, so that everything that may be as good as what reaches them exactly does, too.
 
     An estimate is off by `error`, plus the rounding of the sum with its bias; so is the one the cut was taken from.
+    Cuts through logits go down by `LOWERED`.
     """
     for r in T.unroll(rows):
         level = from_order_key(cut[r])
-        cut[r] = order_key(level - (T.float32(2 * error) + T.abs(level) * T.float32(2**-20)))
+        cut[r] = order_key(level - (T.float32(2 * error or LOWERED) + T.abs(level) * T.float32(2**-20)))
+
+
+@macro
+def level_of_part(at: Place, cuts):
+    """Where the row of the part was cut."""
+    level = T.alloc_var('float32')
+    for r in T.unroll(at.rows):
+        if at.part == r:
+            level = from_order_key(cuts[r])
+    return level
 
 
 @macro
@@ -194,8 +208,8 @@ def select_by_cut(ranking: Ranking, logits, bias: Bias, at: Place, x, expert, va
     ranked = T.alloc_var('float32')
     key = T.alloc_var('int32')
     settled = T.alloc_var('bool')
-    find_cuts(x, at, ranking.layout.num_slots, num_topk + int(ranking.deferred), cuts)
-    if ranking.estimated:
+    find_cuts(x, at, ranking.layout.num_slots, num_topk, cuts)
+    if ranking.estimated or ranking.deferred:
         lower_cuts(cuts, at.rows, ranking.error)
     gather(x, cuts, at, ranking.layout, found, counts)
     T.sync_warp()
@@ -215,7 +229,7 @@ def select_by_cut(ranking: Ranking, logits, bias: Bias, at: Place, x, expert, va
     key = rank_key(ranked)
     if at.sublane >= count:
         key = LOWEST
-    likely = min(num_topk + int(ranking.deferred) + 3, at.width)
+    likely = min(num_topk + 3, at.width)
     rank = count_better(key, expert[0], count, likely, at, tickets)
 
     if at.sublane < count:
@@ -228,8 +242,12 @@ def select_by_cut(ranking: Ranking, logits, bias: Bias, at: Place, x, expert, va
         expert[0] = found[at.warp, at.part, source]
         value[0] = values[at.warp, first + source]
         if ranking.deferred:
-            # The last score chosen must lie above that of the cut: below it others may round to the same.
-            settled = values[at.warp, first + num_topk - 1] > values[at.warp, first + count - 1]
+            # The last score chosen must lie above all that were not listed: where scores are flat they may be equal.
+            level = level_of_part(at, cuts)
+            low, high = STEEP[ranking.scoring]
+            settled = (level > T.float32(low) and level < T.float32(high)) or (
+                values[at.warp, first + num_topk - 1] > values[at.warp, first + count - 1]
+            )
     return T.cast(T.ballot(not settled), 'uint32')
 
 

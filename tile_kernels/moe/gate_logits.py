@@ -39,10 +39,10 @@ def num_parts_for(num_tokens: int, hidden: int) -> int:
     return parts
 
 
-def choose(num_experts: int, hidden: int, num_parts: int, packed: bool, size: int) -> dict:
+def choose(num_experts: int, hidden: int, num_parts: int, vec: int, packed: bool, size: int) -> dict:
     """Tiles of 64 tokens until there are more of them than SMs; then larger ones, which read less."""
     if size > 8192:
-        return dict(block_m=128, block_n=256, num_stages=3)
+        return dict(block_m=128, block_n=128, num_stages=3)
     return dict(block_m=64, block_n=128 if size > 512 else 64, num_stages=4)
 
 
@@ -64,12 +64,19 @@ def choose_dweight(num_experts: int, hidden: int, vec: int, packed: bool, size: 
 # Kernels ------------------------------------------------------------------------------------
 
 
-def _gate_logits(
-    name: str,
+TILES = dict(block_m=(64, 128), block_n=(64, 128), num_stages=(2, 3, 4))
+#: Tiles come by cp.async, and asynchronous products would read them without the fences they need after it.
+PLAIN_PRODUCTS = {'TL_DISABLE_WGMMA': True}
+
+
+@kernel(choose=choose, space=TILES, pass_configs=PLAIN_PRODUCTS)
+def gate_logits_kernel(
     num_experts: int,
     hidden: int,
     num_parts: int,
+    vec: int,
     packed: bool,
+    *,
     block_m: int,
     block_n: int,
     num_stages: int,
@@ -89,6 +96,7 @@ def _gate_logits(
         with T.Kernel(
             T.ceildiv(num_experts, block_n), T.ceildiv(num_tokens, block_m), num_parts, threads=num_threads
         ) as (pid_n, pid_m, pid_part):
+            T.assume(row_stride % vec == 0)
             x_shared = T.alloc_shared((block_m, BLOCK_K), BF16)
             weight_shared = T.alloc_shared((block_n, BLOCK_K), BF16)
             sum_frag = T.alloc_fragment((block_m, block_n), 'float32')
@@ -102,31 +110,7 @@ def _gate_logits(
                 T.gemm(x_shared, weight_shared, sum_frag, transpose_B=True)
             T.copy(sum_frag, parts[pid_part, row : row + block_m, col : col + block_n])
 
-    return gate_logits.with_attr('global_symbol', name)
-
-
-TILES = dict(block_m=(64, 128), block_n=(64, 128, 256), num_stages=(2, 3, 4))
-#: Rows that begin at multiples of 16 bytes are loaded by TMA, by warps of their own.
-LOADING_WARPS = {'TL_DISABLE_WARP_SPECIALIZED': False}
-#: Tiles that threads write must not be read by asynchronous products without more fences than TileLang sets.
-PLAIN_PRODUCTS = {'TL_DISABLE_WGMMA': True}
-
-
-@kernel(choose=choose, space=TILES, pass_configs=LOADING_WARPS)
-def gate_logits_kernel(
-    num_experts: int, hidden: int, num_parts: int, packed: bool, *, block_m: int, block_n: int, num_stages: int
-):
-    """Rows aligned to 16 bytes."""
-    return _gate_logits('gate_logits', num_experts, hidden, num_parts, packed, block_m, block_n, num_stages)
-
-
-@kernel(choose=choose, space=TILES, pass_configs=PLAIN_PRODUCTS)
-def gate_logits_unaligned_kernel(
-    num_experts: int, hidden: int, num_parts: int, packed: bool, *, block_m: int, block_n: int, num_stages: int
-):
-    """Any rows."""
-    name = 'gate_logits_unaligned'
-    return _gate_logits(name, num_experts, hidden, num_parts, packed, block_m, block_n, num_stages)
+    return gate_logits
 
 
 @kernel(choose=choose_sum, space=dict(num_threads=(128, 256)))
@@ -173,7 +157,7 @@ def gate_logits_halve_kernel(*, num_threads: int):
 
 @kernel(
     choose=choose_dhidden,
-    space=dict(block_m=(64, 128), block_n=(64, 128), num_stages=(2, 3, 4)),
+    space=TILES,
     pass_configs=PLAIN_PRODUCTS,
 )
 def gate_logits_dhidden_kernel(num_experts: int, hidden: int, *, block_m: int, block_n: int, num_stages: int):
@@ -213,7 +197,7 @@ def gate_logits_dhidden_kernel(num_experts: int, hidden: int, *, block_m: int, b
 
 @kernel(
     choose=choose_dweight,
-    space=dict(block_m=(64, 128), block_n=(64, 128), num_stages=(2, 3, 4), num_steps=(4, 16)),
+    space=dict(**TILES, num_steps=(4, 16)),
     pass_configs=PLAIN_PRODUCTS,
 )
 def gate_logits_dweight_kernel(
@@ -297,13 +281,12 @@ def gate_logits_bwd(dlogits: Tensor, hidden_states: Tensor, gate_weight: Tensor)
     check.packed(dlogits, 'dlogits', 'num_tokens num_experts', torch.float32, **known)
     check.same_device(hidden_states=hidden_states, dlogits=dlogits)
     dhidden = hidden_states.new_empty(num_tokens, hidden)
-    dgate_weight = torch.empty_like(gate_weight)
+    dgate_weight = torch.empty_like(gate_weight) if num_tokens else torch.zeros_like(gate_weight)
     upper, lower = (dlogits.new_empty(num_tokens, num_experts, dtype=torch.bfloat16) for _ in range(2))
     launch(gate_logits_halve_kernel, (), dlogits.view(-1), upper.view(-1), lower.view(-1))
     launch(gate_logits_dhidden_kernel, (num_experts, hidden), upper, lower, gate_weight, dhidden)
     static = (num_experts, hidden, vec, hidden_states.is_contiguous())
-    # Without tokens as well: the gradient of the weights is zero then.
-    launch(gate_logits_dweight_kernel, static, hidden_states, upper, lower, dgate_weight, size=num_tokens + 1)
+    launch(gate_logits_dweight_kernel, static, hidden_states, upper, lower, dgate_weight)
     return dhidden, dgate_weight
 
 
@@ -321,13 +304,12 @@ def gate_logits(hidden_states: Tensor, gate_weight: Tensor) -> Tensor:
     num_tokens, num_experts, hidden, vec = _check(hidden_states, gate_weight)
     num_parts = num_parts_for(num_tokens, hidden)
     logits = hidden_states.new_empty(num_tokens, num_experts, dtype=torch.float32)
-    static = (num_experts, hidden, num_parts, hidden_states.is_contiguous())
-    gemm = gate_logits_kernel if vec == 8 else gate_logits_unaligned_kernel
+    static = (num_experts, hidden, num_parts, vec, hidden_states.is_contiguous())
     if num_parts == 1:
-        launch(gemm, static, hidden_states, gate_weight, logits.view(1, num_tokens, num_experts))
+        launch(gate_logits_kernel, static, hidden_states, gate_weight, logits.view(1, num_tokens, num_experts))
     else:
         parts = logits.new_empty(num_parts, num_tokens, num_experts)
-        launch(gemm, static, hidden_states, gate_weight, parts)
+        launch(gate_logits_kernel, static, hidden_states, gate_weight, parts)
         launch(gate_logits_sum_kernel, (), parts.view(num_parts, -1), logits.view(-1))
     return logits
 

@@ -34,7 +34,7 @@ from tile_kernels.moe.mask_indices_by_tp import local_index
 from tile_kernels.moe.route_topk_device import count_places, draw_if, mix, place_of, store_scores, take_given
 from tile_kernels.moe.scoring import SCORINGS, ScoringFunc
 from tile_kernels.moe.topk_gate import DTYPES, MAX_EXPERTS, MAX_TOPK
-from tile_kernels.moe.topk_gating import check_groups
+from tile_kernels.moe.topk_gating import check_groups, choose
 from tile_kernels.moe.topk_gating import make as make_gating
 
 MAX_SHARED = 16
@@ -51,17 +51,6 @@ GIVEN = dict(
     scores='scores',
     to_physical_map='map',
 )
-
-# Config -------------------------------------------------------------------------------------
-
-
-def choose(num_experts: int, num_topk: int, *rest: object) -> dict:
-    """Few tokens spread over the SMs, one per block; from two waves of blocks on a warp ranks two rows at once."""
-    size = rest[-1]
-    if size <= 1024:
-        return dict(num_warps=1, rows=1)
-    return dict(num_warps=1, rows=2) if size >= 8192 else dict(num_warps=4, rows=1)
-
 
 # Kernel -------------------------------------------------------------------------------------
 

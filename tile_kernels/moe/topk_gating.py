@@ -35,22 +35,15 @@ from tile_kernels.moe.scoring import SCORINGS, ScoringFunc
 from tile_kernels.moe.topk_gate import DTYPES, MAX_EXPERTS, MAX_TOPK
 from tile_kernels.moe.topk_gating_bwd import topk_gating_bwd
 
-SQRTSOFTPLUS = ScoringFunc.SQRTSOFTPLUS
-
 # Config -------------------------------------------------------------------------------------
 
 
-def choose(
-    num_experts: int, num_topk: int, dtype: torch.dtype, index_dtype: torch.dtype, scoring: int, *rest: int
-) -> dict:
-    """Few tokens spread over the SMs, one per block; from two waves of blocks on a warp ranks two rows at once.
-
-    The long score of sqrtsoftplus fills the lanes with one row already.
-    """
-    size = rest[-1]
+def choose(*static_and_size: object) -> dict:
+    """Few tokens spread over the SMs, one per block; from two waves of blocks on a warp ranks two rows at once."""
+    size = static_and_size[-1]
     if size <= 1024:
         return dict(num_warps=1, rows=1)
-    return dict(num_warps=1, rows=2) if size >= 8192 and scoring != SQRTSOFTPLUS else dict(num_warps=4, rows=1)
+    return dict(num_warps=1, rows=2) if size >= 8192 else dict(num_warps=4, rows=1)
 
 
 # Kernel -------------------------------------------------------------------------------------
