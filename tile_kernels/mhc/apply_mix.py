@@ -50,8 +50,8 @@ def choose(hidden: int, num_streams: int, width: int, coef_width: int, num_token
 
 
 def choose_bwd(hidden: int, num_streams: int, width: int, coef_width: int, accumulate: bool, num_tokens: int) -> dict:
-    """More vectors for each thread: the sums over a row are finished once for all of them."""
-    row_threads = row_threads_for(hidden // width, 4)
+    """Two vectors for each thread, one after another; the sums over a row are finished once for both."""
+    row_threads = row_threads_for(hidden // width, 2)
     return dict(row_threads=row_threads, rows=rows_for(row_threads, 128))
 
 

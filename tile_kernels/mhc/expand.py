@@ -36,9 +36,9 @@ BF16 = torch.bfloat16
 
 
 def choose(hidden: int, num_streams: int, width: int, num_tokens: int) -> dict:
-    """Two vectors for each thread: what it reads it writes many times, so few loads keep the memory busy."""
-    row_threads = row_threads_for(hidden // width, 2)
-    return dict(row_threads=row_threads, rows=rows_for(row_threads, 128), vectors=2)
+    """Four vectors for each thread, all of them in flight before the first is written."""
+    row_threads = row_threads_for(hidden // width, 4)
+    return dict(row_threads=row_threads, rows=rows_for(row_threads, 128), vectors=4)
 
 
 def choose_bwd(hidden: int, num_streams: int, width: int, num_tokens: int) -> dict:

@@ -47,8 +47,8 @@ def tiles_of_bwd(k: int, num_tokens: int) -> int:
 
 
 def choose_bwd(k: int, columns: int, accumulate: bool, num_tokens: int) -> dict:
-    """See `tiles_of_bwd`; three stages where two blocks fit on an SM."""
-    return dict(tiles=tiles_of_bwd(k, num_tokens), num_stages=3 if columns <= 24 else 2)
+    """See `tiles_of_bwd`; two blocks on an SM overlap, a third stage adds nothing."""
+    return dict(tiles=tiles_of_bwd(k, num_tokens), num_stages=2)
 
 
 # Forward ------------------------------------------------------------------------------------

@@ -49,9 +49,9 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 
 def choose(hidden: int, num_streams: int, width: int, coef_width: int, num_tokens: int) -> dict:
-    """Two vectors of x and of every stream in flight for each thread."""
+    """Two vectors for each thread, one after another: num_streams + 1 loads of one are in flight."""
     row_threads = row_threads_for(hidden // width, 2)
-    return dict(row_threads=row_threads, rows=rows_for(row_threads, 128), vectors=2 if num_streams <= 4 else 1)
+    return dict(row_threads=row_threads, rows=rows_for(row_threads, 128), vectors=1)
 
 
 def choose_bwd(hidden: int, num_streams: int, width: int, coef_width: int, num_tokens: int) -> dict:

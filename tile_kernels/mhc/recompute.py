@@ -26,14 +26,13 @@ from tile_kernels.mhc._rows import (
     ROW_PASS_CONFIGS,
     ROW_THREADS,
     STREAMS,
+    WARP,
     apply_to_vector,
     check_streams,
     flat,
     lead_of,
-    load_mix,
     load_streams,
     load_vector,
-    mix_width,
     post_to_vector,
     row_threads_for,
     store_streams,
@@ -52,36 +51,30 @@ SLOTS = ('pre', 'layer_input', 'layer_output', 'post', 'comb', 'residual')
 # Config -------------------------------------------------------------------------------------
 
 
-def choose(
-    hidden: int, num_streams: int, width: int, coef_width: int, num_inputs: int, num_posts: int, num_tokens: int
-) -> dict:
-    """One vector for each thread: addresses of so many tensors would fill the registers if they were kept for a second."""
-    return dict(row_threads=row_threads_for(hidden // width, 4))
+def choose(hidden: int, num_streams: int, width: int, num_inputs: int, num_posts: int, num_tokens: int) -> dict:
+    """Small blocks of one vector for each thread: addresses of so many tensors would fill the registers of a second."""
+    return dict(row_threads=row_threads_for(hidden // width, 7))
 
 
 # Kernel -------------------------------------------------------------------------------------
 
 
 @macro
-def give_input(token, index, pre, layer_input, coef_width, x_local, mix_local, y_local):
-    """The input of a layer from the streams in `x_local`."""
-    load_mix(pre, token, mix_local, coef_width)
-    apply_to_vector(x_local, 0, mix_local, y_local)
-    store_vector(y_local, 0, layer_input, token, 0, index)
+def take_coefficients(token, layer, mix, first, mix_shared):
+    """The first threads of a block write the coefficients of a layer to `mix_shared[layer, first:]`."""
+    tx = T.get_thread_binding()
+    count = mix.shape[1]
+    for step in T.unroll(T.ceildiv(count, WARP)):
+        if tx < WARP and step * WARP + tx < count:
+            mix_shared[layer, first + step * WARP + tx] = mix[token, step * WARP + tx]
 
 
 @macro
-def take_output(token, index, layer, post, comb, residual, coef_width, output_local, x_local, mix_local, comb_local):
-    """The streams in `x_local` after a layer."""
-    num_streams, width = x_local.shape
-    y_local = T.alloc_local((num_streams, width), T.bfloat16)
-    load_mix(post, token, mix_local, coef_width)
-    load_mix(comb, token, comb_local, coef_width)
-    post_to_vector(output_local, layer, x_local, 0, mix_local, comb_local, y_local)
-    store_streams(y_local, residual, token, index)
-    for c in T.unroll(num_streams):
-        for e in T.vectorized(width):
-            x_local[c, e] = y_local[c, e]
+def recall(mix_shared, layer, first, mix_local):
+    """Coefficients of a layer from shared memory."""
+    for v in T.unroll(mix_local.shape[0] // 2):
+        for e in T.vectorized(2):
+            mix_local[2 * v + e] = mix_shared[layer, first + 2 * v + e]
 
 
 @kernel(choose=choose, space=dict(row_threads=ROW_THREADS), pass_configs=ROW_PASS_CONFIGS)
@@ -89,7 +82,6 @@ def recompute_kernel(
     hidden: int,
     num_streams: int,
     width: int,
-    coef_width: int,
     num_inputs: int,
     num_posts: int,
     *,
@@ -98,6 +90,7 @@ def recompute_kernel(
     """`num_inputs` layers get their input, the first `num_posts` of them end in a residual."""
     num_vectors = hidden // width
     parts = -(-num_vectors // row_threads)
+    num_pairs = num_streams * num_streams
     num_tokens = T.dynamic('num_tokens')
 
     def streams():
@@ -110,7 +103,7 @@ def recompute_kernel(
         return T.Tensor((num_tokens, num_streams), T.float32)
 
     def pairs():
-        return T.Tensor((num_tokens, num_streams * num_streams), T.float32)
+        return T.Tensor((num_tokens, num_pairs), T.float32)
 
     @T.prim_func
     def recompute(
@@ -154,11 +147,13 @@ def recompute_kernel(
     ):
         with T.Kernel(num_tokens * parts, threads=row_threads) as pid:
             x_local = T.alloc_local((num_streams, width), T.bfloat16)
-            y_local = T.alloc_local((1, width), T.bfloat16)
+            y_local = T.alloc_local((num_streams, width), T.bfloat16)
             output_local = T.alloc_local((max(num_posts, 1), width), T.bfloat16)
             mix_local = T.alloc_local((num_streams,), T.float32)
-            comb_local = T.alloc_local((num_streams * num_streams,), T.float32)
+            comb_local = T.alloc_local((num_pairs,), T.float32)
+            mix_shared = T.alloc_shared((num_inputs, 2 * num_streams + num_pairs), T.float32)
             tx = T.get_thread_binding()
+            token, index = pid // parts, pid % parts * row_threads + tx
             pres = (pre0, pre1, pre2, pre3, pre4, pre5)
             inputs = (layer_input0, layer_input1, layer_input2, layer_input3, layer_input4, layer_input5)
             outputs = (layer_output0, layer_output1, layer_output2, layer_output3, layer_output4, layer_output5)
@@ -166,29 +161,32 @@ def recompute_kernel(
             combs = (comb0, comb1, comb2, comb3, comb4, comb5)
             residuals = (residual0, residual1, residual2, residual3, residual4, residual5)
 
-            token, index = pid // parts, pid % parts * row_threads + tx
+            for l in (0, 1, 2, 3, 4, 5):
+                if l < num_inputs:
+                    take_coefficients(token, l, pres[l], 0, mix_shared)
+                if l < num_posts:
+                    take_coefficients(token, l, posts[l], num_streams, mix_shared)
+                    take_coefficients(token, l, combs[l], 2 * num_streams, mix_shared)
             if index < num_vectors:
                 load_streams(first, token, index, x_local, 0)
                 for l in (0, 1, 2, 3, 4, 5):
                     if l < num_posts:
                         load_vector(outputs[l], token, 0, index, output_local, l)
+            T.sync_threads()
+            if index < num_vectors:
                 for l in (0, 1, 2, 3, 4, 5):
                     if l < num_inputs:
-                        give_input(token, index, pres[l], inputs[l], coef_width, x_local, mix_local, y_local)
+                        recall(mix_shared, l, 0, mix_local)
+                        apply_to_vector(x_local, 0, mix_local, y_local)
+                        store_vector(y_local, 0, inputs[l], token, 0, index)
                     if l < num_posts:
-                        take_output(
-                            token,
-                            index,
-                            l,
-                            posts[l],
-                            combs[l],
-                            residuals[l],
-                            coef_width,
-                            output_local,
-                            x_local,
-                            mix_local,
-                            comb_local,
-                        )
+                        recall(mix_shared, l, num_streams, mix_local)
+                        recall(mix_shared, l, 2 * num_streams, comb_local)
+                        post_to_vector(output_local, l, x_local, 0, mix_local, comb_local, y_local)
+                        store_streams(y_local, residuals[l], token, index)
+                        for c in T.unroll(num_streams):
+                            for e in T.vectorized(width):
+                                x_local[c, e] = y_local[c, e]
 
     return recompute
 
@@ -247,10 +245,9 @@ def recompute_(first: Tensor, **slots: Tensor | None) -> None:
     )
     views = {name: [flat(x, lead, *inner[name]) for x in tensors] for name, tensors in of.items()}
     rows = [first, *of['layer_input'], *of['layer_output'], *of['residual']]
-    static = (hidden, num_streams, vector_width(*rows))
-    static += (mix_width(num_streams, *views['pre'], *views['post'], *views['comb']),)
+    static = (hidden, num_streams, vector_width(*rows), len(of['pre']), len(of['post']))
     args = [views[name][layer] if layer < len(views[name]) else None for layer in range(MAX_LAYERS) for name in SLOTS]
-    launch(recompute_kernel, (*static, len(of['pre']), len(of['post'])), flat(first, lead, num_streams, hidden), *args)
+    launch(recompute_kernel, static, flat(first, lead, num_streams, hidden), *args)
 
 
 def _check(first: Tensor, of: dict[str, list[Tensor]]) -> tuple[tuple, int, int]:

@@ -110,6 +110,20 @@ def softmax_rows(k_local, lanes, columns, eps):
 
 
 @macro
+def invert(divisor_local, factor_local, ratio):
+    """`factor = ratio / divisor` for all; two share a reciprocal, 1 / x = y / (x y): there are few units for it."""
+    count = divisor_local.shape[0]
+    for i in T.unroll(count // 2):
+        shared = T.fast_rcp(T.ieee_mul(divisor_local[2 * i], divisor_local[2 * i + 1]))
+        if ratio != 1.0:
+            shared = T.ieee_mul(shared, T.float32(ratio))
+        factor_local[2 * i] = T.ieee_mul(shared, divisor_local[2 * i + 1])
+        factor_local[2 * i + 1] = T.ieee_mul(shared, divisor_local[2 * i])
+    if count % 2 == 1:
+        factor_local[count - 1] = T.ieee_mul(T.fast_rcp(divisor_local[count - 1]), T.float32(ratio))
+
+
+@macro
 def start_scaling(a_local, b_local, u_local, v_local, ratio):
     """Factors of 1, as the divisors that give them."""
     T.fill(a_local, 1.0)
@@ -126,7 +140,9 @@ def scale_columns(k_local, u_local, b_local, v_local, columns, ratio, eps):
         b_local[c] = T.ieee_mul(b_local[c], eps if ratio == 1.0 else T.ieee_mul(eps, T.float32(1.0 / ratio)))
         for i in T.unroll(num_rows):
             b_local[c] = T.ieee_fmaf(u_local[i], k_local[i, c], b_local[c])
-        v_local[c] = T.fast_rcp(b_local[c]) if ratio == 1.0 else T.ieee_mul(T.fast_rcp(b_local[c]), T.float32(ratio))
+        b_local[c] = T.if_then_else(c < columns, b_local[c], T.float32(1.0))  # a neighbour shares its reciprocal
+    invert(b_local, v_local, ratio)
+    for c in T.unroll(held):
         v_local[c] = T.if_then_else(c < columns, v_local[c], T.float32(0.0))
 
 
@@ -146,7 +162,7 @@ def scale_rows(k_local, a_local, u_local, v_local, lanes, eps):
             for c in T.unroll(held):
                 total = T.ieee_fmaf(k_local[i, c], v_local[c], total)
             a_local[i] = T.ieee_fmaf(a_local[i], eps, sum_lanes(total, lanes))
-        u_local[i] = T.fast_rcp(a_local[i])
+    invert(a_local, u_local, 1.0)
 
 
 @macro
@@ -235,7 +251,8 @@ def unscale_columns(k_local, g_local, u_local, b_local, v_local, columns, ratio)
             total = total * T.float32(1.0 / ratio)
         for i in T.unroll(num_rows):
             g_local[i, c] = T.ieee_fmaf(g_local[i, c], factor, -total)
-        v_local[c] = T.fast_rcp(b_local[c]) if ratio == 1.0 else T.fast_rcp(b_local[c]) * T.float32(ratio)
+    invert(b_local, v_local, ratio)
+    for c in T.unroll(held):
         v_local[c] = T.if_then_else(c < columns, v_local[c], T.float32(0.0))
 
 
@@ -253,7 +270,7 @@ def unscale_rows(k_local, g_local, a_local, u_local, v_local, lanes):
         total = total * (u_local[i] * factor)
         for c in T.unroll(held):
             g_local[i, c] = T.ieee_fmaf(g_local[i, c], factor, -total)
-        u_local[i] = T.fast_rcp(a_local[i])
+    invert(a_local, u_local, 1.0)
 
 
 @kernel(choose=choose_bwd, space=dict(lanes=LANES, num_threads=(32, 64, 128)))
