@@ -1,4 +1,4 @@
-"""The generated pages: `docs/ops/*.md`, `docs/settings.md` and the table of ops in README.
+"""The generated pages: `docs/ops/*.md` with their index, `docs/settings.md` and the table of families in README.
 
     python -m tile_kernels.docs            write them
     python -m tile_kernels.docs --check    fail if they are out of date
@@ -50,6 +50,7 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
     records = measured(root / 'benchmarks' / 'results')
     ops = sorted(load_ops().values(), key=lambda op: op.name)
     made = {root / 'docs' / 'ops' / f'{op.name}.md': op_page(op, records) for op in ops}
+    made[root / 'docs' / 'ops' / 'README.md'] = index_page(ops, records)
     made[root / 'docs' / 'settings.md'] = settings_page()
     made[root / 'README.md'] = readme(root / 'README.md', ops, records)
     return made
@@ -237,31 +238,48 @@ def settings_page() -> str:
     )
 
 
+def index_page(ops: Sequence[Op], records: Sequence[Record]) -> str:
+    """All ops that are no other's backward, with the worst and the best that was measured."""
+    heading = ('op', 'what it does', 'backward', f'% of copy, {README_DEVICE}', 'least, µs')
+    rows = [
+        (f'[{op.name}]({op.name}.md)', headline(op), 'yes' if op.backward is not None else '', *shares([op], records))
+        for op in _leading(ops)
+    ]
+    return f'{GENERATED}\n\n# Ops\n\n{markdown(heading, rows)}\n\n{occasion(records)}\n'
+
+
 def readme(path: Path, ops: Sequence[Op], records: Sequence[Record]) -> str:
-    """README with its table of ops replaced."""
+    """README with its table of families replaced."""
     text = path.read_text() if path.exists() else ''
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise ArgumentError(
             f'{path} must hold one {BEGIN} and one {END}, got {text.count(BEGIN)} and {text.count(END)}'
         )
-    gradients = [op.backward for op in ops]
-    rows = [
-        (_link(op), headline(op), 'yes' if op.backward is not None else '', *shares(op, records))
-        for op in ops
-        if op not in gradients
-    ]
+    families: dict[str, list[Op]] = {}
+    for op in _leading(ops):
+        families.setdefault(op.family, []).append(op)
+    rows = [(f'`{name}`', _purpose(own[0]), len(own), *shares(own, records)) for name, own in families.items()]
+    heading = ('family', 'what it does', 'ops', f'% of copy, {README_DEVICE}', 'least, µs')
     head, rest = text.split(BEGIN)
-    table = markdown(('op', 'what it does', 'backward', f'% of copy, {README_DEVICE}', 'least, µs'), rows)
-    return f'{head}{BEGIN}\n{table}\n\n{occasion(records)}\n{END}{rest.split(END)[1]}'
+    return f'{head}{BEGIN}\n{markdown(heading, rows)}\n\n{occasion(records)}\n{END}{rest.split(END)[1]}'
 
 
-def _link(op: Op) -> str:
-    return f'[{op.name}](docs/ops/{op.name}.md)'
+def _leading(ops: Sequence[Op]) -> list[Op]:
+    """The ops that are no other's backward."""
+    gradients = [op.backward for op in ops]
+    return [op for op in ops if op not in gradients]
 
 
-def shares(op: Op, records: Iterable[Record]) -> tuple[str, str]:
+def _purpose(op: Op) -> str:
+    """The first line of what the family of an op says about itself."""
+    family = sys.modules[op.fn.__module__.rpartition('.')[0]]
+    return (inspect.getdoc(family) or '').partition('\n')[0]
+
+
+def shares(ops: Sequence[Op], records: Iterable[Record]) -> tuple[str, str]:
     """Worst and best share of a copy over the cases that move enough bytes, and the least time in a CUDA graph."""
-    own = [r for r in records if r['op'] == op.name and README_DEVICE in r['device'] and r['pct_of_copy'] is not None]
+    names = {op.name for op in ops}
+    own = [r for r in records if r['op'] in names and README_DEVICE in r['device'] and r['pct_of_copy'] is not None]
     large = sorted(r['pct_of_copy'] for r in own if r['gbps'] * r['us'] * 1e3 >= LARGE_BYTES)
     span = '' if not large else f'{large[0]:.0f}' if len(large) == 1 else f'{large[0]:.0f}–{large[-1]:.0f}'
     return span, f'{min(r["graph_us"] for r in own):.1f}' if own else ''
