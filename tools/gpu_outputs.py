@@ -31,8 +31,8 @@ def main() -> int:
         torch.save({name: arguments_of(case) for name, case in cases.items()}, args.write_inputs)
         print(f'inputs of {len(cases)} cases written to {args.write_inputs}')
         return 0
-    inputs = torch.load(args.inputs, weights_only=False) if args.inputs else {}
-    entries = {name: run_case(case, 'cuda', inputs.get(name)) for name, case in cases.items()}
+    inputs = torch.load(args.inputs, weights_only=False) if args.inputs else dict.fromkeys(cases)
+    entries = {name: run_case(cases[name], 'cuda', given) for name, given in inputs.items()}
     record = {'device': torch.cuda.get_device_name(), 'torch': torch.__version__, 'cases': entries}
     args.out.write_text(json.dumps(record, indent=0, sort_keys=True) + '\n')
     print(f'{len(entries)} cases written to {args.out}')
