@@ -1,4 +1,4 @@
-"""The layer in training: the losses of plain PyTorch, compiled gradients, the example alone and in two processes."""
+"""Train the layer: the losses of plain PyTorch, compiled gradients, its page, the example in one and two processes."""
 
 import os
 import re
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / 'examples' / 'training' / 'train_moe_lm.py'
 
 
-def losses(run, layer, num_steps=12):
+def losses(run, layer, num_steps=8):
     """The losses of a layer that learns a fixed map of its tokens."""
     torch.manual_seed(3)
     x = torch.randn(48, 64, device=DEVICE)
@@ -69,6 +69,12 @@ def test_a_forward_is_seven_launches(compute):
     with torch.no_grad(), tracing() as launches:
         layer(torch.zeros(20, 128, device=DEVICE, dtype=torch.bfloat16))
     assert len(launches) == 7
+
+
+def test_the_page_prints_what_it_says(capsys):
+    page = (ROOT / 'docs' / 'moe-layer.md').read_text()
+    exec('\n'.join(re.findall(r'```python\n(.*?)```', page, re.DOTALL)), {})
+    assert capsys.readouterr().out == ''.join(re.findall(r'```text\n(.*?)```', page, re.DOTALL))
 
 
 def run_example(*command):
