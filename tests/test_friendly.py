@@ -87,3 +87,52 @@ def test_benchmark_prints_well():
     assert 0 < result.p20 <= result.median <= result.p80 and result.mean > 0 and result.gbps > 0
     assert result.tflops is None and result.pct_of_copy > 0
     assert 'of copy' in str(result)
+
+
+def test_router_and_layer():
+    from tile_kernels.moe import MoELayer, MoETopKRouting, moe_topk_routing
+
+    hidden = torch.randn(7, 64, device=DEVICE, dtype=torch.bfloat16)
+    gate_weight = torch.randn(16, 64, device=DEVICE, dtype=torch.bfloat16)
+    scores, indices = moe_topk_routing(hidden, gate_weight, topk=8)
+    assert scores.shape == indices.shape == (7, 8) and scores.dtype == torch.float32
+    torch.testing.assert_close(scores.sum(1), torch.ones(7, device=DEVICE))
+    hidden.requires_grad_()
+    MoETopKRouting.apply(hidden, gate_weight.requires_grad_(), 4)[0].square().sum().backward()
+    assert hidden.grad.abs().sum() > 0 and gate_weight.grad.abs().sum() > 0
+    layer = MoELayer(16, 4, 64, device=DEVICE)
+    x = torch.randn(2, 3, 64, device=DEVICE, dtype=torch.bfloat16)
+    assert layer(x).shape == x.shape and layer(x.flatten(0, 1), gate_weight).shape == (6, 64)
+
+
+def test_engram_gate():
+    from tile_kernels.engram import engram_gate_backward, engram_gate_forward, engram_weight_grad
+    from tile_kernels.modeling import EngramGateLayer
+
+    hidden, weight = torch.randn(5, 64, device=DEVICE), torch.randn(8, 64, device=DEVICE)
+    output, norm_hidden = engram_gate_forward(hidden, weight)
+    assert output.shape == (5, 8) and norm_hidden.shape == hidden.shape
+    gated, _ = engram_gate_forward(hidden, weight, weight)
+    torch.testing.assert_close(gated, output.square(), rtol=1e-4, atol=1e-4)
+    dy, plain = torch.randn_like(output), hidden.double().requires_grad_()
+    eps = torch.finfo(torch.float32).eps
+    ((plain * torch.rsqrt(plain.square().mean(1, keepdim=True) + eps)) @ weight.double().T).backward(dy.double())
+    torch.testing.assert_close(engram_gate_backward(dy, hidden, weight).double(), plain.grad, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(engram_weight_grad(dy, norm_hidden), dy.T @ norm_hidden, rtol=1e-4, atol=1e-4)
+    layer = EngramGateLayer(hidden_size=2048, num_experts=256).to(DEVICE)
+    assert layer.load_state_dict(layer.state_dict())
+
+
+def test_hyper_connections():
+    from tile_kernels.mhc import sinkhorn_normalize
+    from tile_kernels.modeling import MHCPipeline
+
+    one = sinkhorn_normalize(torch.randn(8, 64, device=DEVICE), num_iters=20)
+    torch.testing.assert_close(one.sum(0), torch.full((64,), 8 / 64, device=DEVICE), rtol=1e-2, atol=1e-3)
+    batch = sinkhorn_normalize(torch.randn(3, 4, 4, device=DEVICE), num_iters=20)
+    for dim in (1, 2):
+        torch.testing.assert_close(batch.sum(dim), torch.ones(3, 4, device=DEVICE), rtol=1e-2, atol=1e-2)
+    pipeline = MHCPipeline(num_connections=8, hidden_size=64).to(DEVICE)
+    residual = pipeline.expand(torch.randn(2, 64, device=DEVICE, dtype=torch.bfloat16))
+    residual = pipeline(residual, lambda x: x * 0.5)
+    assert pipeline.head(residual).shape == (2, 64)

@@ -3,6 +3,7 @@
 import pytest
 
 import tile_kernels
+from tests.sampling import a_few_of_each
 from tile_kernels.core.jit import kernels
 from tile_kernels.core.op import ops
 from tile_kernels.interpreter import unknown_constructs
@@ -34,6 +35,7 @@ def test_every_kernel_is_scanned():
     assert {launch.kernel.name for launch in LAUNCHES.values()} == own
 
 
-@pytest.mark.parametrize('launch', LAUNCHES.values(), ids=LAUNCHES)
-def test_the_interpreter_knows_every_construct(launch):
+@pytest.mark.parametrize('name', a_few_of_each(LAUNCHES, lambda name: LAUNCHES[name].kernel.name, 4))
+def test_the_interpreter_knows_every_construct(name):
+    launch = LAUNCHES[name]
     assert unknown_constructs(launch.kernel.tir(*launch.static, **launch.config)) == []
