@@ -116,8 +116,6 @@ def train(num_steps: int, batch_size: int, device: torch.device, group: dist.Pro
             for parameter in model.shared_parameters():
                 dist.all_reduce(parameter.grad, group=group)
             dist.all_reduce(loss.div_(world_size), group=group)
-            for block in model.blocks:
-                dist.all_reduce(block.moe.tokens_per_expert, group=group)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()

@@ -8,6 +8,7 @@ so nothing waits for it, and the layer can be compiled, captured in a CUDA graph
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -83,15 +84,23 @@ class Experts(nn.Module):
     def forward_fp8(self, tokens: Tensor, routing: RoutingMap) -> Tensor:
         """The same from tokens, which are quantised on their way to the experts."""
         places = (routing.token_topk_to_pos, routing.pos_to_expert, routing.expert_end)
-        if self.prepared is not None and not self.training:
+        if self.prepared is not None and not self.training and not torch.is_grad_enabled():
             return _experts_fp8(tokens, *places, *self.prepared)
         gate_up, down = self.gate_up_proj.to(tokens.dtype), self.down_proj.to(tokens.dtype)
         return _Fp8Experts.apply(tokens, gate_up, down, *places)
 
     @torch.no_grad()
     def prepare_fp8(self) -> None:
-        """Quantise the weights once, for inference; call it again when they change."""
+        """Quantise the weights once, for inference; moving the module or loading weights forgets it."""
         self.prepared = (*_quantise(self.gate_up_proj), *_quantise(self.down_proj))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
+        self.prepared = None
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.prepared = None
+        super()._load_from_state_dict(*args)
 
 
 def _quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -283,9 +292,14 @@ class MoELayer(nn.Module):
 
     @torch.no_grad()
     def update_bias(self) -> None:
-        """Move the bias of every expert against its load since the last call, and count anew; call it once a step."""
+        """Move the bias of every expert against its load since the last call, and count anew; call it once a step.
+
+        With a group, all ranks call it together: the load is that of all of them.
+        """
         bias = self.gate.e_score_correction_bias
         if bias is not None:
+            if self.router is not None:
+                torch.distributed.all_reduce(self.tokens_per_expert, group=self.router.group)
             load = self.tokens_per_expert.float()
             bias += self.balance_rate * torch.sign(load.mean() - load)
         self.tokens_per_expert.zero_()
