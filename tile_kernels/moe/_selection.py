@@ -94,6 +94,11 @@ class Ranking:
         """What can be off in what is cut; sums of groups need sharper estimates than a cut."""
         return estimate_error(self.scoring, self.grouped) if self.estimated else 0.0
 
+    @property
+    def margin(self) -> float:
+        """How far a cut is lowered: an estimate is off by `error`, and so is the one the cut was taken from."""
+        return 2 * self.error if self.estimated else LOWERED
+
     def rows_by_cut(self, rows: int) -> int:
         """How many of `rows` rows a warp takes at once; 0 where a cut would mostly leave too many candidates."""
         if self.num_topk > WARP // 2:
@@ -123,15 +128,14 @@ def find_cuts(x, at: Place, num_slots: int, rounds: int, cut):
 
 
 @macro
-def lower_cuts(cut, rows: int, error: float):
-    """Lower cuts through estimates, so that everything that may be as good as what reaches them exactly does, too.
+def lower_cuts(cut, rows: int, margin: float):
+    """Lower cuts by `margin`, so that everything that may be as good as what reaches them exactly does, too.
 
-    An estimate is off by `error`, plus the rounding of the sum with its bias; so is the one the cut was taken from.
-    Cuts through logits go down by `LOWERED`.
+    The rounding of the sum of an estimate with its bias comes on top.
     """
     for r in T.unroll(rows):
         level = from_order_key(cut[r])
-        cut[r] = order_key(level - (T.float32(2 * error or LOWERED) + T.abs(level) * T.float32(2**-20)))
+        cut[r] = order_key(level - (T.float32(margin) + T.abs(level) * T.float32(2**-20)))
 
 
 @macro
@@ -210,7 +214,7 @@ def select_by_cut(ranking: Ranking, logits, bias: Bias, at: Place, x, expert, va
     settled = T.alloc_var('bool')
     find_cuts(x, at, ranking.layout.num_slots, num_topk, cuts)
     if ranking.estimated or ranking.deferred:
-        lower_cuts(cuts, at.rows, ranking.error)
+        lower_cuts(cuts, at.rows, ranking.margin)
     gather(x, cuts, at, ranking.layout, found, counts)
     T.sync_warp()
     count = 0  # of all rows, a byte each: picked by a shift, since indexed by the part they would leave the registers
