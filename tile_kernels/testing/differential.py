@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tile_kernels.testing.contract import ContractCase, cases_of
+from tile_kernels.testing.poison import poisoned
 
 Entry = dict[str, Any]
 
@@ -37,8 +38,9 @@ def moved(x: Tensor, device: str | torch.device) -> Tensor:
 
 
 def arguments_of(case: ContractCase) -> dict[str, Any]:
-    """The arguments of a case, made on the CPU from its seed."""
-    return cases_of(case.op).arguments(case.op.name, case.case, 'cpu')
+    """The arguments of a case, made on the CPU from its seed; memory of the caller to write to is poisoned."""
+    with poisoned():
+        return cases_of(case.op).arguments(case.op.name, case.case, 'cpu')
 
 
 def run_case(case: ContractCase, device: str | torch.device, arguments: dict[str, Any] | None = None) -> Entry:
