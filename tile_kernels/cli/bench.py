@@ -64,15 +64,18 @@ def run(args: argparse.Namespace) -> int:
     if args.sweep:
         return sweep.run(chosen, device, args, context)
     base = base_records(args.base, args.ops, level) if args.base else None
-    records, refusals = measure_all(chosen, device, context)
-    if args.json:
-        write_records(args.json, records)
+    records, refusals = measure_all(chosen, device, context, args.json)
     report(records, refusals, device, args.base, base)
     return 1 if refusals else 0
 
 
-def measure_all(chosen: Iterable[tuple[Op, Case]], device: str, context: Record) -> tuple[list[Record], dict[str, str]]:
-    """Records of the cases whose op agrees with its twin, and why the others have none."""
+def measure_all(
+    chosen: Iterable[tuple[Op, Case]], device: str, context: Record, path: Path | None = None
+) -> tuple[list[Record], dict[str, str]]:
+    """Records of the cases whose op agrees with its twin, and why the others have none.
+
+    Each record is written to `path` as soon as there is one: a run that is cut short keeps what it measured.
+    """
     records: list[Record] = []
     refusals: dict[str, str] = {}
     chosen = list(chosen)
@@ -83,6 +86,8 @@ def measure_all(chosen: Iterable[tuple[Op, Case]], device: str, context: Record)
             bar.update(task, description=name)
             try:
                 records.append(measure_checked(op, case, device) | context)
+                if path is not None:
+                    write_records(path, records[-1:])
             except (AssertionError, TileKernelsError, RuntimeError) as error:
                 refusals[name] = str(error).strip().partition('\n')[0]
             bar.advance(task)
