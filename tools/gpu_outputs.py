@@ -14,9 +14,15 @@ from pathlib import Path
 import torch
 
 from tile_kernels.testing import contract
-from tile_kernels.testing.differential import arguments_of, run_case
+from tile_kernels.testing.differential import Entry, arguments_of, run_case
 
 DEFAULT = Path(__file__).parent.parent / 'tests' / 'interpreter' / 'gpu_outputs.json'
+
+
+def text_of(origin: dict[str, str], entries: dict[str, Entry]) -> str:
+    """The record as JSON, a line for each case."""
+    cases = ',\n'.join(f'{json.dumps(name)}: {json.dumps(entry)}' for name, entry in sorted(entries.items()))
+    return f'{json.dumps(origin)[:-1]}, "cases": {{\n{cases}\n}}}}\n'
 
 
 def main() -> int:
@@ -33,8 +39,7 @@ def main() -> int:
         return 0
     inputs = torch.load(args.inputs, weights_only=False) if args.inputs else dict.fromkeys(cases)
     entries = {name: run_case(cases[name], 'cuda', given) for name, given in inputs.items()}
-    record = {'device': torch.cuda.get_device_name(), 'torch': torch.__version__, 'cases': entries}
-    args.out.write_text(json.dumps(record, indent=0, sort_keys=True) + '\n')
+    args.out.write_text(text_of({'device': torch.cuda.get_device_name(), 'torch': torch.__version__}, entries))
     print(f'{len(entries)} cases written to {args.out}')
     return 0
 
