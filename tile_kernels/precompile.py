@@ -1,8 +1,9 @@
 """Compile kernels ahead of time, for any architecture, on a machine that needs no GPU.
 
 The launches of a case are found by running the op body on fake tensors, so what is compiled is exactly what those calls
-will look for. Kernels are traced one after another (TileLang's tracer is not reentrant) and compiled in parallel, most
-of the time being spent in nvcc.
+will look for. Kernels are compiled by worker processes: TileLang's tracer is not reentrant and holds the interpreter
+lock, so threads would wait for one another. A worker is a program of its own (`compile_worker`), not a child made by
+`multiprocessing`, so that `precompile` can be called from a script without a `__main__` guard.
 """
 
 from __future__ import annotations
@@ -10,22 +11,29 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import pickle
+import queue
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from tile_kernels.core.compiler import require_tilelang
 from tile_kernels.core.device import arch_number
 from tile_kernels.core.errors import ArgumentError, CompileError, TileKernelsError
-from tile_kernels.core.jit import Kernel, cache_dir, compile_count
+from tile_kernels.core.jit import Kernel, cache_dir, kernels
 from tile_kernels.core.knobs import knobs
 
 if TYPE_CHECKING:
     from tile_kernels.core.op import Op
+
+#: A worker imports TileLang first (some seconds), which pays from this many kernels on.
+_KERNELS_PER_WORKER = 4
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,17 @@ class Variant:
     config: tuple[tuple[str, Any], ...]
     arch: str
 
+    @property
+    def address(self) -> tuple:
+        """The variant for another process: what `Variant.at` takes."""
+        return self.kernel.__module__, self.kernel.name, self.static, self.config, self.arch
+
+    @classmethod
+    def at(cls, module: str, name: str, static: tuple, config: tuple, arch: str) -> Variant:
+        """The variant of that address."""
+        importlib.import_module(module)
+        return cls(kernels[name], static, config, arch)
+
     def stored(self) -> bool:
         """Whether the cache directory holds the library."""
         try:
@@ -45,10 +64,6 @@ class Variant:
         except CompileError:
             return False
         return True
-
-    def trace(self) -> None:
-        """Build the tile program, kept for `compile`."""
-        self.kernel.tir(*self.static, **dict(self.config))
 
     def compile(self) -> None:
         """Put the library into the cache directory."""
@@ -105,12 +120,12 @@ def precompile(
     folder = _writable(Path(out) if out is not None else cache_dir())
     if jobs is not None and jobs < 1:
         raise ArgumentError(f'precompile: jobs must be at least 1, got {jobs}')
-    start, before = time.perf_counter(), compile_count()
+    start = time.perf_counter()
     variants = find_variants(ops, archs)
     with knobs(cache_dir=folder, disable_jit=False):
+        found = sum(variant.stored() for variant in variants)
         failures = compile_variants(variants, jobs, progress)
-    compiled = compile_count() - before
-    found = len(variants) - compiled - len(failures)
+    compiled = len(variants) - found - len(failures)
     return Precompiled(
         folder, compiled, found, time.perf_counter() - start, {str(v): reason for v, reason in failures.items()}
     )
@@ -147,27 +162,71 @@ def find_variants(
 def compile_variants(variants: Sequence[Variant], jobs: int | None, progress: bool) -> dict[Variant, str]:
     """Compile into the cache directory in force, in parallel; those that failed, with the reason."""
     failures: dict[Variant, str] = {}
-    ready: list[Variant] = []
     missing = [variant for variant in variants if not variant.stored()]
+    ours = [variant for variant in missing if variant.kernel.__module__.startswith('tile_kernels.')]
+    num_workers = min(jobs or os.cpu_count() or 1, len(ours) // _KERNELS_PER_WORKER)
+    if num_workers < 2:
+        ours = []  # this process alone does it sooner
     if not missing:
         return failures
-    with _quiet(), _bar(progress) as bar:
-        task = bar.add_task('tracing', total=len(missing))
-        for variant in missing:
-            if _attempt(variant.trace, variant, failures):
-                ready.append(variant)
+    with quiet(), _bar(progress) as bar:
+        task = bar.add_task('compiling', total=len(missing))
+
+        def finish(variant: Variant, reason: str | None) -> None:
+            if reason is not None:
+                failures[variant] = reason
             bar.advance(task)
-        bar.reset(task, description='compiling', total=len(ready))
-        with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
-            running = [pool.submit(_attempt, variant.compile, variant, failures) for variant in ready]
-            for done in as_completed(running):
-                done.result()
-                bar.advance(task)
+
+        if ours:
+            _compile_in_workers(ours, num_workers, finish)
+        for variant in missing:
+            if variant not in set(ours):
+                finish(variant, attempt(variant))
     return failures
 
 
+def _compile_in_workers(
+    variants: Sequence[Variant], num_workers: int, finish: Callable[[Variant, str | None], None]
+) -> None:
+    """Hand the kernels out to processes, the next one to whichever is free."""
+    waiting: queue.SimpleQueue[Variant] = queue.SimpleQueue()
+    for variant in variants:
+        waiting.put(variant)
+    # finds the package where this process found it
+    program = f'import sys; sys.path[:] = {sys.path!r}; from tile_kernels.compile_worker import main; main()'
+    folder = cache_dir()
+
+    def feed() -> None:
+        command = [sys.executable, '-c', program, str(folder)]
+        with (
+            suppress(BrokenPipeError),  # from closing the pipe to one that died
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker,
+        ):
+            orders, answers = cast('IO[bytes]', worker.stdin), cast('IO[bytes]', worker.stdout)
+            while True:
+                try:
+                    variant = waiting.get_nowait()
+                except queue.Empty:
+                    break
+                try:
+                    pickle.dump(variant.address, orders)
+                    orders.flush()
+                    finish(variant, pickle.load(answers))
+                except (EOFError, OSError):
+                    finish(variant, f'the compiling process ended with {worker.wait()}')
+                    return
+
+    threads = [threading.Thread(target=feed) for _ in range(num_workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    while not waiting.empty():  # every worker has died
+        finish(waiting.get(), 'no compiling process is left')
+
+
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep TileLang from announcing every library and from printing the program of every failure we report."""
     require_tilelang()
     importlib.import_module('tilelang')  # its import sets the level
@@ -180,13 +239,13 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _attempt(step: Callable[[], None], variant: Variant, failures: dict[Variant, str]) -> bool:
+def attempt(variant: Variant) -> str | None:
+    """Compile a kernel; the reason if that failed."""
     try:
-        step()
+        variant.compile()
     except TileKernelsError as error:
-        failures[variant] = str(error).removeprefix(f'{variant.words}: ')
-        return False
-    return True
+        return str(error).removeprefix(f'{variant.words}: ')
+    return None
 
 
 def _bar(progress: bool) -> Any:

@@ -1,9 +1,9 @@
 """One whole GPU round: compile everything in parallel, test, sanitise, measure twice; results as JSON lines.
 
-    python tools/gpu_check.py [--out DIR] [--steps doctor,precompile,test,sanitize,bench] [OP ...]
+    python tools/gpu_check.py [--out DIR] [--steps doctor,precompile,test,cases,sanitize,bench] [OP ...]
 
 Every step is a command a user can run alone; the script runs them in order, keeps going after a failure, and ends with
-one line per step.
+one line per step. `outputs` (the record the interpreter is held to) and `sweep` (configs) run when named.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 CLI = [sys.executable, '-m', 'tile_kernels']
 PYTEST = [sys.executable, '-m', 'pytest', '-q', '-x', '--no-header', '-p', 'no:cacheprovider']
+#: Processes that share the GPU in the steps `cases` and `sanitize`.
+SHARDS = 8
 #: Named, with autoloading off: the same plugins wherever this runs.
 PLUGINS = ['-p', 'xdist.plugin', '-p', 'tile_kernels.testing.plugin']
 
@@ -34,7 +37,8 @@ def commands(step: str, ops: list[str], out: Path, inputs: list[str]) -> list[li
     """The commands of a step."""
     workers = ['-n', str(min(8, os.cpu_count() or 1))]
     sanitizer = shutil.which('compute-sanitizer') or 'compute-sanitizer'
-    smoke = [sys.executable, str(ROOT / 'tools' / 'smoke.py'), *ops]
+    run_cases = [sys.executable, str(ROOT / 'tools' / 'run_cases.py'), *ops]
+    shards = [f'{index}/{SHARDS}' for index in range(SHARDS)]
     if step == 'bench':  # twice: the difference is the spread
         return [[*CLI, 'bench', *ops, '--json', str(out / f'{device()}.jsonl')]] * 2
     return {
@@ -42,23 +46,21 @@ def commands(step: str, ops: list[str], out: Path, inputs: list[str]) -> list[li
         'outputs': [[sys.executable, 'tools/gpu_outputs.py', *inputs, '--out', str(out / 'gpu_outputs.json')]],
         'precompile': [[*CLI, 'precompile', *ops, '--jobs', str(os.cpu_count() or 1)]],
         'test': [
-            [
-                *PYTEST,
-                *PLUGINS,
-                *workers,
-                'tests/test_contract.py',
-                'tests/gpu',
-                'tests/moe',
-                'tests/quant',
-                'tests/transpose',
-            ]
+            [*PYTEST, *PLUGINS, *workers, 'tests/test_contract.py', 'tests/gpu', 'tests/interpreter/test_examples.py']
         ],
+        'cases': [[*run_cases, '--level', 'full', '--shard', shard] for shard in shards],
         'sanitize': [
-            [sanitizer, '--tool', tool, '--error-exitcode', '9', *smoke]
+            [sanitizer, '--tool', tool, '--error-exitcode', '9', *run_cases, '--shard', shard]
             for tool in ('memcheck', 'racecheck', 'initcheck')
+            for shard in shards
         ],
         'sweep': [[*CLI, 'bench', '--sweep', *ops, '--json', str(out / 'sweep.jsonl')]],
     }[step]
+
+
+def run(command: list[str], environment: dict[str, str]) -> int:
+    """Run a command in the project's root; its exit status."""
+    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 
 def main() -> int:
@@ -67,7 +69,7 @@ def main() -> int:
     parser.add_argument('ops', nargs='*', help='restrict precompile, sanitize and bench to these ops')
     parser.add_argument('--out', type=Path, default=ROOT / 'benchmarks' / 'results')
     parser.add_argument('--inputs', type=Path, help='inputs for the step outputs, from tools/gpu_outputs.py')
-    parser.add_argument('--steps', default='doctor,precompile,test,sanitize,bench')
+    parser.add_argument('--steps', default='doctor,precompile,test,cases,sanitize,bench')
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     inputs = ['--inputs', str(arguments.inputs)] if arguments.inputs else []
@@ -75,11 +77,15 @@ def main() -> int:
     environment = {**os.environ, 'PYTEST_DISABLE_PLUGIN_AUTOLOAD': '1'}
     summary = []
     for step in arguments.steps.split(','):
-        for command in commands(step, arguments.ops, arguments.out, inputs):
-            print(f'\n=== {step}: {" ".join(command)}', flush=True)
-            start = time.perf_counter()
-            code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
-            summary.append((step, code, time.perf_counter() - start))
+        start, given = time.perf_counter(), commands(step, arguments.ops, arguments.out, inputs)
+        print(
+            f'\n=== {step}: {" ".join(given[0])}' + (f' and {len(given) - 1} more' if len(given) > 1 else ''),
+            flush=True,
+        )
+        # timings run alone; correctness does not mind company
+        with ThreadPoolExecutor(1 if step in ('bench', 'sweep') else SHARDS) as pool:
+            codes = list(pool.map(lambda command: run(command, environment), given))
+        summary.append((step, max(codes), time.perf_counter() - start))
     print()
     for step, code, seconds in summary:
         print(f'{step:12} {"ok" if code == 0 else f"FAILED ({code})":12} {seconds:6.1f} s')

@@ -53,6 +53,21 @@ def test_a_kernel_that_does_not_compile_is_reported_and_the_rest_goes_on(toy, to
     assert f'TK_CACHE_DIR={tmp_path}' in out
 
 
+def test_many_kernels_are_compiled_by_processes(tmp_path):
+    given = {'moe.normalize_weight': [{'num_topk': k} for k in range(1, 10)]}
+    done = precompile(given, out=tmp_path, jobs=2, progress=False)
+    assert (done.num_compiled, done.num_found, done.failures) == (9, 0, {})
+    assert precompile(given, out=tmp_path, jobs=2, progress=False).num_found == 9
+
+
+def test_a_process_that_dies_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr('sys.executable', '/bin/false')
+    given = {'moe.normalize_weight': [{'num_topk': k} for k in range(1, 10)]}
+    failures = precompile(given, out=tmp_path, jobs=2, progress=False).failures
+    assert len(failures) == 9
+    assert all('compiling process' in reason for reason in failures.values())
+
+
 def test_the_function_is_the_name_of_the_package():
     assert tile_kernels.precompile is precompile
     assert tile_kernels.explain is explain
