@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tests.structs import as_tensor
 from tile_kernels import QuantTensor, knobs
 from tile_kernels.core import launch
 from tile_kernels.core.replay import BODY, MISS, record
@@ -20,7 +21,7 @@ def interpreting(monkeypatch):
 
         def bound(*args):
             with _disable_current_modes():  # a kernel writes memory without asking PyTorch
-                launch._interpret(kernel, static, config, args)
+                launch._interpret(kernel, static, config, tuple(map(as_tensor, args)))
 
         return bound
 

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tests.structs import as_tensor
 from tile_kernels import QuantFormat, knobs
 from tile_kernels.core.formats import QuantTensor
 from tile_kernels.core.launch import launch
@@ -14,6 +15,7 @@ def stub(sample):
     calls = []
 
     def bound(x, y, factor):
+        x, y = as_tensor(x), as_tensor(y)
         calls.append((x, y, factor))
         with _disable_current_modes():  # a kernel writes memory without asking PyTorch
             y.copy_(sample.spread_twin(x, y.shape[1], factor) if y.dim() == 3 else torch.full_like(y, factor))
@@ -68,6 +70,53 @@ def test_views_of_arguments_are_repeated(sample, stub):
     _, replay = record(body, (x,), {}, [x])
     other = torch.randn(3, 32)
     assert torch.equal(replay(other), sample.spread_twin(other, 2))
+
+
+def test_launches_see_other_shapes_types_and_places(sample, stub):
+    def body(x):
+        y, z = x.new_empty(2, 3, 64), x.new_empty(4)
+        launch(sample.spread_kernel, (32, 2), x, y[1].view(3, 2, 32), 2.0)
+        launch(sample.spread_kernel, (32, 2), x, y.view(torch.int32)[0, ::2], 7)
+        launch(sample.spread_kernel, (32, 2), x.view(torch.int32)[:, 16:], z, 5.0)
+        return y, z
+
+    x = torch.randn(3, 32)
+    _, replay = record(body, (x,), {}, [x])
+    other = torch.randn(3, 32)
+    y, z = replay(other)
+    assert torch.equal(y[1].view(3, 2, 32), sample.spread_twin(other, 2, 2.0))
+    assert bool((y[0, ::2].view(torch.int32) == 7).all()) and bool((z == 5).all())
+    assert torch.equal(stub[-1][0], other[:, 16:].view(torch.int32))
+
+
+def test_a_tensor_given_twice_is_not_recorded(sample, stub):
+    def body(x, y):
+        return sample.spread.fn(y, 2)
+
+    x = torch.randn(5, 32)
+    assert record(body, (x, x), {}, [x, x])[1] is None
+    assert record(body, (x, x.view(32, 5)), {}, [x, x.view(32, 5)])[1] is None
+    pair = x, x + 1
+    _, replay = record(body, pair, {}, [*pair])
+    assert torch.equal(replay(x + 2, x), sample.spread_twin(x, 2)) and replay(x, x) is MISS
+
+
+def test_inputs_in_one_buffer_are_told_apart(sample, stub):
+    def body(x, y):
+        z = x.new_empty(3, 2, 32)
+        launch(sample.spread_kernel, (32, 2), y.view(3, 32), z, 1.0)
+        return z
+
+    both = torch.randn(6, 32)
+    _, replay = record(body, (both[:3], both[3:].view(96)), {}, [both[:3], both[3:].view(96)])
+    other = torch.randn(96)
+    assert torch.equal(replay(torch.randn(3, 32), other), sample.spread_twin(other.view(3, 32), 2))
+
+
+def test_a_missing_tensor_keeps_its_place(sample, stub):
+    x = torch.randn(5, 32)
+    _, replay = record(lambda: sample.spread.fn(x, 2), (), {}, [None, x, None])
+    assert torch.equal(replay(None, x, None), sample.spread_twin(x, 2))
 
 
 def test_workspaces_between_launches_are_allocated_anew(sample, stub):

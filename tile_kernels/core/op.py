@@ -162,59 +162,125 @@ class Op:
         self._names = [p.name for p in self.params]
         self._operator_name = self.name.replace('.', '_')
         self._define()
+        self.__class__ = type('Op', (Op,), {'__call__': self._front(signature)})
 
     # Calling --------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the op; eager calls take the direct path, everything that traces takes the operator."""
+        """Run the op; `_front` writes the faster form that every op has."""
+        return self._run(None, self._bind(args, kwargs))
+
+    def _front(self, signature: inspect.Signature) -> Callable:
+        """`__call__` with the parameters of the op: looks up how such calls are replayed, else hands over to `_run`.
+
+        Written out for the op, since walking over any arguments costs more than all the rest:
+
+            def topk_gate(_op, scores, num_topk):
+                _key = None
+                if not (_is_compiling() or _dispatch_modes() or _functorch_active()):
+                    if type(scores) in _tensors:
+                        _key = (_knobs.epoch, scores.shape, num_topk)
+                        ...
+        """
+        constants: dict[str, Any] = {
+            '_is_compiling': torch.compiler.is_compiling,
+            '_dispatch_modes': _dispatch_modes,
+            '_functorch_active': _functorch_active,
+            '_is_grad_enabled': torch.is_grad_enabled,
+            '_replays': self._replays,
+            '_knobs': knobs,
+            '_state': state,
+            '_tensors': (Tensor, Parameter),
+            '_QuantTensor': QuantTensor,
+            '_MISS': MISS,
+            '_BODY': BODY,
+        }
+        head, key, star = ['_op'], ['_knobs.epoch'], False
+        tests: list[str] = []
+        tensors: list[str] = []
+        for param in self.params:
+            name = param.name
+            if signature.parameters[name].kind is inspect.Parameter.KEYWORD_ONLY and not star:
+                head.append('*')
+                star = True
+            constants[f'_default_{name}'] = param.default
+            head.append(name if param.default is inspect.Parameter.empty else f'{name}=_default_{name}')
+            if param.type is QuantTensor:
+                tests.append(f'type({name}) is _QuantTensor')
+                key += [f'{name}.fmt'] if tensors else [f'{name}[0].shape', f'{name}.fmt']
+                tensors += [f'{name}[0]', f'{name}[1]']
+            elif param.type is Tensor:
+                tests.append(
+                    f'({name} is None or type({name}) in _tensors)' if param.optional else f'type({name}) in _tensors'
+                )
+                key += [f'{name} is None'] if param.optional else [] if tensors else [f'{name}.shape']
+                tensors.append(name)
+            else:
+                key.append(name)
+        key += ['_is_grad_enabled()'] if self.backward is not None else []
+        same = ', '.join(f'{name}={name}' for name in self._names)
+        lines = f"""
+def {self.fn.__name__}({', '.join(head)}):
+    _key = None
+    if not (_is_compiling() or _dispatch_modes() or _functorch_active()):
+        if {' and '.join(tests) or 'False'}:
+            _key = ({', '.join(key)},)
+            try:
+                _ways = _replays.get(_key)
+            except TypeError:
+                _ways = _key = None
+            if _ways and not _state.watchers:
+                for _replay in _ways:
+                    _result = _replay({', '.join(tensors)})
+                    if _result is not _MISS:
+                        return _op.fn({same}) if _result is _BODY else _result
+    return _op._run(_key, dict({same}))
+"""
+        exec(lines, constants)
+        return constants[self.fn.__name__]
+
+    def _run(self, key: tuple | None, given: dict[str, Any]) -> Any:
+        """A call that no replay serves, all arguments by name; `key` tells such calls apart, None those of no kind."""
         if torch.compiler.is_compiling() or _dispatch_modes():
-            return self._through_operator(args, kwargs)
+            return self._through_operator((), given)
         if _functorch_active():
-            return self._wrap(_Transformable.apply(self, *self._flatten(args, kwargs)), args, kwargs)
-        key: list[Any] = [knobs.epoch, *kwargs] if kwargs else [knobs.epoch]
-        tensors: list[Tensor] = []
-        for value in (*args, *kwargs.values()) if kwargs else args:
+            return self._wrap(_Transformable.apply(self, *self._flatten((), given)), (), given)
+        tensors: list[Tensor | None] = []
+        for param in self.params:
+            value = given[param.name]
             kind = type(value)
-            if kind is Tensor or kind is Parameter:
+            if param.type is Tensor and (kind is Tensor or kind is Parameter or value is None):
                 tensors.append(value)
-                key.append(Tensor)
             elif kind is QuantTensor:
                 tensors += value
-                key += QuantTensor, value.fmt
-            elif kind in _PLAIN:
-                key.append(value)
-            elif isinstance(value, Tensor):  # a subclass knows more than we do: the dispatcher decides
-                return self._through_operator(args, kwargs)
-            else:  # the checks of the body will say what is wrong with it
-                return self.execute(*args, **kwargs)
-        if not tensors:
-            return self.execute(*args, **kwargs)
-        first = tensors[0]
-        may_differentiate = self.backward is not None and torch.is_grad_enabled()
-        call = (*key, first.shape, may_differentiate)
-        ways = self._replays.get(call)
-        if ways and not state.watchers and on_current_device(first.get_device()):
-            for replay in ways:
-                result = replay(*tensors)
-                if result is not MISS:
-                    return self.fn(*args, **kwargs) if result is BODY else result
-        if may_differentiate and any(t.requires_grad for t in tensors):
-            return self._wrap(_Differentiable.apply(self, *self._flatten(args, kwargs)), args, kwargs)
-        return self._learn(call, tensors, args, kwargs) if first.is_cuda else self.execute(*args, **kwargs)
+            elif isinstance(value, Tensor) and kind not in (Tensor, Parameter):
+                return self._through_operator((), given)  # a subclass knows more than we do: the dispatcher decides
+            elif kind not in _PLAIN:
+                return self.execute(**given)  # the checks of the body will say what is wrong with it
+        first = next((t for t in tensors if t is not None), None)
+        if first is None:
+            return self.execute(**given)
+        differentiates = self.backward is not None and torch.is_grad_enabled()
+        if differentiates and any(t is not None and t.requires_grad for t in tensors):
+            return self._wrap(_Differentiable.apply(self, *self._flatten((), given)), (), given)
+        if key is None or not first.is_cuda:
+            return self.execute(**given)
+        return self._learn(key, first, tensors, given)
 
-    def _learn(self, call: tuple, tensors: list[Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _learn(self, key: tuple, first: Tensor, tensors: list[Tensor | None], given: dict[str, Any]) -> Any:
         """Run the body; what the second such call does, later ones repeat."""
-        ways = self._replays.get(call)
+        ways = self._replays.get(key)
         if ways is None:
             if len(self._replays) >= _MAX_REPLAYS:
                 self._replays.clear()
-            self._replays[call] = []
-        if ways is None or state.watchers or not on_current_device(tensors[0].get_device()):
-            return self.fn(*args, **kwargs)
-        result, replay = record(self.fn, args, kwargs, tensors)
-        if len(ways) >= _MAX_WAYS:
-            ways.clear()
-        ways.append(replay)
+            self._replays[key] = []
+        if ways is None or state.watchers or not on_current_device(first.get_device()):
+            return self.fn(**given)
+        result, replay = record(self.fn, (), given, tensors)
+        if replay is not None:
+            if len(ways) >= _MAX_WAYS:
+                ways.clear()
+            ways.append(replay)
         return result
 
     def execute(self, *args: Any, **kwargs: Any) -> Any:

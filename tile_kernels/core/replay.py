@@ -15,10 +15,15 @@ This keeps host time at that of the allocations and the launch, however much a b
 `torch.compile` puts before its graphs: one call compares types, dtypes, devices, shapes and strides of all tensors. A
 body that does anything with tensors besides allocating, viewing and launching is not replayed: a dispatch mode watches
 while it is recorded, and the function answers BODY.
+
+A launch that sees a tensor in another shape or dtype gets the address of a struct that says so (the `DLTensor` of
+DLPack, as the kernel would be handed for a view): a copy of the recorded one with the new data pointer in it. A view
+made by PyTorch costs three times as much.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +65,11 @@ _VIEWS = {
     aten._unsafe_view.default,
 }
 
+#: Words of 8 bytes in a `DLTensor`: data, device, rank and dtype, shape, strides, offset.
+_DL_WORDS = 6
+_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+
 
 class _Watch(TorchDispatchMode):
     """Notes what is allocated, and whether anything but memory and views was asked for."""
@@ -78,8 +88,17 @@ class _Watch(TorchDispatchMode):
         return result
 
 
-def record(body: Callable, args: tuple, kwargs: dict[str, Any], inputs: list[Tensor]) -> tuple[Any, Callable]:
-    """Run `body` once; its result, and a function that repeats the call for tensors like `inputs`."""
+def record(
+    body: Callable, args: tuple, kwargs: dict[str, Any], inputs: list[Tensor | None]
+) -> tuple[Any, Callable | None]:
+    """Run `body` once; its result, and a function that repeats the call for tensors like `inputs`.
+
+    None holds the place of an optional tensor that is not given. There is no function if one tensor was given twice:
+    which of the two a launch means would be a guess.
+    """
+    starts = [t.data_ptr() for t in inputs if t is not None and t.numel() > 0]
+    if len(set(starts)) < len(starts):
+        return body(*args, **kwargs), None
     with recording() as launches, _Watch() as watch:
         result = body(*args, **kwargs)
     results = () if result is None else result if isinstance(result, tuple) else (result,)
@@ -91,16 +110,21 @@ def record(body: Callable, args: tuple, kwargs: dict[str, Any], inputs: list[Ten
 class _Writer:
     """Writes the replaying function: names for inputs (t), outputs (o) and workspaces (w), lines for what they met."""
 
-    def __init__(self, inputs: list[Tensor], outputs: tuple[Tensor, ...], allocated: list[Tensor]) -> None:
-        self.inputs = {f't{i}': t for i, t in enumerate(inputs)}
+    def __init__(self, inputs: list[Tensor | None], outputs: tuple[Tensor, ...], allocated: list[Tensor]) -> None:
+        self.parameters = [f't{i}' for i in range(len(inputs))]
+        self.inputs = {f't{i}': t for i, t in enumerate(inputs) if t is not None}
         self.outputs = {f'o{i}': t for i, t in enumerate(outputs)}
         taken = {_storage(t) for t in outputs}
         workspaces = [t for t in allocated if t.numel() and _storage(t) not in taken]
         self.workspaces = {f'w{i}': t for i, t in enumerate(workspaces)}
+        #: What launches see differently: the name of the tensor, bytes from its start, the struct.
+        self.views: list[tuple[str, int, list[int]]] = []
         self.constants: dict[str, Any] = {
             'empty_strided': torch.empty_strided,
             'empty': torch.empty,
-            'guard': _guard(inputs),
+            'address': ctypes.addressof,
+            'pointer': ctypes.c_void_p,
+            'guard': _guard(list(self.inputs.values())),
             'MISS': MISS,
             'BODY': BODY,
         }
@@ -109,8 +133,8 @@ class _Writer:
         """The function; without `launches`, or if a tensor of the call cannot be named, it answers BODY."""
         work = None if launches is None else self._work(launches, result)
         lines = [
-            f'def replay({", ".join(self.inputs)}):',
-            f'    if not guard({", ".join(self.inputs)}) or {self._misaligned()}:',
+            f'def replay({", ".join(self.parameters)}):',
+            f'    if not guard({", ".join(self.inputs)}) or {self._misaligned()}{self._elsewhere()}:',
             '        return MISS',
             *(work or ['    return BODY']),
         ]
@@ -124,6 +148,13 @@ class _Writer:
             return f'({" | ".join(f"{name}.data_ptr()" for name in offsets)}) & 15'
         return ' or '.join(f'{name}.data_ptr() & 15 != {offset}' for name, offset in offsets.items())
 
+    def _elsewhere(self) -> str:
+        """True where another device is the current one; asked only if there is another."""
+        device = next(iter(self.inputs.values())).device
+        if device.type != 'cuda' or torch.cuda.device_count() == 1:
+            return ''
+        return f' or {self._constant(torch._C._cuda_getDevice)}() != {device.index}'
+
     def _work(self, launches: list[tuple[Callable, tuple]], result: Any) -> list[str] | None:
         """Lines that allocate, launch and return."""
         given = {_storage(t) for t in self.inputs.values() if t.numel()}
@@ -131,12 +162,25 @@ class _Writer:
         if len(set(made)) < len(made) or given.intersection(made):
             return None  # an output that shares memory is no fresh allocation
         lines = [self._allocation(name, t) for name, t in (self.outputs | self.workspaces).items()]
+        calls = []
         for i, (bound, args) in enumerate(launches):
-            words = [word for value in args if (word := self._argument(value)) is not None]
-            if len(words) < len(args):
+            words = self._arguments(args)
+            if words is None:
                 return None
-            lines.append(f'    {self._constant(bound, f"f{i}")}({", ".join(words)})')
-        return [*lines, f'    return {self._result(result)}']
+            calls.append(f'    {self._constant(bound, f"f{i}")}({", ".join(words)})')
+        return [*lines, *self._structs(), *calls, f'    return {self._result(result)}']
+
+    def _structs(self) -> list[str]:
+        """Lines that make a copy of the structs of all views, with the data pointers of this call."""
+        if not self.views:
+            return []
+        structs = (ctypes.c_uint64 * (_DL_WORDS * len(self.views)))(
+            *(word for *_, struct in self.views for word in struct)
+        )
+        copy = f'{self._constant(type(structs))}.from_buffer_copy({self._constant(bytes(structs))})'
+        return [f'    d = {copy}', '    a = address(d)'] + [
+            f'    d[{_DL_WORDS * i}] = {name}.data_ptr() + {offset}' for i, (name, offset, _) in enumerate(self.views)
+        ]
 
     def _constant(self, value: Any, name: str | None = None) -> str:
         name = name or f'c{len(self.constants)}'
@@ -152,16 +196,54 @@ class _Writer:
             return f'    {name} = empty_strided({layout}, {options})'
         return f'    {name} = empty({held}, {options}).as_strided({layout}, {output.storage_offset()})'
 
-    def _argument(self, value: Any) -> str | None:
-        """An argument of a launch as an expression of the names."""
-        if not isinstance(value, Tensor):
-            return self._constant(value)
-        named = self.inputs | self.outputs | self.workspaces
-        for name, tensor in named.items():
-            if value is tensor:
+    def _arguments(self, args: tuple) -> list[str] | None:
+        """The arguments of a launch as expressions of the names, or None if one has none."""
+        words = [self._named(value) if isinstance(value, Tensor) else self._constant(value) for value in args]
+        # The stream of a launch is found by a tensor among its arguments.
+        has_tensor = any(isinstance(value, Tensor) and word for value, word in zip(args, words, strict=True))
+        for i, value in enumerate(args):
+            if words[i] is None:
+                words[i] = self._pointer(value) if has_tensor else self._view(value)
+                has_tensor = True
+        return None if None in words else [word for word in words if word is not None]
+
+    def _named(self, value: Tensor) -> str | None:
+        """The tensor that `value` is, or looks like in every respect."""
+        for name, tensor in self._tensors.items():
+            if value is tensor or (
+                (value.data_ptr(), value.dtype, value.shape, value.stride())
+                == (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+                and tensor.numel() > 0
+            ):
                 return name
+        return None
+
+    def _pointer(self, value: Tensor) -> str | None:
+        """A view of a named tensor, as the address of a struct."""
+        owners = {
+            n: value.data_ptr() - t.data_ptr() for n, t in self._tensors.items() if _storage(value) == _storage(t)
+        }
+        name = next((name for name, offset in owners.items() if offset == 0), min(owners, default=None))
+        if name is None or (
+            owners[name] != 0 and len(owners) > 1
+        ):  # how far apart two inputs are is not part of a call
+            return None
+        self.views.append((name, owners[name], self._struct(value)))
+        return f'pointer(a + {8 * _DL_WORDS * (len(self.views) - 1)})'
+
+    def _struct(self, value: Tensor) -> list[int]:
+        """The words of the `DLTensor` of a tensor."""
+        capsule = torch.utils.dlpack.to_dlpack(value.detach())
+        words = list((ctypes.c_uint64 * _DL_WORDS).from_address(_capsule_pointer(capsule, b'dltensor')))
+        layout = (ctypes.c_int64 * (2 * value.dim()))(*value.shape, *value.stride())
+        self._constant(layout)  # stays where it is as long as the function is there
+        words[3:] = ctypes.addressof(layout), ctypes.addressof(layout) + 8 * value.dim(), 0
+        return words
+
+    def _view(self, value: Tensor) -> str | None:
+        """A view of a named tensor, as PyTorch makes it."""
         layout = f'{tuple(value.shape)}, {value.stride()}'
-        for name, tensor in named.items():
+        for name, tensor in self._tensors.items():
             if tensor.numel() == 0 or _storage(value) != _storage(tensor):
                 continue
             same_start = value.data_ptr() == tensor.data_ptr()
@@ -172,6 +254,10 @@ class _Writer:
             if same_start and value.shape == tensor.shape and value.stride() == tensor.stride():
                 return f'{name}.view({self._constant(value.dtype)})'
         return None
+
+    @property
+    def _tensors(self) -> dict[str, Tensor]:
+        return self.inputs | self.outputs | self.workspaces
 
     def _result(self, result: Any) -> str:
         names = [f'o{i}' for i in range(len(self.outputs))]
