@@ -66,12 +66,20 @@ def _byte_perm(low: Any, high: Any, selector: Any) -> Any:
     return np.bitwise_or.reduce(np.broadcast_arrays(*picked)).astype(np.uint32)[()]
 
 
+def _smaller_halves(x: Any, y: Any) -> Any:
+    """The smaller one of the lower halves of two words, and that of the upper halves."""
+    x, y = np.asarray(x, np.uint32), np.asarray(y, np.uint32)
+    low, high = np.uint32(0xFFFF), np.uint32(0xFFFF0000)
+    return (np.minimum(x & low, y & low) | np.minimum(x & high, y & high))[()]
+
+
 _CUDA_FUNCTIONS: dict[str, Callable[..., Any]] = {
     '__float_as_uint': lambda x: _bits(np.float32(x) if np.ndim(x) == 0 else x, np.uint32),
     '__float_as_int': lambda x: _bits(np.float32(x) if np.ndim(x) == 0 else x, np.int32),
     '__uint_as_float': lambda x: _bits(np.uint32(x) if np.ndim(x) == 0 else x, np.float32),
     '__int_as_float': lambda x: _bits(np.int32(x) if np.ndim(x) == 0 else x, np.float32),
     '__byte_perm': _byte_perm,
+    '__vminu2': _smaller_halves,
     '__fadd_rn': lambda x, y: x + y,
     '__fsub_rn': lambda x, y: x - y,
     '__fmul_rn': lambda x, y: x * y,

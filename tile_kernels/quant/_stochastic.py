@@ -63,11 +63,31 @@ def round_four_to_bf16(v_local, first, place):
         v_local[first + 2 + e] = _to_bf16(v_local[first + 2 + e], second[0] << T.cast(16 * e, T.uint32))
 
 
-def _code(v: Any, random: Any, element: Element) -> Any:
-    """The code of |v|, rounded with the random bits at the top of a word; a NaN counts as infinity."""
+@macro
+def add_random(v_local, first, place, element, sums, at):
+    """Four words from `sums[at]` on: the bits of consecutive |v|, with exponents of the element, plus random bits."""
     mantissa, bias = MANTISSA[element.name]
-    bits = bits_of(T.abs(v) * T.float32(2.0 ** (bias - 127)))
-    return T.min((bits + (random >> T.uint32(9 + mantissa))) >> T.uint32(23 - mantissa), T.uint32(_TOP[element.name]))
+    word = T.alloc_local((1,), T.uint32)
+    mix(v_local, first, place, word)
+    finish(word)
+    for e in T.unroll(4):
+        bits = bits_of(T.abs(v_local[first + e]) * T.float32(2.0 ** (bias - 127)))
+        sums[at + e] = bits + (word[0] >> T.uint32(9 + mantissa))
+        word[0] = pick_bytes(word[0], word[0], 3, 0, 1, 2)  # rotated left by 8
+
+
+def _two_codes(low: Any, high: Any, element: Element) -> Any:
+    """The codes at the top of two sums in the halves of a word, at bit 7 - mantissa of each; lower bits mean nothing.
+
+    Sums above that of the largest number are cut, a NaN counts as infinity.
+    """
+    top = ((_TOP[element.name] + 1) << (7 - MANTISSA[element.name][0])) - 1
+    return T.call_extern(T.uint32, '__vminu2', pick_bytes(low, high, 2, 3, 6, 7), T.uint32(top * 0x00010001))
+
+
+def _choose_bits(mask: int, ones: Any, zeros: Any) -> Any:
+    """Bits of `ones` where the mask is set, of `zeros` elsewhere; one instruction."""
+    return ones & T.uint32(mask) | zeros & T.uint32(0xFFFFFFFF ^ mask)
 
 
 def _bytes_of(words: Any, number: int) -> Any:
@@ -91,33 +111,45 @@ def sign_bytes(x_local: Any, i: Any, half: int) -> Any:
 
 @macro
 def four_codes(v_local, first, place, signs, element, codes, at):
-    """`codes[at]` = a word of the codes of four consecutive numbers, a byte each with the sign at its top."""
-    magnitude = T.alloc_local((4,), T.uint32)
-    word = T.alloc_local((1,), T.uint32)
-    mix(v_local, first, place, word)
-    finish(word)
-    for e in T.unroll(4):
-        magnitude[e] = _code(v_local[first + e], word[0], element)
-        word[0] = pick_bytes(word[0], word[0], 3, 0, 1, 2)  # rotated left by 8
-    codes[at] = _bytes_of([magnitude[e] for e in (0, 1, 2, 3)], 0) | signs & T.uint32(0x80808080)
-    if element.name != 'e2m1':
-        total = v_local[first] + v_local[first + 1] + v_local[first + 2] + v_local[first + 3]
-        if T.isnan(total):  # rare: a NaN, or infinities of both signs
-            fp8 = T.view(codes, (codes.shape[0] * 4,), T.uint8)
-            for e in T.unroll(4):
-                if T.isnan(v_local[first + e]):
-                    fp8[at * 4 + e] = T.uint8(0x7F)
+    """`codes[at]` = a word of the fp8 codes of four consecutive numbers, a byte each with the sign at its top."""
+    mantissa, _ = MANTISSA[element.name]
+    sums = T.alloc_local((4,), T.uint32)
+    add_random(v_local, first, place, element, sums, 0)
+    even = _two_codes(sums[0], sums[2], element) >> T.uint32(7 - mantissa)
+    odd = _two_codes(sums[1], sums[3], element) << T.uint32(1 + mantissa)
+    codes[at] = pick_bytes(even, odd, 0, 5, 2, 7) | signs & T.uint32(0x80808080)
+    total = v_local[first] + v_local[first + 1] + v_local[first + 2] + v_local[first + 3]
+    if T.isnan(total):  # rare: a NaN, or infinities of both signs
+        fp8 = T.view(codes, (codes.shape[0] * 4,), T.uint8)
+        for e in T.unroll(4):
+            if T.isnan(v_local[first + e]):
+                fp8[at * 4 + e] = T.uint8(0x7F)
+
+
+@macro
+def eight_e2m1_codes(v_local, place, low_signs, high_signs, element, y_word):
+    """A word of the fp4 codes of eight consecutive numbers; signs are at the top of a byte for each."""
+    sums = T.alloc_local((LANE,), T.uint32)
+    pair = T.alloc_local((4,), T.uint32)  # numbers k and k + 4
+    for half in T.unroll(2):
+        add_random(v_local, half * 4, place + T.cast(half, T.uint32), element, sums, half * 4)
+    for k in T.unroll(4):
+        pair[k] = _two_codes(sums[k], sums[k + 4], element)
+    low = _choose_bits(0x000F000F, pair[0] >> T.uint32(6), pair[1] >> T.uint32(2))
+    high = _choose_bits(0x0F000F00, pair[2] << T.uint32(2), pair[3] << T.uint32(6))
+    even_signs = pick_bytes(low_signs, high_signs, 0, 2, 4, 6) >> T.uint32(4)
+    signs = _choose_bits(0x08080808, even_signs, pick_bytes(low_signs, high_signs, 1, 3, 5, 7))
+    y_word[0] = _choose_bits(0x77777777, pick_bytes(low, high, 0, 5, 2, 7), signs)
 
 
 @macro
 def encode_at_random(x_local, i, v_local, slot, element, y_local):
     """The codes of the eight numbers of lane `slot` of a row: `v_local`, which are row `i` of `x_local`, scaled."""
-    codes = T.alloc_local((2,), T.uint32) if element.name == 'e2m1' else T.view(y_local, (2,), T.uint32)
-    for half in (0, 1):
-        place = T.cast(slot * (LANE // 4) + half, T.uint32)
-        four_codes(v_local, half * 4, place, sign_bytes(x_local, i, half), element, codes, half)
+    place = T.cast(slot * (LANE // 4), T.uint32)
     if element.name == 'e2m1':
-        for half in T.unroll(2):  # a nibble is the sign at the top of its byte and the three bits at the bottom
-            codes[half] = codes[half] | codes[half] >> T.uint32(4) & T.uint32(0x08080808)
-            codes[half] = codes[half] & T.uint32(0x000F000F) | codes[half] >> T.uint32(4) & T.uint32(0x00F000F0)
-        y_local[0] = pick_bytes(codes[0], codes[1], 0, 2, 4, 6)
+        signs = (sign_bytes(x_local, i, 0), sign_bytes(x_local, i, 1))
+        eight_e2m1_codes(v_local, place, *signs, element, y_local)
+    else:
+        codes = T.view(y_local, (2,), T.uint32)
+        for half in (0, 1):
+            four_codes(v_local, half * 4, place + T.uint32(half), sign_bytes(x_local, i, half), element, codes, half)
