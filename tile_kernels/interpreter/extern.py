@@ -66,6 +66,12 @@ def _byte_perm(low: Any, high: Any, selector: Any) -> Any:
     return np.bitwise_or.reduce(np.broadcast_arrays(*picked)).astype(np.uint32)[()]
 
 
+def _funnel_left(low: Any, high: Any, shift: Any) -> Any:
+    """The upper word of two, moved left by `shift` modulo 32."""
+    both = np.asarray(low, np.uint64) | np.asarray(high, np.uint64) << np.uint64(32)
+    return (both << (np.asarray(shift, np.uint64) & np.uint64(31)) >> np.uint64(32)).astype(np.uint32)[()]
+
+
 def _smaller_halves(x: Any, y: Any) -> Any:
     """The smaller one of the lower halves of two words, and that of the upper halves."""
     x, y = np.asarray(x, np.uint32), np.asarray(y, np.uint32)
@@ -79,6 +85,7 @@ _CUDA_FUNCTIONS: dict[str, Callable[..., Any]] = {
     '__uint_as_float': lambda x: _bits(np.uint32(x) if np.ndim(x) == 0 else x, np.float32),
     '__int_as_float': lambda x: _bits(np.int32(x) if np.ndim(x) == 0 else x, np.float32),
     '__byte_perm': _byte_perm,
+    '__funnelshift_l': _funnel_left,
     '__vminu2': _smaller_halves,
     '__fadd_rn': lambda x, y: x + y,
     '__fsub_rn': lambda x, y: x - y,

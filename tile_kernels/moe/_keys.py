@@ -10,7 +10,6 @@ from tile_kernels.core.lang import T
 LOWEST = -(1 << 31)
 HIGHEST = (1 << 31) - 1
 NAN_KEY = LOWEST + 1
-MINUS_INF_KEY = -0x7F800001
 
 
 def order_key(x: Any) -> Any:

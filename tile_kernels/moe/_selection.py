@@ -20,7 +20,7 @@ from typing import Any
 
 from tile_kernels.core.lang import T, macro
 from tile_kernels.moe._groups import keep_best_groups
-from tile_kernels.moe._keys import LOWEST, MINUS_INF_KEY, NAN_KEY, from_order_key, order_key, rank_key
+from tile_kernels.moe._keys import LOWEST, NAN_KEY, from_order_key, order_key, rank_key
 from tile_kernels.moe._macros import WARP, Place, RowLayout, estimate, estimate_error, score
 from tile_kernels.moe.scoring import ScoringFunc
 
@@ -157,24 +157,26 @@ def gather(x, cut, at: Place, layout: RowLayout, found, count):
     lanes_below = (T.uint32(1) << T.cast(at.lane, 'uint32')) - T.uint32(1)
     for r in T.unroll(at.rows):
         count[r] = 0
-    for word in T.unroll(-(-layout.num_slots // 32)):
+    for word in (*range(-(-layout.num_slots // 32)),):
+        slots = min(layout.num_slots - word * 32, 32)
         waiting = T.uint32(0)
         for r in T.unroll(at.rows):
             left[r] = T.uint32(0)
-            for s in T.unroll(min(layout.num_slots, 32)):
-                if word * 32 + s < layout.num_slots and x[r, word * 32 + s] >= from_order_key(cut[r]):
-                    left[r] = left[r] | (T.uint32(1) << T.cast(s, 'uint32'))
+            for s in T.unroll(slots):  # the sign says who is below; a NaN has none and will rank last
+                distance = T.reinterpret(x[r, word * 32 + s] - from_order_key(cut[r]), 'uint32')
+                left[r] = append_sign(left[r], distance)
+            left[r] = ~left[r] & T.uint32((1 << slots) - 1)
             votes[r] = T.cast(T.ballot(left[r] != T.uint32(0)), 'uint32')
             waiting = waiting | votes[r]
         while waiting != T.uint32(0):
             waiting = T.uint32(0)
             for r in T.unroll(at.rows):
-                slot = 31 - T.cast(T.clz(left[r]), 'int32')
+                bit = 31 - T.cast(T.clz(left[r]), 'int32')
                 place = count[r] + T.cast(T.popcount(votes[r] & lanes_below), 'int32')
                 # The last 32 entries are a dump, so that no lane branches.
                 place_or_dump = T.Select(left[r] != T.uint32(0), place, found.shape[2] - WARP + at.lane)
-                found[at.warp, r, place_or_dump] = (word * 32 + slot) * WARP + at.lane
-                left[r] = left[r] & ~(T.uint32(1) << T.cast(slot, 'uint32'))
+                found[at.warp, r, place_or_dump] = (word * 32 + slots - 1 - bit) * WARP + at.lane
+                left[r] = left[r] & ~(T.uint32(1) << T.cast(bit, 'uint32'))
                 count[r] = count[r] + T.cast(T.popcount(votes[r]), 'int32')
                 if count[r] > WARP:
                     left[r] = T.uint32(0)
@@ -182,8 +184,27 @@ def gather(x, cut, at: Place, layout: RowLayout, found, count):
                 waiting = waiting | votes[r]
 
 
+def append_sign(bits, word):
+    """`bits`, moved up by one, and the uppermost bit of `word`."""
+    return T.call_extern('uint32', '__funnelshift_l', word, bits, T.uint32(1))
+
+
 @macro
-def count_better(key, expert, count, likely: int, at: Place, tickets):
+def count_larger(mine, count, likely: int, at: Place, tickets):
+    """How many lanes of a part hold a larger number; from lane `count` on none does. Equal numbers are not counted."""
+    rank = T.alloc_var('uint32')
+    tickets[at.warp, at.lane] = mine
+    T.sync_warp()
+    rank = T.uint32(0)
+    for c in T.unroll(likely):  # the sign of a difference is cheaper to add up than a comparison
+        rank = rank + (T.reinterpret(mine - tickets[at.warp, at.part * at.width + c], 'uint32') >> T.uint32(31))
+    for c in T.unroll(likely, count, unroll_factor=1):
+        rank = rank + (T.reinterpret(mine - tickets[at.warp, at.part * at.width + c], 'uint32') >> T.uint32(31))
+    return T.cast(rank, 'int32')
+
+
+@macro
+def count_better(key, expert, count, at: Place, tickets):
     """How many lanes of a part hold a larger key, or an equal one of a smaller expert; from `count` on none does."""
     rank = T.alloc_var('int32')
     mine = T.alloc_var('int64')
@@ -191,11 +212,18 @@ def count_better(key, expert, count, likely: int, at: Place, tickets):
     tickets[at.warp, at.lane] = mine
     T.sync_warp()
     rank = 0
-    for c in T.unroll(likely):
-        rank = rank + T.Select(tickets[at.warp, at.part * at.width + c] > mine, 1, 0)
-    for c in T.serial(likely, count):
+    for c in T.unroll(0, count, unroll_factor=1):
         rank = rank + T.Select(tickets[at.warp, at.part * at.width + c] > mine, 1, 0)
     return rank
+
+
+@macro
+def list_by_rank(rank, count, at: Place, expert, value, found, values):
+    """Put the candidates of a part in their places."""
+    if at.sublane < count:
+        found[at.warp, at.part, rank] = expert[0]
+        values[at.warp, at.part * at.width + rank] = value[0]
+    T.sync_warp()
 
 
 @macro
@@ -204,13 +232,13 @@ def select_by_cut(ranking: Ranking, logits, bias: Bias, at: Place, x, expert, va
     num_topk, first = ranking.num_topk, at.part * at.width
     found = T.alloc_shared((at.num_warps, at.rows, 3 * WARP), 'int32')
     values = T.alloc_shared((at.num_warps, WARP), 'float32')
+    numbers = T.alloc_shared((at.num_warps, WARP), 'float32')
     tickets = T.alloc_shared((at.num_warps, WARP), 'int64')
     cuts = T.alloc_local((at.rows,), 'int32')
     counts = T.alloc_local((at.rows,), 'int32')
     count = T.alloc_var('int32')
     source = T.alloc_var('int32')
     ranked = T.alloc_var('float32')
-    key = T.alloc_var('int32')
     settled = T.alloc_var('bool')
     find_cuts(x, at, ranking.layout.num_slots, num_topk, cuts)
     if ranking.estimated or ranking.deferred:
@@ -219,7 +247,8 @@ def select_by_cut(ranking: Ranking, logits, bias: Bias, at: Place, x, expert, va
     T.sync_warp()
     count = 0  # of all rows, a byte each: picked by a shift, since indexed by the part they would leave the registers
     for r in T.unroll(at.rows):
-        count = count | (T.Select(cuts[r] > MINUS_INF_KEY and counts[r] <= at.width, counts[r], 0) << (8 * r))
+        separates = T.isfinite(from_order_key(cuts[r])) and counts[r] <= at.width
+        count = count | (T.Select(separates, counts[r], 0) << (8 * r))
     count = (count >> (8 * at.part)) & 0xFF
 
     source = T.max(T.min(at.sublane, count - 1), 0)
@@ -230,16 +259,17 @@ def select_by_cut(ranking: Ranking, logits, bias: Bias, at: Place, x, expert, va
     ranked = value[0]
     if ranking.biased:
         ranked = ranked + bias.of_part(expert[0])
-    key = rank_key(ranked)
-    if at.sublane >= count:
-        key = LOWEST
+    if ranking.scoring in (ScoringFunc.SOFTMAX, ScoringFunc.IDENTITY):
+        ranked = T.Select(ranked == T.float32(0), T.float32(0), ranked)  # -0 is no smaller
     likely = min(num_topk + 3, at.width)
-    rank = count_better(key, expert[0], count, likely, at, tickets)
-
-    if at.sublane < count:
-        found[at.warp, at.part, rank] = expert[0]
-        values[at.warp, first + rank] = value[0]
-    T.sync_warp()
+    mine = T.Select(at.sublane < count, ranked, -T.infinity('float32'))
+    rank = count_larger(mine, count, likely, at, numbers)
+    list_by_rank(rank, count, at, expert, value, found, values)
+    clash = at.sublane < count and (found[at.warp, at.part, rank] != expert[0] or not T.isfinite(ranked))
+    if T.ballot(clash) != T.uint64(0):  # equal ones want one place: rank those of a smaller expert before the others
+        key = T.Select(at.sublane < count, rank_key(ranked), LOWEST)
+        exact_rank = count_better(key, expert[0], count, at, tickets)
+        list_by_rank(exact_rank, count, at, expert, value, found, values)
     settled = count > 0
     if settled:
         source = T.min(at.sublane, num_topk - 1)
@@ -287,7 +317,7 @@ def select_by_rounds(ranking: Ranking, logits, bias: Bias, at: Place, row: int, 
     where = T.alloc_var('int32')
     key_row(ranking, logits, bias, at, row, x, keys)
     for pick in T.unroll(ranking.num_picks):
-        for k in T.serial(T.min(ranking.num_topk - pick * WARP, WARP)):
+        for k in T.unroll(T.min(ranking.num_topk - pick * WARP, WARP), unroll_factor=1):
             best = LOWEST
             where = layout.num_experts
             for s in T.unroll(layout.num_slots):
