@@ -15,8 +15,8 @@ from tile_kernels.quant.per_block_cast import per_block_cast_with_precomputed_sf
 from tile_kernels.quant.per_block_cast import per_block_cast_with_sf_only as block_sf_op
 from tile_kernels.quant.per_block_cast_lossless import per_block_cast_lossless as lossless_op
 from tile_kernels.quant.per_channel_cast import per_channel_cast as channel_op
-from tile_kernels.quant.per_channel_cast import per_channel_cast_and_transpose as transpose_op
 from tile_kernels.quant.per_channel_cast import per_channel_recast as channel_recast_op
+from tile_kernels.quant.per_channel_cast_and_transpose import per_channel_cast_and_transpose as transpose_op
 from tile_kernels.quant.per_token_cast_and_cast_back import per_token_cast_and_cast_back as back_and_forth_op
 from tile_kernels.quant.transpose_weight_sf import transpose_weight_sf
 

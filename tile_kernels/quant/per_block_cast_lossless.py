@@ -6,11 +6,13 @@
     sf[k, l] = 2^F[k, l]
 
 The layout of work is that of `per_block_cast`, with exponents in place of magnitudes and wider lanes, because fp4 is
-small. Arithmetic would cost more than memory: a lane computes the eight magnitudes that its codes can become and looks
-its codes up, four at a time. Memory bound: the floor is reading x and writing y once.
+small; blocks of one row have that of `per_token_cast`, which writes scale factors as whole sectors. Arithmetic would
+cost more than memory: a lane computes the eight magnitudes that its codes can become and looks its codes up, four at a
+time. Memory bound: the floor is reading x and writing y once.
 """
 
 import math
+from typing import Any
 
 import torch
 
@@ -35,8 +37,8 @@ from tile_kernels.quant._blocks import (
 )
 from tile_kernels.quant._macros import (
     float_of,
+    scatter_max,
     sf_tensor,
-    shuffle_steps,
     store_lane,
     store_sf,
 )
@@ -44,6 +46,9 @@ from tile_kernels.quant.per_block_cast import check_sf
 
 WIDTHS = (16, 32, 64, 128)
 VECTOR_BYTES = 16
+
+#: Channels of a lane whose blocks have one row: 16 bytes of the result.
+ROW_LANE = 16
 
 #: What the codes 0 to 7 of e2m1 stand for.
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -57,12 +62,41 @@ SPARE_EXPONENT = 6
 
 def choose(hidden: int, x_fmt: QuantFormat, fmt: QuantFormat, vector_bytes: int, num_tokens: int) -> dict:
     """Eight rows of 8 bytes for each lane are in flight; flat blocks of a small problem get flat tiles."""
-    if fmt.sf_block[0] <= 32 and num_tokens * hidden < 1 << 23:
+    if fmt.sf_block[0] == 32 and num_tokens * hidden < 1 << 23:
         return dict(rows=4, num_threads=128, lane=16, resident_threads=1024)
     return dict(rows=8, num_threads=256, lane=16, resident_threads=1024)
 
 
-# Kernel -------------------------------------------------------------------------------------
+def choose_row(hidden: int, x_fmt: QuantFormat, fmt: QuantFormat, vector_bytes: int, num_tokens: int) -> dict:
+    """Eight vectors of 8 bytes for each lane are in flight; a small problem needs all multiprocessors instead."""
+    return dict(vectors=8 if num_tokens * hidden >= 1 << 23 else 2, num_threads=128)
+
+
+# Kernels ------------------------------------------------------------------------------------
+
+
+def _x_sf_tensor(x_fmt: QuantFormat, hidden: int):
+    """Parameter type of the scale factors of `x`."""
+    shape = (T.dynamic('x_sf_rows'), x_fmt.sf_shape(1, hidden)[1])
+    strides = (1, T.dynamic('x_sf_pitch')) if x_fmt.col else (shape[1], 1)
+    return T.StridedTensor(shape, strides, T.dtype(x_fmt.sf_dtype))
+
+
+@macro
+def raise_exponent(top, k):
+    """The biased exponent of the scale factor of a block, from the largest exponent in it."""
+    top[k] = T.max(top[k], T.uint32(SPARE_EXPONENT + 1)) - T.uint32(SPARE_EXPONENT)
+
+
+def stored_sf(exponent: Any, fmt: QuantFormat) -> Any:
+    """A scale factor as the format stores it."""
+    return T.cast(exponent, T.uint8) if fmt.sf == 'ue8m0x4' else float_of(exponent << T.uint32(23))
+
+
+def power_of_two(exponent: Any, top: Any) -> Any:
+    """2^(exponent - top) as float32, 0 if it is smaller than any."""
+    shift = T.cast(exponent, T.int32) - T.cast(top, T.int32)
+    return float_of(T.cast(T.max(shift + 127, 0), T.uint32) << T.uint32(23))
 
 
 @macro
@@ -102,7 +136,7 @@ def per_block_cast_lossless_kernel(
     lane: int,
     resident_threads: int,
 ):
-    """One tile for each thread block; blocks of one row need no shared memory. A lane owns `lane` channels.
+    """Blocks of several rows: one tile for each thread block, of which a lane owns `lane` channels of each row.
 
     `zero` is 0, which the compiler must not know.
     """
@@ -112,19 +146,15 @@ def per_block_cast_lossless_kernel(
     height, width = fmt.sf_block
     lanes, num_groups, tiles_n = width // lane, -(-hidden // width), -(-hidden // (ROW_LANES * lane))
     tile_m = tile_rows(rows, num_threads, height)
-    own = rows if height == 1 else 1
     codes_width = x_fmt.data.stored(lane)
     piece = math.gcd(codes_width, vector_bytes, x_fmt.data.stored(hidden))
     num_tokens, x_pitch = T.dynamic('num_tokens'), T.dynamic('x_pitch')
-    x_sf_rows, sf_rows, x_sf_pitch = T.dynamic('x_sf_rows'), T.dynamic('sf_rows'), T.dynamic('x_sf_pitch')
-    x_sf_cols = x_fmt.sf_shape(1, hidden)[1]
+    sf_rows = T.dynamic('sf_rows')
 
     @T.prim_func
     def per_block_cast_lossless(
         x: T.StridedTensor((num_tokens, x_fmt.data.stored(hidden)), (x_pitch, 1), T.int8),
-        x_sf: T.StridedTensor(
-            (x_sf_rows, x_sf_cols), (1, x_sf_pitch) if x_fmt.col else (x_sf_cols, 1), T.dtype(x_fmt.sf_dtype)
-        ),
+        x_sf: _x_sf_tensor(x_fmt, hidden),
         y: T.Tensor((num_tokens, hidden), T.dtype(fmt.data.torch)),
         y_sf: sf_tensor(fmt, sf_rows, num_groups),
         zero: T.uint32,
@@ -138,9 +168,8 @@ def per_block_cast_lossless_kernel(
             code_words = T.view(codes, (rows, codes_width // 4), T.uint32)
             read_row = T.alloc_local((rows,), T.int32)
             exponent = T.alloc_local((rows,), T.uint32)
-            top = T.alloc_local((own,), T.uint32)
+            top = T.alloc_local((1,), T.uint32)
             top_shared = T.alloc_shared((num_threads // WARP, ROW_LANES // lanes), T.uint32)
-            shift = T.alloc_var(T.int32)
             y_local = T.alloc_local((lane,), T.dtype(fmt.data.torch))
             thread = T.get_thread_binding()
             place = thread % ROW_LANES
@@ -160,29 +189,94 @@ def per_block_cast_lossless_kernel(
             for i in T.unroll(rows):
                 exponent[i] = exponent[i] | (code_words[i, 0] & zero)
 
-            T.clear(top)
+            top[0] = T.uint32(0)
             for i in T.unroll(rows):
-                top[i % own] = T.max(top[i % own], exponent[i])
-            if height == 1:
-                for step in T.unroll(shuffle_steps(lanes)):
-                    for i in T.unroll(rows):
-                        top[i] = T.max(top[i], T.shfl_xor(top[i], 1 << step))
-            else:
-                reduce_block(top, height, lanes, rows, place, thread // WARP, top_shared)
-            for k in T.unroll(own):
-                top[k] = T.max(top[k], T.uint32(SPARE_EXPONENT + 1)) - T.uint32(SPARE_EXPONENT)
-                first = (row + k) % height == 0 and place % lanes == 0
-                if first and row + k < num_tokens and slot * lane < hidden:
-                    sf = T.cast(top[k], T.uint8) if fmt.sf == 'ue8m0x4' else float_of(top[k] << T.uint32(23))
-                    store_sf(y_sf, fmt, num_groups, (row + k) // height, slot // lanes, sf)
+                top[0] = T.max(top[0], exponent[i])
+            reduce_block(top, height, lanes, rows, place, thread // WARP, top_shared)
+            raise_exponent(top, 0)
+            if row % height == 0 and place % lanes == 0 and row < num_tokens and slot * lane < hidden:
+                store_sf(y_sf, fmt, num_groups, row // height, slot // lanes, stored_sf(top[0], fmt))
 
             for i in T.unroll(rows):
-                shift = T.cast(exponent[i], T.int32) - T.cast(top[i % own], T.int32)
-                encode_codes(codes, i, float_of(T.cast(T.max(shift + 127, 0), T.uint32) << T.uint32(23)), y_local)
+                encode_codes(codes, i, power_of_two(exponent[i], top[0]), y_local)
                 if row + i < num_tokens:
                     store_lane(y, y_local, row + i, slot, math.gcd(VECTOR_BYTES, hidden), hidden, lane)
 
     return per_block_cast_lossless
+
+
+@kernel(
+    choose=choose_row,
+    space=dict(vectors=(1, 2, 4, 8), num_threads=(128, 256)),
+    pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True},
+)
+def per_block_cast_lossless_row_kernel(
+    hidden: int, x_fmt: QuantFormat, fmt: QuantFormat, vector_bytes: int, *, vectors: int, num_threads: int
+):
+    """Blocks of one row: a lane owns vectors of 16 channels, a warp apart in its row as far as rows divide so."""
+    (x_height, x_width), width = x_fmt.sf_block, fmt.sf_block[1]
+    lanes, num_groups = width // ROW_LANE, -(-hidden // width)
+    row_lanes = num_groups * lanes
+    along = 1 if fmt.col or row_lanes % WARP else math.gcd(vectors, row_lanes // WARP)
+    band_rows, band_lanes, owned = vectors // along, row_lanes // along, -(-vectors // lanes)
+    codes_width = x_fmt.data.stored(ROW_LANE)
+    piece = math.gcd(codes_width, vector_bytes, x_fmt.data.stored(hidden))
+    num_tokens, x_pitch = T.dynamic('num_tokens'), T.dynamic('x_pitch')
+
+    @T.prim_func
+    def per_block_cast_lossless_row(
+        x: T.StridedTensor((num_tokens, x_fmt.data.stored(hidden)), (x_pitch, 1), T.int8),
+        x_sf: _x_sf_tensor(x_fmt, hidden),
+        y: T.Tensor((num_tokens, hidden), T.dtype(fmt.data.torch)),
+        y_sf: sf_tensor(fmt, num_tokens, num_groups),
+        zero: T.uint32,
+    ):
+        with T.Kernel(
+            T.ceildiv(T.ceildiv(num_tokens, band_rows) * band_lanes, num_threads), threads=num_threads
+        ) as pid:
+            T.assume(x_pitch % piece == 0)
+            T.annotate_min_blocks_per_sm(1024 // num_threads)
+            row = T.alloc_var(T.int32)
+            slot = T.alloc_var(T.int32)
+            codes = T.alloc_local((vectors, codes_width), T.int8)
+            code_words = T.view(codes, (vectors, codes_width // 4), T.uint32)
+            exponent = T.alloc_local((vectors,), T.uint32)
+            top = T.alloc_local((vectors,), T.uint32)
+            y_local = T.alloc_local((ROW_LANE,), T.dtype(fmt.data.torch))
+            thread = T.get_thread_binding()
+            index = pid * num_threads + thread
+            lane = index % band_lanes
+            row = index // band_lanes * band_rows
+            slot = lane // WARP * (WARP * along) + lane % WARP if along > 1 else lane
+
+            if hidden % ROW_LANE:
+                T.clear(codes)
+            for i in T.unroll(vectors):  # rows past the end repeat the last one, lanes past it the last lane
+                token = T.min(row + i // along, num_tokens - 1)
+                at = T.min(slot + i % along * WARP, -(-hidden // ROW_LANE) - 1)
+                T.assume(at < -(-hidden // ROW_LANE))
+                load_codes(x, codes, i, token, at, piece)
+                exponent[i] = sf_exponent(x_sf, x_fmt, token // x_height, at * ROW_LANE // x_width)
+
+            for i in T.unroll(vectors):  # as above, the maxima wait for the codes
+                exponent[i] = exponent[i] | (code_words[i, 0] & zero)
+                top[i] = exponent[i]
+            scatter_max(top, vectors, thread, 1, lanes)
+            for k in T.unroll(owned):
+                own = k * lanes + thread % lanes
+                raise_exponent(top, k)
+                if own < vectors and row + own // along < num_tokens:
+                    group = (slot + own % along * WARP) // lanes
+                    store_sf(y_sf, fmt, num_groups, row + own // along, group, stored_sf(top[k], fmt))
+
+            for i in T.unroll(vectors):
+                block_top = T.shfl_sync(top[i // lanes], i % lanes, width=lanes)
+                encode_codes(codes, i, power_of_two(exponent[i], block_top), y_local)
+                if row + i // along < num_tokens:
+                    at = slot + i % along * WARP
+                    store_lane(y, y_local, row + i // along, at, math.gcd(VECTOR_BYTES, hidden), hidden, ROW_LANE)
+
+    return per_block_cast_lossless_row
 
 
 # Op -----------------------------------------------------------------------------------------
@@ -219,7 +313,9 @@ def per_block_cast_lossless(x: QuantTensor, fmt: QuantFormat) -> QuantTensor:
     check_sf(x.sf, 'x.sf', x.fmt, num_tokens, hidden)
     check.same_device(x=x.data, x_sf=x.sf)
     y = fmt.empty(num_tokens, hidden, x.device)
-    launch(per_block_cast_lossless_kernel, (hidden, x.fmt, fmt, check.vector_bytes(x.data)), x.data, x.sf, *y, 0)
+    static = (hidden, x.fmt, fmt, check.vector_bytes(x.data))
+    flat = fmt.sf_block[0] == 1
+    launch(per_block_cast_lossless_row_kernel if flat else per_block_cast_lossless_kernel, static, x.data, x.sf, *y, 0)
     return y
 
 

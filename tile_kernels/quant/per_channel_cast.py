@@ -1,4 +1,4 @@
-"""Per-channel casts: quantise every channel of a matrix in groups of consecutive rows, gathered and turned if wanted.
+"""Per-channel casts: quantise every channel of a matrix in groups of consecutive rows, gathered if wanted.
 
     r[n, h]    = x[pos_to_token[n], h]                      x itself without a map; 0 where the map names no row;
                                                             of a quantised x: code * sf
@@ -8,9 +8,7 @@
     y[n, h]    = round(r[n, h] * sf_inv[n // M, h])         to nearest even, saturating
 
 A thread block owns a tile of 128 channels in registers, so a row is read once. Warps meet in shared memory twice: for
-the amax of a channel, and for the multiplier that one thread computes from it for all. A transposed result is turned
-in 8 x 8 pieces in registers and put together in shared memory, so that both sides of memory see whole rows; if the
-rows of the result begin at any byte, the tile is narrower and taller.
+the amax of a channel, and for the multiplier that one thread computes from it for all.
 One group of all rows needs two passes unless a tile holds them all: the amax of every tile is merged by integer
 atomics (positive floats order like their bits, so the result does not depend on the order), then the tiles are scaled,
 last ones first, because they are what the L2 cache still holds. Gathered rows are read as often as the map names them:
@@ -34,16 +32,7 @@ from tile_kernels.core.op import op
 from tile_kernels.quant._blocks import HEIGHTS, WARP, resident_blocks, tile_rows
 from tile_kernels.quant._macros import LANE, amax_to_sf, clamp_amax, sf_register_dtype, sf_tensor, store_lane
 from tile_kernels.quant.per_block_cast import check_sf
-from tile_kernels.quant.per_channel_cast_device import (
-    TURNING_ROWS,
-    TURNING_THREADS,
-    VECTOR_BYTES,
-    channel_amax,
-    encode_row,
-    load_rows,
-    store_channel_sf,
-    turn_and_store,
-)
+from tile_kernels.quant.per_channel_cast_device import channel_amax, encode_row, load_rows, store_channel_sf
 from tile_kernels.quant.per_token_cast import DTYPES, per_token_cast
 
 FP8 = ('e4m3', 'e5m2')
@@ -60,25 +49,22 @@ def choose(
     fmt: QuantFormat,
     source: torch.dtype | QuantFormat,
     vector_bytes: int,
-    store_bytes: int,
     gathered: bool,
     task: str,
     num_tokens: int,
 ) -> dict:
     """Eight rows for each lane, so that many loads are in flight; flat groups of a small problem get flat tiles.
 
-    Rows in pieces, turned ones, float16 and float32 rows need more registers than 1024 threads leave.
+    Rows in pieces, float16 and float32 rows need more registers than 1024 threads leave.
     """
     x_dtype = source.data.torch if isinstance(source, QuantFormat) else source
     in_pieces = vector_bytes < LANE * x_dtype.itemsize or hidden % LANE > 0
     kept_as_float32 = x_dtype in (torch.float16, torch.float32)
-    resident_threads = 512 if kept_as_float32 else 768 if in_pieces or store_bytes else 1024
+    resident_threads = 512 if kept_as_float32 else 768 if in_pieces else 1024
     panel = 8 if gathered else 0
-    flat = not store_bytes and fmt.sf_block[0] == 32 and num_tokens * hidden < 1 << 22
+    flat = fmt.sf_block[0] == 32 and num_tokens * hidden < 1 << 22
     rows, num_threads = (4, 128) if flat else (8, 256)
-    # rows of the result that begin anywhere are cheaper to write the longer the parts are that a tile has of them
-    row_lanes = 16 if store_bytes in (0, VECTOR_BYTES) else 8 if fmt.sf_block[0] == 32 or num_tokens < 512 else 4
-    return dict(rows=rows, num_threads=num_threads, resident_threads=resident_threads, row_lanes=row_lanes, panel=panel)
+    return dict(rows=rows, num_threads=num_threads, resident_threads=resident_threads, row_lanes=16, panel=panel)
 
 
 # Kernel -------------------------------------------------------------------------------------
@@ -87,7 +73,7 @@ def choose(
 @kernel(
     choose=choose,
     space=dict(
-        rows=(4, 8), num_threads=(128, 256, 512), resident_threads=(512, 768, 1024), row_lanes=(4, 8, 16), panel=(0, 8)
+        rows=(4, 8), num_threads=(128, 256, 512), resident_threads=(512, 768, 1024), row_lanes=(8, 16), panel=(0, 8)
     ),
     pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True, 'TL_DISABLE_SHARED_MEMORY_REUSE': True},
 )
@@ -96,7 +82,6 @@ def per_channel_cast_kernel(
     fmt: QuantFormat,
     source: torch.dtype | QuantFormat,
     vector_bytes: int,
-    store_bytes: int,
     gathered: bool,
     task: str,
     *,
@@ -108,11 +93,9 @@ def per_channel_cast_kernel(
 ):
     """One tile for each thread block, those of `panel` neighbouring tiles of channels (0: all) before the next ones.
 
-    `source` is what x holds. `store_bytes` is 0, or the bytes that stores to a transposed result may have. `task`:
-    'cast', or the passes of one group of all rows, 'amax' (merge into `amax`) and 'scale' (use `amax`).
+    `source` is what x holds. `task`: 'cast', or the passes of one group of all rows, 'amax' (merge into `amax`) and
+    'scale' (use `amax`).
     """
-    if store_bytes and (rows, num_threads) != (TURNING_ROWS, TURNING_THREADS):
-        raise ArgumentError(f'a transposed tile has {TURNING_ROWS} rows a lane and {TURNING_THREADS} threads')
     if fmt.sf_block[0] and fmt.sf_block[0] * row_lanes < rows * WARP:
         raise ArgumentError(f'a warp of {rows * WARP // row_lanes} rows holds several groups of {fmt.sf_block[0]}')
     quantised = isinstance(source, QuantFormat)
@@ -133,14 +116,13 @@ def per_channel_cast_kernel(
         x: T.StridedTensor((num_tokens, hidden), (x_pitch, 1), T.dtype(x_dtype)),
         x_sf: x_sf_type,
         pos_to_token: T.Tensor((num_rows,), T.int32),
-        y: T.Tensor((hidden, num_rows) if store_bytes else (num_rows, hidden), T.dtype(fmt.data.torch)),
+        y: T.Tensor((num_rows, hidden), T.dtype(fmt.data.torch)),
         y_sf: T.Tensor((sf_rows, hidden), T.dtype(fmt.sf_dtype)),
         amax_bits: T.Tensor((hidden,), T.int32),
         amax_floor: T.float32,
     ):
         with T.Kernel(T.ceildiv(num_rows, tile_m) * tiles_n, threads=num_threads) as pid:
             T.assume(x_pitch % piece == 0)
-            T.assume(num_rows % max(store_bytes, 1) == 0)
             T.annotate_min_blocks_per_sm(resident_blocks(resident_threads, num_threads))
             pid_m = T.alloc_var(T.int32)
             pid_n = T.alloc_var(T.int32)
@@ -152,7 +134,6 @@ def per_channel_cast_kernel(
             sf = T.alloc_local((1,), sf_register_dtype(fmt))
             own_inv = T.alloc_local((1,), T.float32)
             sf_inv = T.alloc_local((LANE,), T.float32)
-            y_local = T.alloc_local((rows, LANE), T.dtype(fmt.data.torch))
             row_local = T.alloc_local((LANE,), T.dtype(fmt.data.torch))
             thread = T.get_thread_binding()
             lane, team, warp = thread % row_lanes, thread // row_lanes, thread // WARP
@@ -204,18 +185,10 @@ def per_channel_cast_kernel(
                 T.sync_threads()
                 for e in T.vectorized(LANE):
                     sf_inv[e] = amax_shared[team * rows // height * warps, lane * LANE + e]
-                if store_bytes:
-                    tile_shared = T.alloc_shared((tile_n, tile_m // 8, 2), T.uint32)
-                    for i in T.unroll(rows):
-                        encode_row(x_local, i, sf_inv, row_local, factor if quantised else None)
-                        for e in T.vectorized(LANE):
-                            y_local[i, e] = row_local[e]
-                    turn_and_store(y, y_local, team, lane, tile_shared, pid_m, pid_n, store_bytes)
-                else:
-                    for i in T.unroll(rows):
-                        encode_row(x_local, i, sf_inv, row_local, factor if quantised else None)
-                        if row + team * rows + i < num_rows:
-                            store_lane(y, row_local, row + team * rows + i, slot, math.gcd(LANE, hidden), hidden, LANE)
+                for i in T.unroll(rows):
+                    encode_row(x_local, i, sf_inv, row_local, factor if quantised else None)
+                    if row + team * rows + i < num_rows:
+                        store_lane(y, row_local, row + team * rows + i, slot, math.gcd(LANE, hidden), hidden, LANE)
 
     return per_channel_cast
 
@@ -247,7 +220,7 @@ def _cast(
     """Allocate the result and launch the one pass, or the two of a group of all rows."""
     hidden, num_rows = x.shape[1], _check_map(pos_to_token, x)
     y = fmt.empty(num_rows, hidden, x.device)
-    static = (hidden, fmt, source, check.vector_bytes(x), 0, pos_to_token is not None)
+    static = (hidden, fmt, source, check.vector_bytes(x), pos_to_token is not None)
     rows, floor = (x, x_sf, pos_to_token), fmt.amax_floor
     if fmt.sf_block[0] or (type(num_rows) is int and num_rows <= TILE_ROWS):
         launch(per_channel_cast_kernel, (*static, 'cast'), *rows, *y, None, floor, size=num_rows)
@@ -305,29 +278,6 @@ def per_channel_recast(x: QuantTensor, fmt: QuantFormat, pos_to_token: Tensor | 
     return _cast(x.data, x.sf, x.fmt, pos_to_token, fmt)
 
 
-@op(outputs='y y_sf')
-def per_channel_cast_and_transpose(x: Tensor, fmt: QuantFormat) -> tuple[Tensor, Tensor]:
-    """Quantise each channel of `x` in groups of rows and store the codes transposed.
-
-    Args:
-        x: (num_tokens, hidden) bfloat16, float16 or float32, rows dense, any row stride.
-        fmt: as for `per_channel_cast`, with groups of 32 or 128 rows.
-
-    Returns:
-        Codes (hidden, num_tokens), contiguous, and sf (ceil(num_tokens / group), hidden) as of `per_channel_cast`.
-    """
-    num_tokens, hidden = check.shape(x, 'x', 'num_tokens hidden', dtype=DTYPES)
-    check.unit_stride(x, 'x')
-    _check_format(fmt, hidden)
-    check.one_of(fmt.sf_block[0], HEIGHTS, 'fmt.sf_block[0]')
-    y, y_sf = fmt.empty_data(hidden, num_tokens, x.device), fmt.empty_sf(num_tokens, hidden, x.device)
-    aligned = type(num_tokens) is not int or num_tokens % VECTOR_BYTES == 0
-    store_bytes = VECTOR_BYTES if aligned else 1
-    static = (hidden, fmt, x.dtype, check.vector_bytes(x), store_bytes, False, 'cast')
-    launch(per_channel_cast_kernel, static, x, None, None, y, y_sf, None, fmt.amax_floor)
-    return y, y_sf
-
-
 # Cases --------------------------------------------------------------------------------------
 
 
@@ -352,11 +302,6 @@ def _make_quantised(num_tokens: int, hidden: int, source: str, fmt: str, gather:
     x_fmt = QuantFormat.parse(source)
     x = per_token_cast(torch.randn(num_tokens, hidden), x_fmt)
     return dict(x=x, fmt=QuantFormat.parse(fmt), pos_to_token=_map(num_tokens, gather))
-
-
-def _make_plain(num_tokens: int, hidden: int, dtype: torch.dtype, fmt: str) -> dict:
-    x = _make(num_tokens, hidden, dtype, fmt)['x']
-    return dict(x=x, fmt=QuantFormat.parse(fmt))
 
 
 BF16, F16, F32 = [torch.bfloat16], [torch.float16], [torch.float32]
@@ -401,22 +346,4 @@ per_channel_recast.cases(
     bench=grid(
         num_tokens=[4096], hidden=[7168], source=['e4m3_1x128_f32'], fmt=['e4m3_128x1_f32'], gather=[None, 16384]
     ),
-)
-per_channel_cast_and_transpose.cases(
-    make=_make_plain,
-    match='bitwise',
-    smoke=grid(num_tokens=[0, 1, 128, 135], hidden=[136], dtype=BF16, fmt=['e4m3_128x1_f32'])
-    + grid(num_tokens=[144], hidden=[99], dtype=F32, fmt=['e4m3_32x1_ue8m0x4', 'e5m2_128x1_f32p2'])
-    + grid(num_tokens=[40], hidden=[130], dtype=F16, fmt=['e4m3_32x1_f32'])
-    + grid(num_tokens=[525], hidden=[24], dtype=BF16, fmt=['e4m3_128x1_f32']),
-    full=grid(
-        num_tokens=[4096, 4001, 4002, 4004, 4008],
-        hidden=[7168, 1090],
-        dtype=BF16 + F32,
-        fmt=['e4m3_128x1_f32', 'e4m3_32x1_f32p2', 'e5m2_32x1_ue8m0x4'],
-    )
-    + grid(num_tokens=[300001], hidden=[7168], dtype=BF16, fmt=['e4m3_128x1_f32']),  # past 2^31 elements
-    bench=grid(num_tokens=[64, 4096, 16384], hidden=[7168], dtype=BF16, fmt=['e4m3_128x1_f32'])
-    + grid(num_tokens=[4096], hidden=[7168, 576], dtype=BF16, fmt=['e4m3_32x1_f32'])
-    + grid(num_tokens=[4001, 16002], hidden=[7168], dtype=BF16, fmt=['e4m3_128x1_f32']),
 )

@@ -5,7 +5,7 @@ from typing import Any
 from tile_kernels.core.formats import QuantFormat
 from tile_kernels.core.lang import T, macro
 from tile_kernels.quant._blocks import ROW_LANES, WARP, bytes_of_words, sf_value
-from tile_kernels.quant._macros import LANE, float_of, lane_pairs, load_lane, sf_bytes, shuffle_steps
+from tile_kernels.quant._macros import LANE, float_of, lane_pairs, load_lane, pick_bytes, sf_bytes, shuffle_steps
 
 #: A transposed tile belongs to 256 threads of 8 rows by 8 channels. Its rows are written in pieces of 16 bytes.
 TURNING_ROWS, TURNING_THREADS = 8, 256
@@ -134,18 +134,22 @@ def store_channel_sf(y_sf, fmt, num_groups, group, channel, value):
 
 def _turn(words: Any, row: Any, col: Any) -> tuple:
     """Four words of one byte of each channel `4 * col + j`, from four rows of four channels."""
-    low, high = T.uint32(0x00FF00FF), T.uint32(0xFF00FF00)
     first, second, third, fourth = (words[4 * row + i, col] for i in range(4))
-    even_low = first & T.uint32(0xFFFF) | third << T.uint32(16)
-    even_high = first >> T.uint32(16) | third & T.uint32(0xFFFF0000)
-    odd_low = second & T.uint32(0xFFFF) | fourth << T.uint32(16)
-    odd_high = second >> T.uint32(16) | fourth & T.uint32(0xFFFF0000)
-    return (
-        even_low & low | (odd_low & low) << T.uint32(8),
-        (even_low & high) >> T.uint32(8) | odd_low & high,
-        even_high & low | (odd_high & low) << T.uint32(8),
-        (even_high & high) >> T.uint32(8) | odd_high & high,
-    )
+    upper = [pick_bytes(first, second, *pairs) for pairs in ((0, 4, 1, 5), (2, 6, 3, 7))]
+    lower = [pick_bytes(third, fourth, *pairs) for pairs in ((0, 4, 1, 5), (2, 6, 3, 7))]
+    return tuple(pick_bytes(upper[j // 2], lower[j // 2], *((2, 3, 6, 7) if j % 2 else (0, 1, 4, 5))) for j in range(4))
+
+
+@macro
+def turn(words, turned):
+    """Eight codes of each of 8 channels, two words each, from eight rows of 8 channels."""
+    for half in T.unroll(2):
+        for quarter in T.unroll(2):
+            column = _turn(words, half, quarter)
+            turned[4 * quarter, half] = column[0]
+            turned[4 * quarter + 1, half] = column[1]
+            turned[4 * quarter + 2, half] = column[2]
+            turned[4 * quarter + 3, half] = column[3]
 
 
 @macro
@@ -154,18 +158,11 @@ def turn_and_store(y, codes, group, lane, tile_shared, pid_m, pid_n, store_bytes
 
     `tile_shared` is (channels, units, 2) words: eight rows of a channel are one unit of 8 bytes.
     """
-    words = T.view(codes, (8, 2), T.uint32)
     turned = T.alloc_local((LANE, 2), T.uint32)
-    for half in T.unroll(2):
-        for quarter in T.unroll(2):
-            column = _turn(words, half, quarter)
-            turned[4 * quarter, half] = column[0]
-            turned[4 * quarter + 1, half] = column[1]
-            turned[4 * quarter + 2, half] = column[2]
-            turned[4 * quarter + 3, half] = column[3]
+    turn(T.view(codes, (8, 2), T.uint32), turned)
     for e in T.unroll(LANE):
         for w in T.vectorized(2):
-            tile_shared[lane * LANE + e, _spread(tile_shared, lane * LANE + e, group), w] = turned[e, w]
+            tile_shared[lane * LANE + e, spread(tile_shared, lane * LANE + e, group), w] = turned[e, w]
     T.sync_threads()
 
     if store_bytes == VECTOR_BYTES:
@@ -174,7 +171,7 @@ def turn_and_store(y, codes, group, lane, tile_shared, pid_m, pid_n, store_bytes
         _store_shifted(y, tile_shared, pid_m, pid_n)
 
 
-def _spread(tile_shared: Any, channel: Any, unit: Any) -> Any:
+def spread(tile_shared: Any, channel: Any, unit: Any) -> Any:
     """Where a unit of a channel lies in its row of shared memory.
 
     Threads that write at a time are all lanes of one row group or some: their places differ by the number of the lane,
@@ -208,7 +205,7 @@ def _store_vectors(y, tile_shared, pid_m, pid_n):
         if pid_n * channels + channel < y.shape[0] and pid_m * units * 8 + vector * VECTOR_BYTES < y.shape[1]:
             for half in T.unroll(2):
                 for w in T.vectorized(2):
-                    unit = _spread(tile_shared, channel, 2 * vector + half)
+                    unit = spread(tile_shared, channel, 2 * vector + half)
                     out_words[2 * half + w] = tile_shared[channel, unit, w]
             for e in T.vectorized(VECTOR_BYTES):
                 # written out: through a variable its divisibility, hence the vector store, would be lost
@@ -265,7 +262,7 @@ def _load_vector(tile_shared, channel, first, out_words):
     words = T.view(units, (6,), T.uint32)
     for u in T.unroll(3):
         for w in T.vectorized(2):
-            unit = _spread(tile_shared, channel, (first // 8 + u) % tile_shared.shape[1])
+            unit = spread(tile_shared, channel, (first // 8 + u) % tile_shared.shape[1])
             units[u, w] = tile_shared[channel, unit, w]
     for w in T.unroll(5):
         words[w] = T.if_then_else(first & 4 != 0, words[w + 1], words[w])

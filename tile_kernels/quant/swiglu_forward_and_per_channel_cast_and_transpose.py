@@ -24,8 +24,8 @@ from tile_kernels.quant._macros import LANE, amax_to_sf, clamp_amax, sf_register
 from tile_kernels.quant._swiglu_macros import activate_lane, load_half
 from tile_kernels.quant._swiglu_rows import check_clamp, check_halves
 from tile_kernels.quant._swiglu_samples import random_halves
-from tile_kernels.quant.per_channel_cast import (
-    FP8,
+from tile_kernels.quant.per_channel_cast import FP8
+from tile_kernels.quant.per_channel_cast_device import (
     VECTOR_BYTES,
     channel_amax,
     encode_row,

@@ -1,0 +1,287 @@
+"""Per-channel cast with a transposed result: each channel of a matrix in groups of rows, stored as one row of codes.
+
+    y, sf      = per_channel_cast(x, fmt)                   see there
+    y^T[h, t]  = y[t, h]                                    what is stored, rows of any number of bytes
+
+A thread block owns a strip of rows of some neighbouring channels and walks down it in tiles of 128 rows, which it
+quantises in registers, turns in pieces of 8 x 8 and puts together in shared memory. Rows of the result begin at any
+byte, but a block writes whole sectors of 32 bytes: what a sector lacks at the end of a tile comes with the next tile.
+Only the two ends of the strip are written byte by byte, a channel by a warp at a time. The rows of the next tile are on
+their way while a tile is written.
+Memory bound: the floor is reading x and writing y and sf once.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from tile_kernels.core import check
+from tile_kernels.core.cases import grid
+from tile_kernels.core.formats import QuantFormat
+from tile_kernels.core.jit import kernel
+from tile_kernels.core.lang import T, macro
+from tile_kernels.core.launch import launch
+from tile_kernels.core.op import op
+from tile_kernels.quant._blocks import HEIGHTS, WARP, bytes_of_words, resident_blocks
+from tile_kernels.quant._macros import LANE, amax_to_sf, clamp_amax, load_lane, sf_register_dtype
+from tile_kernels.quant.per_channel_cast import _check_format, _make
+from tile_kernels.quant.per_channel_cast_device import (
+    channel_amax,
+    encode_row,
+    spread,
+    store_channel_sf,
+    turn,
+)
+from tile_kernels.quant.per_token_cast import DTYPES
+
+#: A lane turns 8 rows of 8 channels; a tile has 16 such rows of lanes.
+ROWS = 8
+TILE_ROWS = 128
+TEAMS = TILE_ROWS // ROWS
+
+#: What memory is written in, and what shared memory gives a thread at a time.
+SECTOR = 32
+UNIT = 8
+
+
+# Config -------------------------------------------------------------------------------------
+
+
+def choose(hidden: int, fmt: QuantFormat, x_dtype: torch.dtype, vector_bytes: int, num_tokens: int) -> dict:
+    """Rows that are on their way while others are written take registers; short matrices are cut finer."""
+    return dict(row_lanes=8, resident_threads=512, blocks=512)
+
+
+# Kernel -------------------------------------------------------------------------------------
+
+
+@macro
+def load_tile(x, row, slot, piece, hidden, x_local):
+    """The channels of a lane of the rows from `row` on.
+
+    Past the edges the last row or lane is read again, which changes no maximum and costs no branch.
+    """
+    if hidden % LANE:
+        T.clear(x_local)
+    for i in T.unroll(ROWS):
+        token = T.min(row + i, x.shape[0] - 1)
+        load_lane(x, x_local, i, token, T.min(slot, -(-hidden // LANE) - 1), piece, hidden)
+
+
+@macro
+def store_sectors(y, tile_shared, col, top, length, step):
+    """Write the sectors of a strip that end in its tile `step`, 8 bytes by each thread at a time.
+
+    Those bytes are in two units of shared memory, where two tiles of a strip follow each other like a ring. What they
+    are shifted by is the same for all channels of a thread.
+    """
+    y_units = T.Tensor((T.ceildiv(y.shape[0] * y.shape[1], UNIT), UNIT), T.uint8, y.data)
+    channels, ring, _ = tile_shared.shape
+    start = T.alloc_var(T.int64)
+    shift = T.alloc_var(T.int32)
+    offset = T.alloc_var(T.int32)
+    both = T.alloc_local((2, 2), T.uint32)
+    words = T.view(both, (4,), T.uint32)
+    out_words = T.alloc_local((2,), T.uint32)
+    out = T.view(out_words, (UNIT,), T.uint8)
+    team, unit = T.get_thread_binding() // TEAMS, T.get_thread_binding() % TEAMS
+    shift = T.cast((T.cast(col + team, T.int64) * y.shape[1] + top) % UNIT, T.int32)
+    selector = T.uint32(0x3210) + T.uint32(0x1111) * T.cast(-shift & 3, T.uint32)
+    for k in T.unroll(UNIT, unroll_factor=4):
+        channel = k * (channels // UNIT) + team
+        start = T.cast(col + channel, T.int64) * y.shape[1] + top
+        offset = step * TILE_ROWS + unit * UNIT - T.cast(start % SECTOR, T.int32)
+        for u in T.unroll(2):
+            place = spread(tile_shared, channel, T.max(offset + u * (UNIT - 1), 0) // UNIT % ring)
+            for w in T.vectorized(2):
+                both[u, w] = tile_shared[channel, place, w]
+        for w in T.unroll(3):
+            words[w] = T.if_then_else(-shift & 4 != 0, words[w + 1], words[w])
+        for w in T.unroll(2):
+            out_words[w] = bytes_of_words(words[w], words[w + 1], selector)
+        sector = offset - unit % (SECTOR // UNIT) * UNIT
+        if sector >= 0 and sector + SECTOR <= length and col + channel < y.shape[0]:
+            for e in T.vectorized(UNIT):
+                y_units[start // SECTOR * (SECTOR // UNIT) + step * TEAMS + unit, e] = out[e]
+
+
+@macro
+def store_end(y, tile_shared, col, top, length, last):
+    """Write the first sector of each channel of a strip if it begins before the strip, or the last if it ends behind.
+
+    A warp writes a channel, a lane one byte.
+    """
+    y_bytes = T.Tensor((y.shape[0] * y.shape[1],), T.uint8, y.data)
+    start = T.alloc_var(T.int64)
+    shift = T.alloc_var(T.int32)
+    sector = T.alloc_var(T.int32)
+    offset = T.alloc_var(T.int32)
+    thread, channels, num_warps = T.get_thread_binding(), tile_shared.shape[0], tile_shared.shape[0] * 2 // WARP
+    for k in T.unroll(channels // num_warps, unroll_factor=2):
+        channel = k * num_warps + thread // WARP
+        start = T.cast(col + channel, T.int64) * y.shape[1] + top
+        shift = T.cast(start % SECTOR, T.int32)
+        sector = (length + shift) // SECTOR * SECTOR - shift if last else -shift
+        offset = sector + thread % WARP
+        incomplete = sector >= 0 if last else shift > 0
+        if col + channel < y.shape[0] and incomplete and offset >= 0 and offset < length:
+            unit = spread(tile_shared, channel, offset // UNIT % tile_shared.shape[1])
+            word = tile_shared[channel, unit, offset // 4 % 2]
+            y_bytes[start + offset] = T.cast(word >> T.cast(offset % 4 * 8, T.uint32), T.uint8)
+
+
+@kernel(
+    choose=choose,
+    space=dict(row_lanes=(8, 16), resident_threads=(512, 640, 768), blocks=(256, 512, 1024, 2048)),
+    pass_configs={
+        'TL_DISABLE_SAFE_MEMORY_ACCESS': True,
+        'TL_DISABLE_SHARED_MEMORY_REUSE': True,
+        'TL_DISABLE_THREAD_STORAGE_SYNC': True,
+    },
+)
+def per_channel_cast_and_transpose_kernel(
+    hidden: int,
+    fmt: QuantFormat,
+    x_dtype: torch.dtype,
+    vector_bytes: int,
+    *,
+    row_lanes: int,
+    resident_threads: int,
+    blocks: int,
+):
+    """One strip of `row_lanes` times 8 channels for each thread block; about `blocks` of them share all rows."""
+    num_threads = TEAMS * row_lanes
+    height, tile_n = fmt.sf_block[0], row_lanes * LANE
+    groups, warps, tiles_n = TILE_ROWS // height, height * row_lanes // (ROWS * WARP), -(-hidden // tile_n)
+    strips = max(blocks // tiles_n, 1)
+    piece = math.gcd(LANE, vector_bytes // x_dtype.itemsize, hidden)
+    num_tokens, sf_rows, x_pitch = T.dynamic('num_tokens'), T.dynamic('sf_rows'), T.dynamic('x_pitch')
+
+    @T.prim_func
+    def per_channel_cast_and_transpose(
+        x: T.StridedTensor((num_tokens, hidden), (x_pitch, 1), T.dtype(x_dtype)),
+        y: T.Tensor((hidden, num_tokens), T.dtype(fmt.data.torch)),
+        y_sf: T.Tensor((sf_rows, hidden), T.dtype(fmt.sf_dtype)),
+        amax_floor: T.float32,
+    ):
+        steps = T.ceildiv(T.ceildiv(num_tokens, TILE_ROWS), strips)
+        with T.Kernel(T.ceildiv(num_tokens, steps * TILE_ROWS) * tiles_n, threads=num_threads) as pid:
+            T.assume(x_pitch % piece == 0)
+            T.annotate_min_blocks_per_sm(resident_blocks(resident_threads, num_threads))
+            top = T.alloc_var(T.int32)
+            length = T.alloc_var(T.int32)
+            row = T.alloc_var(T.int32)
+            x_local = T.alloc_local((ROWS, LANE), T.dtype(x_dtype))
+            amax = T.alloc_local((LANE,), T.float32)
+            group_amax = T.alloc_var(T.float32)
+            amax_shared = T.alloc_shared((num_threads // WARP, tile_n), T.float32)
+            sf = T.alloc_local((1,), sf_register_dtype(fmt))
+            own_inv = T.alloc_local((1,), T.float32)
+            sf_inv = T.alloc_local((LANE,), T.float32)
+            codes = T.alloc_local((ROWS, LANE), T.dtype(fmt.data.torch))
+            row_codes = T.alloc_local((LANE,), T.dtype(fmt.data.torch))
+            code_words = T.view(codes, (ROWS, 2), T.uint32)
+            turned = T.alloc_local((LANE, 2), T.uint32)
+            tile_shared = T.alloc_shared((tile_n, 2 * TEAMS, 2), T.uint32)
+            thread = T.get_thread_binding()
+            lane, team, warp = thread % row_lanes, thread // row_lanes, thread // WARP
+            slot, col = pid % tiles_n * row_lanes + lane, pid % tiles_n * tile_n
+            top = pid // tiles_n * (steps * TILE_ROWS)
+            length = T.min(T.cast(num_tokens - top, T.int32), steps * TILE_ROWS)
+
+            load_tile(x, top + team * ROWS, slot, piece, hidden, x_local)
+            for step in T.serial(T.ceildiv(length, TILE_ROWS)):
+                row = top + step * TILE_ROWS
+                channel_amax(x_local, amax, None, row_lanes)
+                if thread % WARP < row_lanes:
+                    for e in T.vectorized(LANE):
+                        amax_shared[warp, lane * LANE + e] = amax[e]
+                T.sync_threads()
+                for k in T.unroll(-(-groups * tile_n // num_threads)):
+                    index = k * num_threads + thread
+                    group, channel = index // tile_n, index % tile_n
+                    if index < groups * tile_n:
+                        group_amax = T.float32(0.0)
+                        for w in T.unroll(warps):
+                            group_amax = T.max(group_amax, amax_shared[group * warps + w, channel])
+                        amax_to_sf(clamp_amax(group_amax, amax_floor), fmt, sf, own_inv, 0)
+                        amax_shared[group * warps, channel] = own_inv[0]  # whose amax only this thread reads
+                        if col + channel < hidden and row + group * height < num_tokens:
+                            num_groups = T.ceildiv(num_tokens, height)
+                            store_channel_sf(y_sf, fmt, num_groups, row // height + group, col + channel, sf[0])
+                T.sync_threads()
+                for e in T.vectorized(LANE):
+                    sf_inv[e] = amax_shared[team * ROWS // height * warps, lane * LANE + e]
+                for i in T.unroll(ROWS):
+                    encode_row(x_local, i, sf_inv, row_codes)
+                    for e in T.vectorized(LANE):
+                        codes[i, e] = row_codes[e]
+                load_tile(x, row + TILE_ROWS + team * ROWS, slot, piece, hidden, x_local)
+
+                turn(code_words, turned)
+                for e in T.unroll(LANE):
+                    for w in T.vectorized(2):
+                        unit = spread(tile_shared, lane * LANE + e, step % 2 * TEAMS + team)
+                        tile_shared[lane * LANE + e, unit, w] = turned[e, w]
+                T.sync_threads()
+
+                store_sectors(y, tile_shared, col, top, length, step)
+                if step == 0:
+                    store_end(y, tile_shared, col, top, length, False)
+            store_end(y, tile_shared, col, top, length, True)
+
+    return per_channel_cast_and_transpose
+
+
+# Op -----------------------------------------------------------------------------------------
+
+
+@op(outputs='y y_sf')
+def per_channel_cast_and_transpose(x: Tensor, fmt: QuantFormat) -> tuple[Tensor, Tensor]:
+    """Quantise each channel of `x` in groups of rows and store the codes transposed.
+
+    Args:
+        x: (num_tokens, hidden) bfloat16, float16 or float32, rows dense, any row stride.
+        fmt: as for `per_channel_cast`, with groups of 32 or 128 rows.
+
+    Returns:
+        Codes (hidden, num_tokens), contiguous, and sf (ceil(num_tokens / group), hidden) as of `per_channel_cast`.
+    """
+    num_tokens, hidden = check.shape(x, 'x', 'num_tokens hidden', dtype=DTYPES)
+    check.unit_stride(x, 'x')
+    _check_format(fmt, hidden)
+    check.one_of(fmt.sf_block[0], HEIGHTS, 'fmt.sf_block[0]')
+    y, y_sf = fmt.empty_data(hidden, num_tokens, x.device), fmt.empty_sf(num_tokens, hidden, x.device)
+    static = (hidden, fmt, x.dtype, check.vector_bytes(x))
+    launch(per_channel_cast_and_transpose_kernel, static, x, y, y_sf, fmt.amax_floor)
+    return y, y_sf
+
+
+# Cases --------------------------------------------------------------------------------------
+
+
+def _make_plain(num_tokens: int, hidden: int, dtype: torch.dtype, fmt: str) -> dict:
+    x = _make(num_tokens, hidden, dtype, fmt)['x']
+    return dict(x=x, fmt=QuantFormat.parse(fmt))
+
+
+BF16, F16, F32 = [torch.bfloat16], [torch.float16], [torch.float32]
+per_channel_cast_and_transpose.cases(
+    make=_make_plain,
+    match='bitwise',
+    smoke=grid(num_tokens=[0, 1, 128, 135], hidden=[136], dtype=BF16, fmt=['e4m3_128x1_f32'])
+    + grid(num_tokens=[144], hidden=[99], dtype=F32, fmt=['e4m3_32x1_ue8m0x4', 'e5m2_128x1_f32p2'])
+    + grid(num_tokens=[40], hidden=[130], dtype=F16, fmt=['e4m3_32x1_f32'])
+    + grid(num_tokens=[525], hidden=[24], dtype=BF16, fmt=['e4m3_128x1_f32']),
+    full=grid(
+        num_tokens=[4096, 4001, 4002, 4004, 4008],
+        hidden=[7168, 1090],
+        dtype=BF16 + F32,
+        fmt=['e4m3_128x1_f32', 'e4m3_32x1_f32p2', 'e5m2_32x1_ue8m0x4'],
+    )
+    + grid(num_tokens=[300001], hidden=[7168], dtype=BF16, fmt=['e4m3_128x1_f32']),  # past 2^31 elements
+    bench=grid(num_tokens=[64, 4096, 16384], hidden=[7168], dtype=BF16, fmt=['e4m3_128x1_f32'])
+    + grid(num_tokens=[4096], hidden=[7168, 576], dtype=BF16, fmt=['e4m3_32x1_f32'])
+    + grid(num_tokens=[4001, 16002], hidden=[7168], dtype=BF16, fmt=['e4m3_128x1_f32']),
+)
