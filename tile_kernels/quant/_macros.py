@@ -48,17 +48,18 @@ def float_of(bits: Any) -> Any:
 
 def lane_pairs(x_local: Any) -> Any:
     """A lane's rows as words of two 16-bit channels, the even one in the lower half; wider channels have none."""
-    rows = x_local.shape[0]
-    return T.view(x_local, (rows, LANE // 2), T.uint32) if x_local.dtype in ('bfloat16', 'float16') else None
+    rows, lane = x_local.shape
+    return T.view(x_local, (rows, lane // 2), T.uint32) if x_local.dtype in ('bfloat16', 'float16') else None
 
 
 @macro
 def load_lane(x, x_local, i, row, slot, piece, hidden):
     """Read the channels of lane `slot` of a row in pieces that alignment allows; nothing beyond the row is touched."""
-    for p in T.unroll(LANE // piece):
-        if slot * LANE + p * piece < hidden:
+    lane = x_local.shape[1]
+    for p in T.unroll(lane // piece):
+        if slot * lane + p * piece < hidden:
             for e in T.vectorized(piece):
-                x_local[i, p * piece + e] = x[row, slot * LANE + p * piece + e]
+                x_local[i, p * piece + e] = x[row, slot * lane + p * piece + e]
 
 
 @macro

@@ -28,12 +28,12 @@ from tile_kernels.quant._macros import (
     amax_to_sf,
     clamp_amax,
     lane_amax,
-    load_lane,
     load_sf_inv,
     sf_register_dtype,
     sf_tensor,
     store_sf,
 )
+from tile_kernels.quant.per_channel_cast_device import load_rows
 from tile_kernels.quant.per_token_cast import DTYPES, _check_floor, _code_registers, encode_and_store
 
 WIDTHS = (32, 128)
@@ -60,7 +60,7 @@ def choose(hidden: int, fmt: QuantFormat, x_dtype: torch.dtype, vector_bytes: in
 
 @kernel(
     choose=choose,
-    space=dict(rows=(4, 8), num_threads=(128, 256, 512), resident_threads=(512, 768, 1024)),
+    space=dict(rows=(4, 8), num_threads=(64, 128, 256, 512), resident_threads=(512, 768, 1024)),
     pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True},
 )
 def per_block_cast_kernel(
@@ -106,10 +106,7 @@ def per_block_cast_kernel(
             slot = pid % tiles_n * ROW_LANES + lane
             row = pid // tiles_n * tile_m + thread // ROW_LANES * rows
 
-            T.clear(x_local)
-            for i in T.unroll(rows):
-                if row + i < num_tokens:
-                    load_lane(x, x_local, i, row + i, slot, piece, hidden)
+            load_rows(x, None, None, row, x_dtype, slot, piece, hidden, x_local, None)
 
             if task == 'data':
                 sf_inv[0] = T.float32(0.0)

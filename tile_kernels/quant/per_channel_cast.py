@@ -7,16 +7,17 @@
     sf[i, h]   = a / max(fmt)                               rounded as the format stores it
     y[n, h]    = round(r[n, h] * sf_inv[n // M, h])         to nearest even, saturating
 
-A thread block owns a tile of 128 channels in registers, so a row is read once. Warps meet in shared memory twice: for
-the amax of a channel, and for the multiplier that one thread computes from it for all.
-One group of all rows needs two passes unless a tile holds them all: the amax of every tile is merged by integer
-atomics (positive floats order like their bits, so the result does not depend on the order), then the tiles are scaled,
-last ones first, because they are what the L2 cache still holds. Gathered rows are read as often as the map names them:
-the tiles of a panel of channels run one after the other, so that all but the first read find the row in the L2 cache.
+A thread block owns a tile of 128 channels in registers (256 of codes), so a row is read once. Warps meet in shared
+memory twice: for the amax of a channel, and for the multiplier that one thread computes from it for all.
+One group of all rows needs two passes unless a tile holds them all: strips of rows find their maxima, then the tiles
+are scaled, last ones first, because they are what the L2 cache still holds. Gathered rows are read as often as the map
+names them: the tiles of a panel of channels run one after the other, so that all but the first read find the row in the
+L2 cache.
 Memory bound. Numbers that are not finite are treated as by `per_token_cast`.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,16 +30,19 @@ from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
-from tile_kernels.quant._blocks import HEIGHTS, WARP, resident_blocks, tile_rows
-from tile_kernels.quant._macros import LANE, amax_to_sf, clamp_amax, sf_register_dtype, sf_tensor, store_lane
+from tile_kernels.quant._blocks import HEIGHTS, ROW_LANES, TILE_COLS, WARP, resident_blocks, tile_rows
+from tile_kernels.quant._macros import LANE, sf_tensor, store_lane
 from tile_kernels.quant.per_block_cast import check_sf
-from tile_kernels.quant.per_channel_cast_device import channel_amax, encode_row, load_rows, store_channel_sf
+from tile_kernels.quant.per_channel_cast_device import channel_amax, channel_factors, encode_row, load_rows
 from tile_kernels.quant.per_token_cast import DTYPES, per_token_cast
 
 FP8 = ('e4m3', 'e5m2')
 
 #: One group of all rows takes one pass if it has no more rows than the smallest tile that is chosen for it.
 TILE_ROWS = 128
+
+#: Thread blocks that find maxima of all rows: as many as a GPU of 132 multiprocessors runs together.
+AMAX_BLOCKS = 512
 
 
 # Config -------------------------------------------------------------------------------------
@@ -64,7 +68,9 @@ def choose(
     panel = 8 if gathered else 0
     flat = fmt.sf_block[0] == 32 and num_tokens * hidden < 1 << 22
     rows, num_threads = (4, 128) if flat else (8, 256)
-    return dict(rows=rows, num_threads=num_threads, resident_threads=resident_threads, row_lanes=16, panel=panel)
+    return dict(
+        rows=rows, num_threads=num_threads, resident_threads=resident_threads, row_lanes=16, lane=LANE, panel=panel
+    )
 
 
 # Kernel -------------------------------------------------------------------------------------
@@ -73,7 +79,12 @@ def choose(
 @kernel(
     choose=choose,
     space=dict(
-        rows=(4, 8), num_threads=(128, 256, 512), resident_threads=(512, 768, 1024), row_lanes=(8, 16), panel=(0, 8)
+        rows=(4, 8),
+        num_threads=(128, 256, 512),
+        resident_threads=(512, 768, 1024),
+        row_lanes=(8, 16),
+        lane=(8, 16),
+        panel=(0, 8),
     ),
     pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True, 'TL_DISABLE_SHARED_MEMORY_REUSE': True},
 )
@@ -89,12 +100,12 @@ def per_channel_cast_kernel(
     num_threads: int,
     resident_threads: int,
     row_lanes: int,
+    lane: int,
     panel: int,
 ):
     """One tile for each thread block, those of `panel` neighbouring tiles of channels (0: all) before the next ones.
 
-    `source` is what x holds. `task`: 'cast', or the passes of one group of all rows, 'amax' (merge into `amax`) and
-    'scale' (use `amax`).
+    `source` is what x holds. `task`: 'cast', or 'scale' with the maxima of all rows.
     """
     if fmt.sf_block[0] and fmt.sf_block[0] * row_lanes < rows * WARP:
         raise ArgumentError(f'a warp of {rows * WARP // row_lanes} rows holds several groups of {fmt.sf_block[0]}')
@@ -102,10 +113,9 @@ def per_channel_cast_kernel(
     x_dtype = source.data.torch if quantised else source
     tile_m = tile_rows(rows, num_threads, fmt.sf_block[0] or (TILE_ROWS if task == 'cast' else 1), row_lanes)
     height = fmt.sf_block[0] or tile_m
-    tile_n = row_lanes * LANE
-    groups, warps, tiles_n = tile_m // height, height * row_lanes // (rows * WARP), -(-hidden // tile_n)
-    per_thread = -(-groups * tile_n // num_threads)
-    piece = math.gcd(LANE, vector_bytes // x_dtype.itemsize, hidden)
+    tile_n = row_lanes * lane
+    warps, tiles_n = height * row_lanes // (rows * WARP), -(-hidden // tile_n)
+    piece = math.gcd(lane, vector_bytes // x_dtype.itemsize, hidden)
     num_tokens, sf_rows, x_pitch = T.dynamic('num_tokens'), T.dynamic('sf_rows'), T.dynamic('x_pitch')
     num_rows = T.dynamic('num_rows') if gathered else num_tokens
     source_groups = -(-hidden // source.sf_block[1]) if quantised else 1
@@ -118,7 +128,7 @@ def per_channel_cast_kernel(
         pos_to_token: T.Tensor((num_rows,), T.int32),
         y: T.Tensor((num_rows, hidden), T.dtype(fmt.data.torch)),
         y_sf: T.Tensor((sf_rows, hidden), T.dtype(fmt.sf_dtype)),
-        amax_bits: T.Tensor((hidden,), T.int32),
+        parts: T.Tensor((_strips(hidden), hidden), T.float32),
         amax_floor: T.float32,
     ):
         with T.Kernel(T.ceildiv(num_rows, tile_m) * tiles_n, threads=num_threads) as pid:
@@ -126,17 +136,14 @@ def per_channel_cast_kernel(
             T.annotate_min_blocks_per_sm(resident_blocks(resident_threads, num_threads))
             pid_m = T.alloc_var(T.int32)
             pid_n = T.alloc_var(T.int32)
-            x_local = T.alloc_local((rows, LANE), T.dtype(x_dtype))
+            x_local = T.alloc_local((rows, lane), T.dtype(x_dtype))
             factor = T.alloc_local((rows,), T.float32)
-            amax = T.alloc_local((LANE,), T.float32)
-            group_amax = T.alloc_var(T.float32)
+            amax = T.alloc_local((lane,), T.float32)
             amax_shared = T.alloc_shared((num_threads // WARP, tile_n), T.float32)
-            sf = T.alloc_local((1,), sf_register_dtype(fmt))
-            own_inv = T.alloc_local((1,), T.float32)
-            sf_inv = T.alloc_local((LANE,), T.float32)
-            row_local = T.alloc_local((LANE,), T.dtype(fmt.data.torch))
+            sf_inv = T.alloc_local((lane,), T.float32)
+            row_local = T.alloc_local((lane,), T.dtype(fmt.data.torch))
             thread = T.get_thread_binding()
-            lane, team, warp = thread % row_lanes, thread // row_lanes, thread // WARP
+            place, team, warp = thread % row_lanes, thread // row_lanes, thread // WARP
             if 0 < panel < tiles_n:
                 per_panel = T.ceildiv(num_rows, tile_m) * panel
                 pid_n = pid // per_panel * panel
@@ -148,49 +155,96 @@ def per_channel_cast_kernel(
                 pid_m = tile // tiles_n
                 pid_n = tile % tiles_n
             row, col = pid_m * tile_m, pid_n * tile_n
-            slot = pid_n * row_lanes + lane
+            slot = pid_n * row_lanes + place
 
             positions = pos_to_token if gathered else None
             load_rows(x, x_sf, positions, row + team * rows, source, slot, piece, hidden, x_local, factor)
 
-            if task != 'scale':
+            if task == 'cast':
                 channel_amax(x_local, amax, factor if quantised else None, row_lanes)
                 if thread % WARP < row_lanes:
-                    for e in T.vectorized(LANE):
-                        amax_shared[warp, lane * LANE + e] = amax[e]
+                    for e in T.vectorized(lane):
+                        amax_shared[warp, place * lane + e] = amax[e]
                 T.sync_threads()
-            for k in T.unroll(per_thread):
-                index = k * num_threads + thread
-                group, channel = index // tile_n, index % tile_n
-                exists = col + channel < hidden and row + group * height < num_rows
-                if index < groups * tile_n:
-                    group_amax = T.float32(0.0)
-                    if task == 'scale':
-                        if col + channel < hidden:
-                            group_amax = T.reinterpret(amax_bits[col + channel], T.float32)
-                    else:
-                        for w in T.unroll(warps):
-                            group_amax = T.max(group_amax, amax_shared[group * warps + w, channel])
-                    if task == 'amax':
-                        if exists:
-                            T.atomic_max(amax_bits[col + channel], T.reinterpret(group_amax, T.int32))
-                    else:
-                        amax_to_sf(clamp_amax(group_amax, amax_floor), fmt, sf, own_inv, 0)
-                        amax_shared[group * warps, channel] = own_inv[0]  # whose amax only this thread reads
-                        if exists and (task == 'cast' or row == 0):
-                            num_groups = T.ceildiv(num_rows, height) if task == 'cast' else 1
-                            store_channel_sf(y_sf, fmt, num_groups, row // height + group, col + channel, sf[0])
-
-            if task != 'amax':
-                T.sync_threads()
-                for e in T.vectorized(LANE):
-                    sf_inv[e] = amax_shared[team * rows // height * warps, lane * LANE + e]
-                for i in T.unroll(rows):
-                    encode_row(x_local, i, sf_inv, row_local, factor if quantised else None)
-                    if row + team * rows + i < num_rows:
-                        store_lane(y, row_local, row + team * rows + i, slot, math.gcd(LANE, hidden), hidden, LANE)
+                channel_factors(amax_shared, warps, None, 0, y_sf, fmt, height, num_rows, row, col, amax_floor)
+            else:
+                T.pdl_sync()
+                num_parts = T.ceildiv(num_rows, _strip_rows(num_rows, hidden))
+                channel_factors(amax_shared, warps, parts, num_parts, y_sf, fmt, height, height, row, col, amax_floor)
+            T.sync_threads()
+            for e in T.vectorized(lane):
+                sf_inv[e] = amax_shared[team * rows // height * warps, place * lane + e]
+            for i in T.unroll(rows):
+                encode_row(x_local, i, sf_inv, row_local, factor if quantised else None)
+                if row + team * rows + i < num_rows:
+                    store_lane(y, row_local, row + team * rows + i, slot, math.gcd(lane, hidden), hidden, lane)
 
     return per_channel_cast
+
+
+def _strips(hidden: int) -> int:
+    """Most strips of rows that find their maxima at a time: about as many thread blocks as run together."""
+    return min(max(AMAX_BLOCKS // -(-hidden // TILE_COLS), 1), 32)
+
+
+def _strip_rows(num_rows: Any, hidden: int) -> Any:
+    """Rows of a strip: whole tiles."""
+    return T.ceildiv(T.ceildiv(num_rows, TILE_ROWS), _strips(hidden)) * TILE_ROWS
+
+
+@kernel(pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True})
+def channel_amax_kernel(hidden: int, source: torch.dtype | QuantFormat, vector_bytes: int, gathered: bool):
+    """The largest magnitude of each channel in each strip of rows, one strip of a tile of channels a thread block."""
+    quantised = isinstance(source, QuantFormat)
+    x_dtype = source.data.torch if quantised else source
+    rows, num_threads, tiles_n = 8, 256, -(-hidden // TILE_COLS)
+    piece = math.gcd(LANE, vector_bytes // x_dtype.itemsize, hidden)
+    num_tokens, x_pitch = T.dynamic('num_tokens'), T.dynamic('x_pitch')
+    num_rows = T.dynamic('num_rows') if gathered else num_tokens
+    source_groups = -(-hidden // source.sf_block[1]) if quantised else 1
+    x_sf_type = sf_tensor(source, num_tokens, source_groups) if quantised else T.Tensor((num_tokens, 1), T.float32)
+
+    @T.prim_func
+    def channel_amax_of_strips(
+        x: T.StridedTensor((num_tokens, hidden), (x_pitch, 1), T.dtype(x_dtype)),
+        x_sf: x_sf_type,
+        pos_to_token: T.Tensor((num_rows,), T.int32),
+        parts: T.Tensor((_strips(hidden), hidden), T.float32),
+    ):
+        with T.Kernel(T.ceildiv(num_rows, _strip_rows(num_rows, hidden)) * tiles_n, threads=num_threads) as pid:
+            T.assume(x_pitch % piece == 0)
+            T.annotate_min_blocks_per_sm(resident_blocks(1024 if x_dtype is torch.bfloat16 else 512, num_threads))
+            x_local = T.alloc_local((rows, LANE), T.dtype(x_dtype))
+            factor = T.alloc_local((rows,), T.float32)
+            amax = T.alloc_local((LANE,), T.float32)
+            strip_amax = T.alloc_local((LANE,), T.float32)
+            amax_shared = T.alloc_shared((num_threads // WARP, TILE_COLS), T.float32)
+            total = T.alloc_var(T.float32)
+            first = T.alloc_var(T.int32)
+            thread = T.get_thread_binding()
+            place, team = thread % ROW_LANES, thread // ROW_LANES
+            slot, col = pid % tiles_n * ROW_LANES + place, pid % tiles_n * TILE_COLS
+            first = pid // tiles_n * _strip_rows(num_rows, hidden)
+            T.pdl_trigger()
+            T.clear(strip_amax)
+            for step in T.serial(T.ceildiv(T.min(num_rows - first, _strip_rows(num_rows, hidden)), TILE_ROWS)):
+                positions = pos_to_token if gathered else None
+                row = first + step * TILE_ROWS + team * rows
+                load_rows(x, x_sf, positions, row, source, slot, piece, hidden, x_local, factor)
+                channel_amax(x_local, amax, factor if quantised else None)
+                for e in T.unroll(LANE):
+                    strip_amax[e] = T.max(strip_amax[e], amax[e])
+            if thread % WARP < ROW_LANES:
+                for e in T.vectorized(LANE):
+                    amax_shared[thread // WARP, place * LANE + e] = strip_amax[e]
+            T.sync_threads()
+            if thread < TILE_COLS and col + thread < hidden:
+                total = T.float32(0.0)
+                for w in T.unroll(num_threads // WARP):
+                    total = T.max(total, amax_shared[w, thread])
+                parts[pid // tiles_n, col + thread] = total
+
+    return channel_amax_of_strips
 
 
 # Ops ----------------------------------------------------------------------------------------
@@ -225,9 +279,9 @@ def _cast(
     if fmt.sf_block[0] or (type(num_rows) is int and num_rows <= TILE_ROWS):
         launch(per_channel_cast_kernel, (*static, 'cast'), *rows, *y, None, floor, size=num_rows)
     else:
-        amax_bits = torch.zeros(hidden, dtype=torch.int32, device=x.device)
-        launch(per_channel_cast_kernel, (*static, 'amax'), *rows, None, None, amax_bits, floor, size=num_rows)
-        launch(per_channel_cast_kernel, (*static, 'scale'), *rows, *y, amax_bits, floor, size=num_rows)
+        parts = torch.empty((_strips(hidden), hidden), dtype=torch.float32, device=x.device)
+        launch(channel_amax_kernel, (hidden, source, *static[3:]), *rows, parts, size=num_rows)
+        launch(per_channel_cast_kernel, (*static, 'scale'), *rows, *y, parts, floor, size=num_rows)
     return y
 
 

@@ -24,13 +24,14 @@ from tile_kernels.core.lang import T, macro
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
 from tile_kernels.quant._blocks import HEIGHTS, WARP, bytes_of_words, resident_blocks
-from tile_kernels.quant._macros import LANE, amax_to_sf, clamp_amax, load_lane, sf_register_dtype
+from tile_kernels.quant._macros import LANE
 from tile_kernels.quant.per_channel_cast import _check_format, _make
 from tile_kernels.quant.per_channel_cast_device import (
     channel_amax,
+    channel_factors,
     encode_row,
+    load_rows,
     spread,
-    store_channel_sf,
     turn,
 )
 from tile_kernels.quant.per_token_cast import DTYPES
@@ -54,19 +55,6 @@ def choose(hidden: int, fmt: QuantFormat, x_dtype: torch.dtype, vector_bytes: in
 
 
 # Kernel -------------------------------------------------------------------------------------
-
-
-@macro
-def load_tile(x, row, slot, piece, hidden, x_local):
-    """The channels of a lane of the rows from `row` on.
-
-    Past the edges the last row or lane is read again, which changes no maximum and costs no branch.
-    """
-    if hidden % LANE:
-        T.clear(x_local)
-    for i in T.unroll(ROWS):
-        token = T.min(row + i, x.shape[0] - 1)
-        load_lane(x, x_local, i, token, T.min(slot, -(-hidden // LANE) - 1), piece, hidden)
 
 
 @macro
@@ -153,7 +141,7 @@ def per_channel_cast_and_transpose_kernel(
     """One strip of `row_lanes` times 8 channels for each thread block; about `blocks` of them share all rows."""
     num_threads = TEAMS * row_lanes
     height, tile_n = fmt.sf_block[0], row_lanes * LANE
-    groups, warps, tiles_n = TILE_ROWS // height, height * row_lanes // (ROWS * WARP), -(-hidden // tile_n)
+    warps, tiles_n = height * row_lanes // (ROWS * WARP), -(-hidden // tile_n)
     strips = max(blocks // tiles_n, 1)
     piece = math.gcd(LANE, vector_bytes // x_dtype.itemsize, hidden)
     num_tokens, sf_rows, x_pitch = T.dynamic('num_tokens'), T.dynamic('sf_rows'), T.dynamic('x_pitch')
@@ -174,10 +162,7 @@ def per_channel_cast_and_transpose_kernel(
             row = T.alloc_var(T.int32)
             x_local = T.alloc_local((ROWS, LANE), T.dtype(x_dtype))
             amax = T.alloc_local((LANE,), T.float32)
-            group_amax = T.alloc_var(T.float32)
             amax_shared = T.alloc_shared((num_threads // WARP, tile_n), T.float32)
-            sf = T.alloc_local((1,), sf_register_dtype(fmt))
-            own_inv = T.alloc_local((1,), T.float32)
             sf_inv = T.alloc_local((LANE,), T.float32)
             codes = T.alloc_local((ROWS, LANE), T.dtype(fmt.data.torch))
             row_codes = T.alloc_local((LANE,), T.dtype(fmt.data.torch))
@@ -190,7 +175,7 @@ def per_channel_cast_and_transpose_kernel(
             top = pid // tiles_n * (steps * TILE_ROWS)
             length = T.min(T.cast(num_tokens - top, T.int32), steps * TILE_ROWS)
 
-            load_tile(x, top + team * ROWS, slot, piece, hidden, x_local)
+            load_rows(x, None, None, top + team * ROWS, x_dtype, slot, piece, hidden, x_local, None)
             for step in T.serial(T.ceildiv(length, TILE_ROWS)):
                 row = top + step * TILE_ROWS
                 channel_amax(x_local, amax, None, row_lanes)
@@ -198,18 +183,7 @@ def per_channel_cast_and_transpose_kernel(
                     for e in T.vectorized(LANE):
                         amax_shared[warp, lane * LANE + e] = amax[e]
                 T.sync_threads()
-                for k in T.unroll(-(-groups * tile_n // num_threads)):
-                    index = k * num_threads + thread
-                    group, channel = index // tile_n, index % tile_n
-                    if index < groups * tile_n:
-                        group_amax = T.float32(0.0)
-                        for w in T.unroll(warps):
-                            group_amax = T.max(group_amax, amax_shared[group * warps + w, channel])
-                        amax_to_sf(clamp_amax(group_amax, amax_floor), fmt, sf, own_inv, 0)
-                        amax_shared[group * warps, channel] = own_inv[0]  # whose amax only this thread reads
-                        if col + channel < hidden and row + group * height < num_tokens:
-                            num_groups = T.ceildiv(num_tokens, height)
-                            store_channel_sf(y_sf, fmt, num_groups, row // height + group, col + channel, sf[0])
+                channel_factors(amax_shared, warps, None, 0, y_sf, fmt, height, num_tokens, row, col, amax_floor)
                 T.sync_threads()
                 for e in T.vectorized(LANE):
                     sf_inv[e] = amax_shared[team * ROWS // height * warps, lane * LANE + e]
@@ -217,7 +191,7 @@ def per_channel_cast_and_transpose_kernel(
                     encode_row(x_local, i, sf_inv, row_codes)
                     for e in T.vectorized(LANE):
                         codes[i, e] = row_codes[e]
-                load_tile(x, row + TILE_ROWS + team * ROWS, slot, piece, hidden, x_local)
+                load_rows(x, None, None, row + TILE_ROWS + team * ROWS, x_dtype, slot, piece, hidden, x_local, None)
 
                 turn(code_words, turned)
                 for e in T.unroll(LANE):

@@ -5,7 +5,18 @@ from typing import Any
 from tile_kernels.core.formats import QuantFormat
 from tile_kernels.core.lang import T, macro
 from tile_kernels.quant._blocks import ROW_LANES, WARP, bytes_of_words, sf_value
-from tile_kernels.quant._macros import LANE, float_of, lane_pairs, load_lane, pick_bytes, sf_bytes, shuffle_steps
+from tile_kernels.quant._macros import (
+    LANE,
+    amax_to_sf,
+    clamp_amax,
+    float_of,
+    lane_pairs,
+    load_lane,
+    pick_bytes,
+    sf_bytes,
+    sf_register_dtype,
+    shuffle_steps,
+)
 
 #: A transposed tile belongs to 256 threads of 8 rows by 8 channels. Its rows are written in pieces of 16 bytes.
 TURNING_ROWS, TURNING_THREADS = 8, 256
@@ -19,38 +30,51 @@ BANK_UNITS = 16
 def load_rows(x, x_sf, pos_to_token, first, source, slot, piece, hidden, x_local, factor):
     """The channels of a lane of the rows from `first` on, with the rows' factors if `source` is a format.
 
-    With a map the rows are those it names. Rows that do not exist are 0.
+    With a map the rows are those it names, and rows that do not exist are 0. Without one the last row or lane is read
+    again past the edges, which changes no maximum and costs no branch.
     """
-    rows = x_local.shape[0]
-    T.clear(x_local)
-    T.clear(factor)
-    tokens = T.alloc_local((rows,), T.int32)
+    rows, lane = (int(extent) for extent in x_local.shape)
+    last_slot = -(-hidden // lane) - 1
+    read_slot = T.min(slot, last_slot)
+    T.assume(read_slot <= last_slot)
     if pos_to_token is not None:
+        T.clear(factor)
+        tokens = T.alloc_local((rows,), T.int32)
         for i in T.unroll(rows):
             tokens[i] = -1
             if first + i < pos_to_token.shape[0]:
                 tokens[i] = pos_to_token[first + i]
+    if hidden % lane > 0 if pos_to_token is None else True:
+        T.clear(x_local)
     for i in T.unroll(rows):
-        token = first + i if pos_to_token is None else tokens[i]
-        if T.cast(token, T.uint32) < T.cast(x.shape[0], T.uint32):  # a negative number is a large one
-            load_lane(x, x_local, i, token, slot, piece, hidden)
-            if isinstance(source, QuantFormat) and slot * LANE < hidden:
-                factor[i] = sf_value(x_sf, source, token, slot // (source.sf_block[1] // LANE))
+        if pos_to_token is not None:
+            if T.cast(tokens[i], T.uint32) < T.cast(x.shape[0], T.uint32):  # a negative number is a large one
+                _load_row(x, x_sf, i, tokens[i], source, read_slot, piece, hidden, x_local, factor)
+        else:
+            _load_row(x, x_sf, i, T.min(first + i, x.shape[0] - 1), source, read_slot, piece, hidden, x_local, factor)
+
+
+@macro
+def _load_row(x, x_sf, i, token, source, slot, piece, hidden, x_local, factor):
+    load_lane(x, x_local, i, token, slot, piece, hidden)
+    if isinstance(source, QuantFormat):
+        factor[i] = sf_value(x_sf, source, token, slot // (source.sf_block[1] // x_local.shape[1]))
 
 
 @macro
 def _row_numbers(x_local, i, factor, v_local):
     """The numbers of a row of a lane in float32; codes are worth `factor[i]` times what they say."""
+    lane = x_local.shape[1]
     if x_local.dtype == 'bfloat16':
         pairs = lane_pairs(x_local)
-        for j in T.unroll(LANE // 2):
+        for j in T.unroll(lane // 2):
             v_local[2 * j] = float_of(pairs[i, j] << T.uint32(16))
             v_local[2 * j + 1] = float_of(pairs[i, j] & T.uint32(0xFFFF0000))
     else:
-        for e in T.vectorized(LANE):
+        for e in T.vectorized(lane):
             v_local[e] = T.cast(x_local[i, e], T.float32)
     if factor is not None:
-        for e in T.unroll(LANE):
+        for e in T.unroll(lane):
             v_local[e] = v_local[e] * factor[i]
 
 
@@ -60,45 +84,46 @@ def _row_magnitudes(x_local, i, factor, v_local):
 
     Kept from here until the result is computed, the numbers would take the registers of threads that could load.
     """
+    lane = x_local.shape[1]
     if factor is not None:
-        words = T.view(x_local, (x_local.shape[0], LANE // 4), T.uint32)
-        unsigned = T.alloc_local((1, LANE // 4), T.uint32)
-        for w in T.unroll(LANE // 4):
+        words = T.view(x_local, (x_local.shape[0], lane // 4), T.uint32)
+        unsigned = T.alloc_local((1, lane // 4), T.uint32)
+        for w in T.unroll(lane // 4):
             unsigned[0, w] = words[i, w] & T.uint32(0x7F7F7F7F)
-        codes = T.view(unsigned, (1, LANE), x_local.dtype)
-        for e in T.vectorized(LANE):
+        codes = T.view(unsigned, (1, lane), x_local.dtype)
+        for e in T.vectorized(lane):
             v_local[e] = T.cast(codes[0, e], T.float32)
-        for e in T.unroll(LANE):
+        for e in T.unroll(lane):
             v_local[e] = v_local[e] * factor[i]
     else:
-        for e in T.vectorized(LANE):
+        for e in T.vectorized(lane):
             v_local[e] = T.abs(T.cast(x_local[i, e], T.float32))
 
 
 @macro
 def channel_amax(x_local, amax, factor=None, row_lanes=ROW_LANES):
     """`amax[e]` = largest magnitude of channel e over the rows of the warp, of which `row_lanes` lanes share each."""
-    rows = x_local.shape[0]
+    rows, lane = x_local.shape
     if x_local.dtype == 'bfloat16':
         pairs = lane_pairs(x_local)
-        both = T.alloc_local((LANE // 2,), T.uint32)
+        both = T.alloc_local((lane // 2,), T.uint32)
         T.clear(both)
         for i in T.unroll(rows):
-            for j in T.unroll(LANE // 2):
+            for j in T.unroll(lane // 2):
                 both[j] = _max_pair(both[j], T.abs2(T.reinterpret(pairs[i, j], 'bfloat16x2')))
-        for j in T.unroll(LANE // 2):
+        for j in T.unroll(lane // 2):
             for step in T.unroll(shuffle_steps(WARP // row_lanes)):
                 both[j] = _max_pair(both[j], T.reinterpret(T.shfl_xor(both[j], row_lanes << step), 'bfloat16x2'))
             amax[2 * j] = float_of(both[j] << T.uint32(16))
             amax[2 * j + 1] = float_of(both[j] & T.uint32(0xFFFF0000))
     else:
-        v_local = T.alloc_local((LANE,), T.float32)
+        v_local = T.alloc_local((lane,), T.float32)
         T.clear(amax)
         for i in T.unroll(rows):
             _row_magnitudes(x_local, i, factor, v_local)
-            for e in T.unroll(LANE):
+            for e in T.unroll(lane):
                 amax[e] = T.max(amax[e], v_local[e])
-        for e in T.unroll(LANE):
+        for e in T.unroll(lane):
             for step in T.unroll(shuffle_steps(WARP // row_lanes)):
                 amax[e] = T.max(amax[e], T.shfl_xor(amax[e], row_lanes << step))
 
@@ -111,11 +136,12 @@ def _max_pair(word: Any, pair: Any) -> Any:
 @macro
 def encode_row(x_local, i, sf_inv, y_local, factor=None):
     """fp8 codes of a row of a lane, each channel with its own multiplier."""
-    v_local = T.alloc_local((LANE,), T.float32)
+    lane = x_local.shape[1]
+    v_local = T.alloc_local((lane,), T.float32)
     _row_numbers(x_local, i, factor, v_local)
-    for e in T.unroll(LANE):
+    for e in T.unroll(lane):
         v_local[e] = v_local[e] * sf_inv[e]
-    for e in T.vectorized(LANE):
+    for e in T.vectorized(lane):
         y_local[e] = T.cast(v_local[e], y_local.dtype)
 
 
@@ -130,6 +156,52 @@ def store_channel_sf(y_sf, fmt, num_groups, group, channel, value):
                 packed[group // 4, channel, group % 4 + 1 + b] = T.uint8(0)
     else:
         y_sf[group, channel] = value
+
+
+def _factors_of_thread(fmt: QuantFormat, groups: int) -> int:
+    """Groups of a channel whose scale factors one thread finds: those of a word if a tile holds them all."""
+    return 4 if fmt.sf == 'ue8m0x4' and groups % 4 == 0 else 1
+
+
+@macro
+def channel_factors(amax_shared, warps, parts, num_parts, y_sf, fmt, height, num_rows, row, col, amax_floor):
+    """Scale factors of the channels of a tile, whose first row and channel are `row` and `col`.
+
+    `amax_shared` has a row for each warp, `warps` neighbouring ones for each group. The multipliers of a group replace
+    the maxima of its first warp, which only the thread that computes them reads. If there are `parts`, they hold the
+    maxima of one group of all rows.
+    """
+    num_warps, tile_n = (int(extent) for extent in amax_shared.shape)
+    thread, num_threads, groups = T.get_thread_binding(), num_warps * WARP, num_warps // warps
+    group_amax = T.alloc_var(T.float32)
+    word = T.alloc_var(T.uint32)
+    sf = T.alloc_local((1,), sf_register_dtype(fmt))
+    own_inv = T.alloc_local((1,), T.float32)
+    owned = _factors_of_thread(fmt, groups)
+    for k in T.unroll(-(-groups // owned * tile_n // num_threads)):
+        index = k * num_threads + thread
+        group, channel = index // tile_n * owned, index % tile_n
+        if index < groups // owned * tile_n:
+            word = T.uint32(0)
+            for b in T.unroll(owned):
+                group_amax = T.float32(0.0)
+                if parts is not None:
+                    if col + channel < y_sf.shape[1]:
+                        for part in T.unroll(num_parts, unroll_factor=8):
+                            group_amax = T.max(group_amax, parts[part, col + channel])
+                else:
+                    for w in T.unroll(warps):
+                        group_amax = T.max(group_amax, amax_shared[(group + b) * warps + w, channel])
+                amax_to_sf(clamp_amax(group_amax, amax_floor), fmt, sf, own_inv, 0)
+                amax_shared[(group + b) * warps, channel] = own_inv[0]
+                if owned > 1 and row + (group + b) * height < num_rows:
+                    word = word | T.cast(sf[0], T.uint32) << T.cast(8 * b, T.uint32)
+            if col + channel < y_sf.shape[1] and row + group * height < num_rows:
+                if owned > 1:
+                    y_sf[row // (4 * height) + group // 4, col + channel] = T.reinterpret(word, T.int32)
+                else:
+                    num_groups = T.ceildiv(num_rows, height)
+                    store_channel_sf(y_sf, fmt, num_groups, row // height + group, col + channel, sf[0])
 
 
 def _turn(words: Any, row: Any, col: Any) -> tuple:
