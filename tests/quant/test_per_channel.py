@@ -6,12 +6,8 @@ import torch
 from tile_kernels import ArgumentError, QuantFormat, QuantTensor, knobs
 from tile_kernels.core.launch import forced_config
 from tile_kernels.quant import front_blocks as front
-from tile_kernels.quant.per_channel_cast import (
-    per_channel_cast,
-    per_channel_cast_and_transpose,
-    per_channel_cast_kernel,
-    per_channel_recast,
-)
+from tile_kernels.quant.per_channel_cast import per_channel_cast, per_channel_recast
+from tile_kernels.quant.per_channel_cast_and_transpose import per_channel_cast_and_transpose
 from tile_kernels.testing.numeric import assert_equal
 from tile_kernels.torch import quant as twin
 from tile_kernels.torch.per_channel_cast_fused import per_channel_cast_fused
@@ -75,9 +71,19 @@ def test_packed_factors_hold_four_groups_of_a_channel(num_tokens):
 @pytest.mark.parametrize(('rows', 'num_threads', 'panel'), [(8, 256, 3), (4, 512, 1), (4, 128, 2)])
 def test_every_tile_gives_the_same(rows, num_threads, panel):
     x = torch.randn(70, 300).bfloat16()
-    with forced_config(rows=rows, num_threads=num_threads, resident_threads=512, row_lanes=16, panel=panel):
+    with forced_config(rows=rows, num_threads=num_threads, resident_threads=512, row_lanes=16, lane=8, panel=panel):
         y = kernel(per_channel_cast, x, parse('e4m3_32x1_f32'))
     assert_same(y, twin.per_channel_cast(x, parse('e4m3_32x1_f32')))
+
+
+@pytest.mark.parametrize(('row_lanes', 'num_threads', 'lane'), [(16, 256, 8), (16, 256, 16), (8, 128, 16)])
+@pytest.mark.parametrize('hidden', [300, 296, 512])
+def test_every_lane_gives_the_same(row_lanes, num_threads, lane, hidden):
+    x = twin.per_token_cast(torch.randn(70, hidden), parse('e4m3_1x32_f32'))
+    rows = torch.randint(-1, 70, (150,), dtype=torch.int32)
+    with forced_config(rows=8, num_threads=num_threads, resident_threads=512, row_lanes=row_lanes, lane=lane, panel=2):
+        y = kernel(per_channel_recast, x, parse('e4m3_128x1_f32'), rows)
+    assert_same(y, twin.per_channel_recast(x, parse('e4m3_128x1_f32'), rows))
 
 
 @pytest.mark.parametrize(
@@ -105,33 +111,15 @@ def test_the_transpose_is_that_of_the_cast(num_tokens, name):
     assert_equal(y_sf, plain.sf)
 
 
-@pytest.mark.parametrize('row_lanes', [4, 8, 16])
-def test_transposed_tiles_of_every_shape_give_the_same(row_lanes):
-    """Rows of odd length: whole tiles at every shift, and the rest of the rows."""
-    x = torch.randn(1063, 40).bfloat16()
-    with forced_config(rows=8, num_threads=256, resident_threads=512, row_lanes=row_lanes, panel=0):
+@pytest.mark.parametrize(('row_lanes', 'blocks'), [(8, 1), (16, 1), (8, 3)])  # one strip of many tiles, three
+@pytest.mark.parametrize('num_tokens', [1063, 1040, 640])
+def test_transposed_strips_of_every_shape_give_the_same(row_lanes, blocks, num_tokens):
+    x = torch.randn(num_tokens, 40).bfloat16()
+    with forced_config(row_lanes=row_lanes, resident_threads=512, blocks=blocks):
         y, y_sf = kernel(per_channel_cast_and_transpose, x, parse('e4m3_128x1_f32'))
     plain = twin.per_channel_cast(x, parse('e4m3_128x1_f32'))
     assert torch.equal(y.view(torch.uint8), plain.data.view(torch.uint8).t())
     assert_equal(y_sf, plain.sf)
-
-
-def test_a_transposed_tile_has_one_number_of_threads():
-    with pytest.raises(ArgumentError, match='a transposed tile has 8 rows a lane and 256 threads'):
-        per_channel_cast_kernel.tir(
-            128,
-            parse('e4m3_32x1_f32'),
-            torch.float32,
-            16,
-            16,
-            False,
-            'cast',
-            rows=4,
-            num_threads=128,
-            resident_threads=512,
-            row_lanes=16,
-            panel=1,
-        )
 
 
 def test_rows_may_be_strided_and_start_anywhere():
