@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 import tile_kernels.torch.moe.moving as twins
@@ -13,6 +15,7 @@ from tile_kernels.moe._samples import random_places
 from tile_kernels.moe.expand import expand_to_fused, expand_to_fused_kernel
 from tile_kernels.moe.expand_and_per_token_cast import FORMATS, expand_and_per_token_cast
 from tile_kernels.moe.expand_with_sf import expand_to_fused_with_sf
+from tile_kernels.moe.reduce import reduce_fused
 from tile_kernels.moe.routing import fused_expand_reduce, token_to_expert_map
 from tile_kernels.testing.numeric import assert_equal, assert_within_twice
 from tile_kernels.testing.poison import poisoned
@@ -141,6 +144,27 @@ def test_expand_and_cast_is_cast_and_expand(num_tokens, fmt):
 
 
 # Gradients and the whole way ----------------------------------------------------------------
+
+
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_a_map_of_any_size_moves_what_it_places_and_nothing_else(data):
+    num_tokens, num_topk = data.draw(st.integers(0, 20)), data.draw(st.sampled_from([1, 3, 8]))
+    num_experts, alignment = data.draw(st.sampled_from([1, 6])), data.draw(st.sampled_from([1, 4]))
+    num_expanded = data.draw(st.one_of(st.none(), st.integers(0, 40)))  # None is enough for any choice
+    torch.manual_seed(data.draw(st.integers(0, 1000)))
+    topk_indices = torch.randint(data.draw(st.sampled_from([-1, 0])), num_experts, (num_tokens, num_topk))
+    routing_map = token_to_expert_map(topk_indices, num_experts, alignment, num_expanded=num_expanded)
+    needed = sum(-(-int((topk_indices == e).sum()) // alignment) * alignment for e in range(num_experts))
+    assert int(routing_map.overflow) == max(needed - routing_map.pos_to_token.shape[0], 0)
+
+    x = torch.randint(-50, 50, (num_tokens, 24)).float()  # sums of these are exact
+    y = expand_to_fused(x, routing_map.token_topk_to_pos, routing_map.pos_to_expert)
+    assert_equal(y, by_hand(x, routing_map.token_topk_to_pos, y.shape[0]))
+    placed = (routing_map.token_topk_to_pos >= 0).sum(1, keepdim=True)
+    assert_equal(reduce_fused(y, None, routing_map.token_topk_to_pos), x * placed + 0.0)  # not -0
+    if num_expanded is None:
+        assert int(placed.sum()) == int((topk_indices >= 0).sum())
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])

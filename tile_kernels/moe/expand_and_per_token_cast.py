@@ -319,7 +319,10 @@ expand_and_per_token_cast.cases(
     + grid(num_tokens=[9], num_topk=[3], hidden=[336], dtype=[torch.bfloat16, torch.float32], fmt=FORMATS)  # tails
     + grid(num_tokens=[5], num_topk=[9], hidden=[66], dtype=[torch.float16], fmt=FORMATS[3:6], pitch=[1])
     + grid(num_tokens=[3], num_topk=[2], hidden=[17408], dtype=[torch.bfloat16], fmt=FORMATS[2:4]),  # several parts
-    full=grid(num_tokens=[4001], num_topk=[2, 8], hidden=[576, 2048, 7168], dtype=[torch.bfloat16], fmt=FORMATS),
+    full=grid(num_tokens=[4001], num_topk=[2, 8], hidden=[576, 2048, 7168], dtype=[torch.bfloat16], fmt=FORMATS)
+    + grid(  # more than 2^31 codes
+        num_tokens=[100003], num_topk=[3], hidden=[7168], dtype=[torch.bfloat16], fmt=[FORMATS[0], FORMATS[3]]
+    ),
     bench=grid(num_tokens=[4096], num_topk=[8], hidden=[7168], dtype=[torch.bfloat16], fmt=FORMATS, padding=[0])
     + grid(num_tokens=[64], num_topk=[8], hidden=[7168], dtype=[torch.bfloat16], fmt=FORMATS[:1], padding=[0])
     + grid(num_tokens=[4001], num_topk=[6], hidden=[576, 2048], dtype=[torch.bfloat16], fmt=FORMATS[:1], padding=[0]),

@@ -256,6 +256,15 @@ expand_with_sf.cases(
         num_groups=[18, 56, 224],
         sf_dtype=[F32, PACKED],
         col=[False, True],
+    )
+    + grid(  # more than 2^31 codes
+        num_tokens=[100003],
+        num_topk=[3],
+        hidden=[7168],
+        dtype=[E4M3],
+        num_groups=[56],
+        sf_dtype=[F32],
+        col=[False, True],
     ),
     bench=grid(**BENCH, num_groups=[56], sf_dtype=[F32], col=[False, True], unrouted=[0.7])
     + grid(**BENCH, num_groups=[14], sf_dtype=[PACKED], col=[True], unrouted=[0.7])

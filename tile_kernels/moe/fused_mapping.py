@@ -23,7 +23,7 @@ from tile_kernels.moe._samples import random_choice
 from tile_kernels.moe.fused_mapping_device import MIN_CHUNK, fused_mapping_kernel
 
 MAX_EXPERTS = 4096
-INT32_MAX = 2**31 - 1
+MAX_PLACES = 2**30  # blocks run past the last slot or place by less than that, in int32
 
 # Ops ----------------------------------------------------------------------------------------
 
@@ -55,7 +55,8 @@ def fused_mapping(
     check.at_most(num_experts, MAX_EXPERTS, 'num_experts')
     check.at_least(alignment, 1, 'alignment')
     check.at_least(num_expanded, 0, 'num_expanded')
-    check.at_most(num_tokens * num_topk + num_experts * alignment, INT32_MAX, 'number of places')
+    check.at_most(num_expanded, MAX_PLACES, 'num_expanded')
+    check.at_most(num_tokens * num_topk + num_experts * alignment, MAX_PLACES, 'number of places')
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=topk_idx.device)

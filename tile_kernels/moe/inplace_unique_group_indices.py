@@ -98,6 +98,6 @@ inplace_unique_group_indices.cases(
     smoke=grid(num_tokens=[0, 1, 301], num_topk=[9], num_groups=[8])
     + grid(num_tokens=[20], num_topk=[1, 64], num_groups=[200], dtype=[torch.int64, torch.int32])
     + grid(num_tokens=[2], num_topk=[1500], num_groups=[1000]),  # a row longer than a tile
-    full=grid(num_tokens=[4001], num_topk=[2, 6, 8, 9], num_groups=[8, 16, 72]),
+    full=grid(num_tokens=[4001, 100003], num_topk=[2, 6, 8, 9], num_groups=[8, 16, 72]),
     bench=grid(num_tokens=[64, 4096, 23223], num_topk=[9], num_groups=[16]),
 )

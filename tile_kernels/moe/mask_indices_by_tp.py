@@ -132,7 +132,11 @@ mask_indices_by_tp.cases(
     )
     + grid(shape=[(5, 7, 8)], n=[256], num_ep_ranks=[32], num_tp_ranks=[8], dtype=[torch.int32]),
     full=grid(
-        shape=[(4001, 9)], n=[72, 256], num_ep_ranks=[8], num_tp_ranks=[2, 4, 8], dtype=[torch.int64, torch.int32]
+        shape=[(4001, 9), (100003, 9)],
+        n=[72, 256],
+        num_ep_ranks=[8],
+        num_tp_ranks=[2, 4, 8],
+        dtype=[torch.int64, torch.int32],
     ),
     bench=grid(
         shape=[(64, 8), (18569, 6), (18569, 7)], n=[256], num_ep_ranks=[32], num_tp_ranks=[4], dtype=[torch.int64]

@@ -203,7 +203,7 @@ normalize_weight.cases(
     make=lambda num_tokens, num_topk: dict(topk_weights=torch.rand(num_tokens, num_topk)),
     match='bitwise',
     smoke=SMOKE,
-    full=grid(num_tokens=[4001], num_topk=[1, 2, 6, 8, 9]),
+    full=grid(num_tokens=[4001, 100003], num_topk=[1, 2, 6, 8, 9]),
     bench=BENCH,
 )
 normalize_weight_bwd.cases(make=_make_bwd, match=dict(rtol=1e-4, atol=1e-5), smoke=SMOKE, bench=BENCH[:2])
