@@ -21,10 +21,13 @@ from tile_kernels.moe._samples import random_choice
 
 MAX_BLOCKS = 128
 MAX_GROUPS = 8192
-INT32_MAX = 2**31 - 1
+MAX_SLOTS = 2**31 - 2**20  # so that those of the last, partial step have int32 numbers as well
 
 #: Slots that a thread has in flight.
 ROUNDS = 8
+
+#: Warps of a block that adds up what the blocks counted.
+SUM_WARPS = 16
 
 # Config -------------------------------------------------------------------------------------
 
@@ -48,21 +51,41 @@ def write_count(out, group, count, fraction, even):
         out[group] = count
 
 
+@macro
+def load_indices(group_idx, first, stride, index_local):
+    """Groups of the slots first, first + stride, ...; -1 where there is none."""
+    num_topk = group_idx.shape[1]
+    for i in T.unroll(index_local.shape[0]):
+        slot = first + i * stride
+        index_local[i] = -1
+        if slot < group_idx.shape[0] * num_topk:
+            index_local[i] = group_idx[slot // num_topk, slot % num_topk]
+
+
+@macro
+def count_indices(index_local, count_shared):
+    """Count those that are groups."""
+    for i in T.unroll(index_local.shape[0]):
+        if index_local[i] >= 0 and index_local[i] < count_shared.shape[0]:
+            T.atomic_add(count_shared[T.cast(index_local[i], T.int32)], 1)
+
+
 @kernel(
     choose=choose,
-    space=dict(num_blocks=(1, 16, 64, 128), num_threads=(256, 512, 1024)),
+    space=dict(num_blocks=(1, 16, 32, 64, 128), num_threads=(256, 512, 1024)),
     pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True},
 )
 def group_count_kernel(
     num_groups: int, num_topk: int, index_dtype: torch.dtype, fraction: bool, *, num_blocks: int, num_threads: int
 ):
     """Counts of `num_groups` groups; `partial` is scratch."""
+    sum_warps = min(SUM_WARPS, num_blocks)
     num_tokens = T.dynamic('num_tokens')
 
     @T.prim_func
     def group_count(
         group_idx: T.Tensor((num_tokens, num_topk), T.dtype(index_dtype)),
-        partial: T.Tensor((num_groups, MAX_BLOCKS), T.int32),
+        partial: T.Tensor((MAX_BLOCKS, num_groups), T.int32),
         out: T.Tensor((num_groups,), T.float32 if fraction else T.int32),
         num_aux_topk: T.int32,
     ):
@@ -71,22 +94,20 @@ def group_count_kernel(
             count_shared = T.alloc_shared((num_groups,), T.int32)
             index_local = T.alloc_local((ROUNDS,), T.dtype(index_dtype))
             tx = T.get_thread_binding()
+            first = pid * num_threads + tx
 
             if num_blocks > 1:
                 T.pdl_trigger()
+            load_indices(group_idx, first, num_blocks * num_threads, index_local)
             for i in T.serial(T.ceildiv(num_groups, num_threads)):
                 if i * num_threads + tx < num_groups:
                     count_shared[i * num_threads + tx] = 0
             T.sync_threads()
-            for step in T.serial(T.ceildiv(num_slots, num_blocks * num_threads * ROUNDS)):
-                for i in T.unroll(ROUNDS):
-                    slot = ((step * ROUNDS + i) * num_blocks + pid) * num_threads + tx
-                    index_local[i] = -1
-                    if slot < num_slots:
-                        index_local[i] = group_idx[slot // num_topk, slot % num_topk]
-                for i in T.unroll(ROUNDS):
-                    if index_local[i] >= 0 and index_local[i] < num_groups:
-                        T.atomic_add(count_shared[T.cast(index_local[i], T.int32)], 1)
+            count_indices(index_local, count_shared)
+            for step in T.serial(1, T.ceildiv(num_slots, num_blocks * num_threads * ROUNDS)):
+                stride = num_blocks * num_threads
+                load_indices(group_idx, step * (ROUNDS * stride) + first, stride, index_local)
+                count_indices(index_local, count_shared)
             T.sync_threads()
             for i in T.serial(T.ceildiv(num_groups, num_threads)):
                 group = i * num_threads + tx
@@ -94,20 +115,24 @@ def group_count_kernel(
                     if num_blocks == 1:
                         write_count(out, group, count_shared[group], fraction, num_tokens * num_aux_topk)
                     else:
-                        partial[group, pid] = count_shared[group]
+                        partial[pid, group] = count_shared[group]
 
         if num_blocks > 1:
-            warps = 4
-            with T.Kernel(T.ceildiv(num_groups, warps), threads=warps * 32) as pid:
+            with T.Kernel(T.ceildiv(num_groups, 32), threads=sum_warps * 32) as pid:  # a lane for each group
+                sum_shared = T.alloc_shared((sum_warps, 32), T.int32)
                 tx = T.get_thread_binding()
-                group = pid * warps + tx // 32
+                lane, warp = tx % 32, tx // 32
+                group = pid * 32 + lane
                 count = T.alloc_var(T.int32, init=0)
                 T.pdl_sync()
-                for i in T.unroll(T.ceildiv(num_blocks, 32)):
-                    if group < num_groups and i * 32 + tx % 32 < num_blocks:
-                        count += partial[group, i * 32 + tx % 32]
-                count = T.warp_reduce_sum(count)
-                if group < num_groups and tx % 32 == 0:
+                for i in T.unroll(num_blocks // sum_warps):
+                    if group < num_groups:
+                        count += partial[warp * (num_blocks // sum_warps) + i, group]
+                sum_shared[warp, lane] = count
+                T.sync_threads()
+                if tx < 32 and group < num_groups:
+                    for w in T.unroll(1, sum_warps):
+                        count += sum_shared[w, lane]
                     write_count(out, group, count, fraction, num_tokens * num_aux_topk)
 
     return group_count
@@ -122,10 +147,10 @@ def _count(index: Tensor, name: str, num_groups: int, num_aux_topk: int = 0) -> 
     check.contiguous(index, name)
     check.at_least(num_groups, 1, 'number of groups')
     check.at_most(num_groups, MAX_GROUPS, 'number of groups')
-    check.at_most(num_tokens * num_topk, INT32_MAX, 'number of slots')
+    check.at_most(num_tokens * num_topk, MAX_SLOTS, 'number of slots')
     fraction = num_aux_topk > 0
     out = torch.empty(num_groups, dtype=torch.float32 if fraction else torch.int32, device=index.device)
-    partial = torch.empty((num_groups, MAX_BLOCKS), dtype=torch.int32, device=index.device)
+    partial = torch.empty((MAX_BLOCKS, num_groups), dtype=torch.int32, device=index.device)
     static = (num_groups, num_topk, index.dtype, fraction)
     size = torch.sym_max(num_tokens * num_topk, 1)  # without slots there are still zeros to write
     launch(group_count_kernel, static, index, partial, out, num_aux_topk, size=size)
