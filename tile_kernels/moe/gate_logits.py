@@ -5,10 +5,12 @@
     dgate_weight[e, h] = sum_t dlogits[t, e] hidden[t, h]
 
 A block owns a tile of the result and walks along the sum. Few tokens make few tiles, so their sum over h is cut into
-parts that several blocks add up on their own; a second kernel adds the parts in their order, which keeps the result
+parts that several blocks add up on their own; a second launch adds the parts in their order, which keeps the result
 deterministic. Gradients come in float32: each is split into two bfloat16 numbers that together hold 16 of its bits, and
 both are multiplied. Compute bound for many tokens; for few the floor is reading gate_weight.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from tile_kernels.moe.topk_gate import MAX_EXPERTS
 
 MAX_PARTS = 16
 BLOCK_K = 64
+SUM_THREADS = 128
 BF16 = 'bfloat16'
 
 # Config -------------------------------------------------------------------------------------
@@ -39,15 +42,22 @@ def num_parts_for(num_tokens: int, hidden: int) -> int:
     return parts
 
 
-def choose(num_experts: int, hidden: int, num_parts: int, vec: int, packed: bool, size: int) -> dict:
+def choose(num_experts: int, hidden: int, num_parts: int, packed: bool, size: int) -> dict:
+    """Tiles of 64 tokens until there are more of them than SMs; then larger ones, which read less."""
+    if size > 1024:
+        return dict(block_m=128, block_n=128, num_stages=4)
+    return dict(block_m=64, block_n=64, num_stages=6)
+
+
+def choose_unaligned(num_experts: int, hidden: int, num_parts: int, vec: int, size: int) -> dict:
     """Tiles of 64 tokens until there are more of them than SMs; then larger ones, which read less."""
     if size > 8192:
         return dict(block_m=128, block_n=128, num_stages=3)
     return dict(block_m=64, block_n=128 if size > 512 else 64, num_stages=4)
 
 
-def choose_sum(size: int) -> dict:
-    """One access for each thread: parts are made for few tokens only."""
+def choose_halve(size: int) -> dict:
+    """One number for each thread."""
     return dict(num_threads=256)
 
 
@@ -64,26 +74,27 @@ def choose_dweight(num_experts: int, hidden: int, vec: int, packed: bool, size: 
 # Kernels ------------------------------------------------------------------------------------
 
 
-TILES = dict(block_m=(64, 128), block_n=(64, 128), num_stages=(2, 3, 4))
+TILES = dict(block_m=(64, 128), block_n=(64, 128, 256), num_stages=(2, 3, 4, 5, 6))
+#: A warpgroup of its own loads tiles by TMA and the others multiply, where the architecture has such instructions.
+TMA = {'TL_DISABLE_WARP_SPECIALIZED': False}
 #: Tiles come by cp.async, and asynchronous products would read them without the fences they need after it.
 PLAIN_PRODUCTS = {'TL_DISABLE_WGMMA': True}
 
 
-@kernel(choose=choose, space=TILES, pass_configs=PLAIN_PRODUCTS)
-def gate_logits_kernel(
+def build_gate_logits(
     num_experts: int,
     hidden: int,
     num_parts: int,
     vec: int,
     packed: bool,
-    *,
     block_m: int,
     block_n: int,
     num_stages: int,
 ):
-    """A part of the sum for a tile of tokens and experts."""
+    """A part of the sum for a tile of tokens and experts; then, of several parts, their sum."""
     num_threads = 128 if block_m == 64 else 256
     num_steps = -(-hidden // (BLOCK_K * num_parts))
+    sum_width = math.gcd(num_experts, 4)
     num_tokens = T.dynamic('num_tokens')
     row_stride = hidden if packed else T.dynamic('row_stride')
 
@@ -92,6 +103,7 @@ def gate_logits_kernel(
         x: T.StridedTensor((num_tokens, hidden), (row_stride, 1), BF16),
         gate_weight: T.Tensor((num_experts, hidden), BF16),
         parts: T.Tensor((num_parts, num_tokens, num_experts), 'float32'),
+        logits: T.Tensor((num_tokens, num_experts), 'float32'),
     ):
         with T.Kernel(
             T.ceildiv(num_experts, block_n), T.ceildiv(num_tokens, block_m), num_parts, threads=num_threads
@@ -102,39 +114,58 @@ def gate_logits_kernel(
             sum_frag = T.alloc_fragment((block_m, block_n), 'float32')
             row, col = pid_m * block_m, pid_n * block_n
 
+            if num_parts > 1:
+                T.pdl_trigger()
             T.clear(sum_frag)
             for i in T.Pipelined(num_steps, num_stages=num_stages):
                 k = (pid_part * num_steps + i) * BLOCK_K
                 T.copy(x[row : row + block_m, k : k + BLOCK_K], x_shared)
                 T.copy(gate_weight[col : col + block_n, k : k + BLOCK_K], weight_shared)
-                T.gemm(x_shared, weight_shared, sum_frag, transpose_B=True)
-            T.copy(sum_frag, parts[pid_part, row : row + block_m, col : col + block_n])
+                T.gemm(x_shared, weight_shared, sum_frag, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+            if num_parts > 1:
+                T.copy(sum_frag, parts[pid_part, row : row + block_m, col : col + block_n])
+            else:
+                T.copy(sum_frag, logits[row : row + block_m, col : col + block_n])
+
+        if num_parts > 1:
+            with T.Kernel(T.ceildiv(num_tokens * num_experts, SUM_THREADS * sum_width), threads=SUM_THREADS) as pid:
+                part_local = T.alloc_local((num_parts, sum_width), 'float32')
+                sum_local = T.alloc_local((sum_width,), 'float32')
+                first = (pid * SUM_THREADS + T.get_thread_binding()) * sum_width
+                T.pdl_sync()
+                if first < num_tokens * num_experts:
+                    token, expert = first // num_experts, first % num_experts
+                    for p in T.unroll(num_parts):
+                        for e in T.vectorized(sum_width):
+                            part_local[p, e] = parts[p, token, expert + e]
+                    T.clear(sum_local)
+                    for p in T.unroll(num_parts):
+                        for e in T.unroll(sum_width):
+                            sum_local[e] = sum_local[e] + part_local[p, e]
+                    for e in T.vectorized(sum_width):
+                        logits[token, expert + e] = sum_local[e]
 
     return gate_logits
 
 
-@kernel(choose=choose_sum, space=dict(num_threads=(128, 256)))
-def gate_logits_sum_kernel(*, num_threads: int):
-    """Parts added in their order."""
-    num_logits, num_parts = T.dynamic('num_logits'), T.dynamic('num_parts')
-
-    @T.prim_func
-    def gate_logits_sum(
-        parts: T.Tensor((num_parts, num_logits), 'float32'), logits: T.Tensor((num_logits,), 'float32')
-    ):
-        with T.Kernel(T.ceildiv(num_logits, num_threads), threads=num_threads) as pid:
-            total = T.alloc_var('float32')
-            i = pid * num_threads + T.get_thread_binding()
-            total = 0.0
-            if i < num_logits:
-                for p in T.serial(num_parts):
-                    total = total + parts[p, i]
-                logits[i] = total
-
-    return gate_logits_sum
+@kernel(choose=choose, space=TILES, pass_configs=TMA)
+def gate_logits_kernel(
+    num_experts: int, hidden: int, num_parts: int, packed: bool, *, block_m: int, block_n: int, num_stages: int
+):
+    """Rows begin at multiples of 16 bytes."""
+    return build_gate_logits(num_experts, hidden, num_parts, 8, packed, block_m, block_n, num_stages)
 
 
-@kernel(choose=choose_sum, space=dict(num_threads=(128, 256)))
+@kernel(choose=choose_unaligned, space=TILES, pass_configs=PLAIN_PRODUCTS)
+def gate_logits_unaligned_kernel(
+    num_experts: int, hidden: int, num_parts: int, vec: int, *, block_m: int, block_n: int, num_stages: int
+):
+    """Rows begin at multiples of `vec` elements."""
+    made = build_gate_logits(num_experts, hidden, num_parts, vec, False, block_m, block_n, num_stages)
+    return made.with_attr('global_symbol', 'gate_logits_unaligned')
+
+
+@kernel(choose=choose_halve, space=dict(num_threads=(128, 256)))
 def gate_logits_halve_kernel(*, num_threads: int):
     """Every gradient as the sum of two bfloat16 numbers: the nearest one, and the nearest to what is left."""
     num_logits = T.dynamic('num_logits')
@@ -304,13 +335,13 @@ def gate_logits(hidden_states: Tensor, gate_weight: Tensor) -> Tensor:
     num_tokens, num_experts, hidden, vec = _check(hidden_states, gate_weight)
     num_parts = num_parts_for(num_tokens, hidden)
     logits = hidden_states.new_empty(num_tokens, num_experts, dtype=torch.float32)
-    static = (num_experts, hidden, num_parts, vec, hidden_states.is_contiguous())
-    if num_parts == 1:
-        launch(gate_logits_kernel, static, hidden_states, gate_weight, logits.view(1, num_tokens, num_experts))
+    parts = logits.new_empty(num_parts, num_tokens, num_experts) if num_parts > 1 else None
+    if vec == 8:
+        static = (num_experts, hidden, num_parts, hidden_states.is_contiguous())
+        launch(gate_logits_kernel, static, hidden_states, gate_weight, parts, logits)
     else:
-        parts = logits.new_empty(num_parts, num_tokens, num_experts)
-        launch(gate_logits_kernel, static, hidden_states, gate_weight, parts)
-        launch(gate_logits_sum_kernel, (), parts.view(num_parts, -1), logits.view(-1))
+        static = (num_experts, hidden, num_parts, vec)
+        launch(gate_logits_unaligned_kernel, static, hidden_states, gate_weight, parts, logits)
     return logits
 
 
