@@ -143,6 +143,22 @@ def test_expand_and_cast_is_cast_and_expand(num_tokens, fmt):
     assert y.sf.stride() == fmt.empty_sf(num_expanded, 208, x.device).stride()
 
 
+@pytest.mark.parametrize('gather', [False, True])
+def test_columns_do_not_depend_on_the_way_they_are_written(gather):
+    maps = places(70, padding=20)  # several tiles
+    x = torch.randn(70, 272, dtype=torch.bfloat16)
+    fmt = QuantFormat.parse('e4m3_1x16_f32_col')
+    expected = twins.expand_and_per_token_cast(x, *maps, fmt)
+    q = per_token_cast(x, QuantFormat.parse('e4m3_1x16_f32'))
+    with forced_config(row_threads=32, vectors=2, num_threads=128, gather=gather):
+        for actual in (
+            expand_and_per_token_cast(x, *maps, fmt),
+            expand_to_fused_with_sf((q.data, q.sf), 16, *maps, True),
+        ):
+            assert_equal(actual[0], expected.data)
+            assert_equal(actual[1], expected.sf)
+
+
 # Gradients and the whole way ----------------------------------------------------------------
 
 

@@ -1,8 +1,8 @@
 """Column-major scale factors in expert order.
 
-The launch that moves the rows notes the token of every place; a second one gathers each tile of neighbouring places row
-by row into shared memory and writes it column by column, so that both sides of global memory see whole sectors. Writing
-the factors of a token directly, each to a sector of its own, made the whole up to twice as slow.
+One launch notes the token of every place; a later one gathers each tile of neighbouring places row by row into shared
+memory and writes it column by column, so that both sides of global memory see whole sectors. Writing the factors of a
+token directly, each to a sector of its own, made the whole up to twice as slow; of few places it saves a launch.
 """
 
 import torch
@@ -14,6 +14,12 @@ from tile_kernels.moe._rows import WARP
 #: Places of a tile, and scale factors of each that are handled at a time.
 TILE_PLACES = 64
 TILE_GROUPS = 64
+
+#: Up to so many places are written directly.
+FEW_PLACES = 2048
+
+#: Tokens of a block that notes them.
+NOTE_THREADS = 128
 
 
 def tile_shape(num_groups: int) -> tuple[int, int]:
@@ -48,10 +54,20 @@ def note_token(token, place_local, row_threads, pos_to_token):
 
 
 @macro
+def note_tokens(token_topk_to_pos, token, pos_to_token):
+    """Write a token at each of its places, by one thread."""
+    if token < token_topk_to_pos.shape[0]:
+        for k in T.unroll(token_topk_to_pos.shape[1], unroll_factor=16):
+            pos = token_topk_to_pos[token, k]
+            if pos >= 0 and pos < pos_to_token.shape[0]:
+                pos_to_token[pos] = token
+
+
+@macro
 def gather_sf_columns(sf, pos_to_token, pos_to_expert, y_sf, first, num_threads, token_shared, tile_shared):
     """Write the scale factors of the places first, first + 1, ... of a tile: those of their token, 0 for padding.
 
-    Waits for the launch before, so that its own may be made early.
+    Waits for the launch before, which noted the tokens, so that its own may be made early.
     """
     num_tokens, num_groups = sf.shape
     chunk = min(num_groups, TILE_GROUPS)
@@ -60,9 +76,9 @@ def gather_sf_columns(sf, pos_to_token, pos_to_expert, y_sf, first, num_threads,
     token = T.alloc_var(T.int32, init=-1)
     tx = T.get_thread_binding()
 
-    T.pdl_sync()
     if tx < TILE_PLACES and first + tx < y_sf.shape[0]:
         token = pos_to_expert[first + tx]
+    T.pdl_sync()
     if token >= 0:
         token = pos_to_token[first + tx]
     if tx < TILE_PLACES:

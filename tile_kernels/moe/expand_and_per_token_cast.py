@@ -6,8 +6,8 @@
 
 `row_threads` threads own a part of a token, 8 neighbouring channels are a lane's, and a group is found by shuffles;
 codes stay in registers while they are written num_topk times. Scale factors meet in shared memory, from where they are
-written in rows; column-major ones go to scratch and are left to a second launch, see `_sf_columns`. Padding is
-everybody's work, as in `expand`.
+written in rows; column-major ones of many rows go to scratch and are left to a second launch, see `_sf_columns`.
+Padding is everybody's work, as in `expand`.
 Memory bound: the floor is reading x and writing y and y_sf.
 """
 
@@ -39,7 +39,7 @@ from tile_kernels.moe._rows import (
     place_of,
 )
 from tile_kernels.moe._samples import random_places
-from tile_kernels.moe._sf_columns import TILE_PLACES, gather_sf_columns, note_token, sf_type, tile_shape
+from tile_kernels.moe._sf_columns import FEW_PLACES, TILE_PLACES, gather_sf_columns, note_token, sf_type, tile_shape
 from tile_kernels.quant._macros import (
     LANE,
     amax_to_sf,
@@ -61,7 +61,7 @@ GROUPS = (16, 32, 64, 128)
 
 def choose(hidden: int, fmt: QuantFormat, x_dtype: torch.dtype, piece: int, num_topk: int, num_expanded: int) -> dict:
     """Many rows: all of a row in flight before it is quantised. Few rows: many small blocks."""
-    return choose_rows(hidden // LANE, num_expanded)
+    return choose_rows(hidden // LANE, num_expanded) | dict(gather=fmt.col and num_expanded > FEW_PLACES)
 
 
 def _sf_size(fmt: QuantFormat, num_groups: int) -> int:
@@ -118,7 +118,7 @@ def clear_codes(which, share, num_tokens, y, first, row_threads, zero_local):
                 store_codes(zero_local, y, place_of(share, i, num_tokens, y.shape[0]), first, row_threads)
 
 
-@kernel(choose=choose, space=ROW_SPACE, pass_configs=CONVERTED_ROW_PASS_CONFIGS)
+@kernel(choose=choose, space=dict(**ROW_SPACE, gather=(False, True)), pass_configs=CONVERTED_ROW_PASS_CONFIGS)
 def expand_and_per_token_cast_kernel(
     hidden: int,
     fmt: QuantFormat,
@@ -129,8 +129,12 @@ def expand_and_per_token_cast_kernel(
     row_threads: int,
     vectors: int,
     num_threads: int,
+    gather: bool,
 ):
-    """Rows of `hidden` channels read `piece` at a time; `sf_rows` and `pos_to_token` are scratch of column-major sf."""
+    """Rows of `hidden` channels read `piece` at a time.
+
+    With `gather`, column-major scale factors are written by tiles; `sf_rows` and `pos_to_token` are scratch for that.
+    """
     stored, width = fmt.data.stored(hidden), fmt.data.stored(LANE)
     group_lanes = fmt.sf_block[1] // LANE
     num_groups = -(-hidden // fmt.sf_block[1])
@@ -179,7 +183,7 @@ def expand_and_per_token_cast_kernel(
             first = part * (vectors * row_threads) + thread
             token = pid // split.parts * split.rows + row
 
-            if fmt.col:
+            if gather:
                 T.pdl_trigger()
             T.clear(x_local)
             if token < num_tokens:
@@ -188,7 +192,7 @@ def expand_and_per_token_cast_kernel(
                 load_places(token_topk_to_pos, token, place_local)
             padding = find_padding(pos_to_expert, token, num_tokens)
             clear_codes(padding, token, num_tokens, y, first, row_threads, zero_local)
-            if not fmt.col:
+            if not gather:
                 clear_places(
                     padding,
                     token,
@@ -216,7 +220,7 @@ def expand_and_per_token_cast_kernel(
                             store_codes(code_local, y, pos, first, row_threads)
             T.sync_threads()
             if token < num_tokens:
-                if fmt.col:
+                if gather:
                     for i in T.unroll(T.ceildiv(part_words, row_threads)):
                         word = i * row_threads + thread
                         if word < part_words and part * part_words + word < sf_words:
@@ -233,7 +237,7 @@ def expand_and_per_token_cast_kernel(
                                     if word < part_words and part * part_words + word < sf_words:
                                         y_sf[pos, part * part_words + word] = sf_words_shared[row, word]
 
-        if fmt.col:
+        if gather:
             with T.Kernel(T.ceildiv(num_expanded, TILE_PLACES), threads=256) as pid:
                 token_shared = T.alloc_shared((TILE_PLACES,), T.int32)
                 tile_shared = T.alloc_shared(tile_shape(sf_words), sf_dtype)
@@ -318,7 +322,10 @@ expand_and_per_token_cast.cases(
     smoke=grid(num_tokens=[0, 1, 21], num_topk=[6], hidden=[256], dtype=[torch.bfloat16], fmt=FORMATS[:2])
     + grid(num_tokens=[9], num_topk=[3], hidden=[336], dtype=[torch.bfloat16, torch.float32], fmt=FORMATS)  # tails
     + grid(num_tokens=[5], num_topk=[9], hidden=[66], dtype=[torch.float16], fmt=FORMATS[3:6], pitch=[1])
-    + grid(num_tokens=[3], num_topk=[2], hidden=[17408], dtype=[torch.bfloat16], fmt=FORMATS[2:4]),  # several parts
+    + grid(num_tokens=[3], num_topk=[2], hidden=[17408], dtype=[torch.bfloat16], fmt=FORMATS[2:4])  # several parts
+    + grid(  # so many places that tiles are gathered
+        num_tokens=[37], num_topk=[6], hidden=[144], dtype=[torch.bfloat16], fmt=[FORMATS[1], FORMATS[3]], padding=[240]
+    ),
     full=grid(num_tokens=[4001], num_topk=[2, 8], hidden=[576, 2048, 7168], dtype=[torch.bfloat16], fmt=FORMATS)
     + grid(  # more than 2^31 codes
         num_tokens=[100003], num_topk=[3], hidden=[7168], dtype=[torch.bfloat16], fmt=[FORMATS[0], FORMATS[3]]

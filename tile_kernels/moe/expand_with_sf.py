@@ -4,8 +4,9 @@
     y_sf[p, g] = x_sf[t, g]
     y[p, h]    = y_sf[p, g] = 0                             where pos_to_expert[p] < 0
 
-Codes and row-major scale factors are moved like the rows of `expand`, by the same threads. Column-major ones are left
-to a second launch, see `_sf_columns`. Memory bound: the floor is one read of x and x_sf and one write of y and y_sf.
+Codes and row-major scale factors are moved like the rows of `expand`, by the same threads. Column-major ones of many
+rows are gathered by blocks of their own, see `_sf_columns`; a small launch before finds the token of every place.
+Memory bound: the floor is one read of x and x_sf and one write of y and y_sf.
 """
 
 import torch
@@ -35,20 +36,39 @@ from tile_kernels.moe._rows import (
     store_to_places,
 )
 from tile_kernels.moe._samples import random_places
-from tile_kernels.moe._sf_columns import TILE_PLACES, empty_sf, gather_sf_columns, note_token, sf_type, tile_shape
+from tile_kernels.moe._sf_columns import (
+    FEW_PLACES,
+    NOTE_THREADS,
+    TILE_PLACES,
+    empty_sf,
+    gather_sf_columns,
+    note_tokens,
+    sf_type,
+    tile_shape,
+)
 
 # Config -------------------------------------------------------------------------------------
 
 
-def choose(hidden: int, elem_size: int, width: int, num_topk: int, *rest: int) -> dict:
+def choose(
+    hidden: int,
+    elem_size: int,
+    width: int,
+    num_topk: int,
+    num_groups: int,
+    sf_size: int,
+    sf_width: int,
+    col: bool,
+    num_expanded: int,
+) -> dict:
     """Many rows: all of a row in flight before it is written. Few rows: many small blocks."""
-    return choose_rows(hidden // width, rest[-1])
+    return choose_rows(hidden // width, num_expanded) | dict(gather=col and num_expanded > FEW_PLACES)
 
 
 # Kernel -------------------------------------------------------------------------------------
 
 
-@kernel(choose=choose, space=ROW_SPACE, pass_configs=ROW_PASS_CONFIGS)
+@kernel(choose=choose, space=dict(**ROW_SPACE, gather=(False, True)), pass_configs=ROW_PASS_CONFIGS)
 def expand_with_sf_kernel(
     hidden: int,
     elem_size: int,
@@ -62,8 +82,12 @@ def expand_with_sf_kernel(
     row_threads: int,
     vectors: int,
     num_threads: int,
+    gather: bool,
 ):
-    """Rows of `hidden` elements of `elem_size` bytes, `width` in an access, and `num_groups` scale factors alike."""
+    """Rows of `hidden` elements of `elem_size` bytes, `width` in an access, and `num_groups` scale factors alike.
+
+    With `gather`, column-major scale factors are written by tiles; `pos_to_token` is scratch for that.
+    """
     dtype, sf_dtype = T.dtype(BITS[elem_size]), T.dtype(BITS[sf_size])
     split = RowSplit.of(hidden // width, row_threads, vectors, num_threads)
     sf_vectors = -(-num_groups // (sf_width * row_threads * split.parts))
@@ -80,44 +104,53 @@ def expand_with_sf_kernel(
         y: T.Tensor((num_expanded, hidden), dtype),
         y_sf: sf_type(num_expanded, num_groups, sf_dtype, col),
     ):
+        if gather:
+            with T.Kernel(T.max(1, T.ceildiv(num_tokens, NOTE_THREADS)), threads=NOTE_THREADS) as pid:
+                T.pdl_trigger()
+                note_tokens(token_topk_to_pos, pid * NOTE_THREADS + T.get_thread_binding(), pos_to_token)
+
+        tiles = T.ceildiv(num_expanded, TILE_PLACES) if gather else 0
         blocks = T.ceildiv(num_shares(num_tokens, num_expanded), split.rows)
-        with T.Kernel(blocks * split.parts, threads=split.num_threads) as pid:
+        with T.Kernel(tiles + blocks * split.parts, threads=split.num_threads) as pid:
             T.assume(x_pitch % width == 0)
             T.assume(x_sf_pitch % sf_width == 0)
             row_local = T.alloc_local((split.vectors, width), dtype)
             sf_local = T.alloc_local((sf_vectors, sf_width), sf_dtype)
             place_local = T.alloc_local((T.ceildiv(num_topk, WARP),), T.int32)
             tx = T.get_thread_binding()
-            part = pid % split.parts
+            part = (pid - tiles) % split.parts
             first = part * (split.vectors * row_threads) + tx % row_threads
             sf_first = part * (sf_vectors * row_threads) + tx % row_threads
-            token = pid // split.parts * split.rows + tx // row_threads
+            token = (pid - tiles) // split.parts * split.rows + tx // row_threads
 
-            if col:
-                T.pdl_trigger()
-            if token < num_tokens:
-                load_row(x, token, first, row_threads, row_local)
-                if not col:
-                    load_row(x_sf, token, sf_first, row_threads, sf_local)
-                load_places(token_topk_to_pos, token, place_local)
-            padding = find_padding(pos_to_expert, token, num_tokens)
-            clear_places(padding, token, num_tokens, y, split.vectors, width, first, row_threads)
-            if not col:
-                clear_places(padding, token, num_tokens, y_sf, sf_vectors, sf_width, sf_first, row_threads)
-            if token < num_tokens:
-                if not col:
-                    store_to_places(sf_local, y_sf, place_local, num_topk, sf_first, row_threads)
-                elif part == 0:
-                    note_token(token, place_local, row_threads, pos_to_token)
-                store_to_places(row_local, y, place_local, num_topk, first, row_threads)
-
-        if col:
-            with T.Kernel(T.ceildiv(num_expanded, TILE_PLACES), threads=256) as pid:
+            if gather:
                 token_shared = T.alloc_shared((TILE_PLACES,), T.int32)
                 tile_shared = T.alloc_shared(tile_shape(num_groups), sf_dtype)
+            if gather and pid < tiles:
                 gather_sf_columns(
-                    x_sf, pos_to_token, pos_to_expert, y_sf, pid * TILE_PLACES, 256, token_shared, tile_shared
+                    x_sf,
+                    pos_to_token,
+                    pos_to_expert,
+                    y_sf,
+                    pid * TILE_PLACES,
+                    split.num_threads,
+                    token_shared,
+                    tile_shared,
                 )
+            else:
+                if token < num_tokens:
+                    load_row(x, token, first, row_threads, row_local)
+                    if not gather:
+                        load_row(x_sf, token, sf_first, row_threads, sf_local)
+                    load_places(token_topk_to_pos, token, place_local)
+                padding = find_padding(pos_to_expert, token, num_tokens)
+                clear_places(padding, token, num_tokens, y, split.vectors, width, first, row_threads)
+                if not gather:
+                    clear_places(padding, token, num_tokens, y_sf, sf_vectors, sf_width, sf_first, row_threads)
+                if token < num_tokens:
+                    if not gather:
+                        store_to_places(sf_local, y_sf, place_local, num_topk, sf_first, row_threads)
+                    store_to_places(row_local, y, place_local, num_topk, first, row_threads)
 
     return expand_with_sf
 
@@ -247,6 +280,16 @@ expand_with_sf.cases(
         sf_dtype=[F32],
         col=[False, True],
         padding=[70],
+    )
+    + grid(  # so many places that tiles are gathered, one and several chunks of groups
+        num_tokens=[37],
+        num_topk=[6],
+        hidden=[64],
+        dtype=[E4M3],
+        num_groups=[5, 70],
+        sf_dtype=[F32],
+        col=[True],
+        padding=[240],
     ),
     full=grid(
         num_tokens=[4001],
