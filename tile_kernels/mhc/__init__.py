@@ -28,6 +28,7 @@ from tile_kernels.mhc.front import (
 from tile_kernels.mhc.norm_fn import norm_fn
 from tile_kernels.mhc.norm_weight import merge_norm_weight
 from tile_kernels.mhc.post import post
+from tile_kernels.mhc.post_pre import post_pre, pre
 from tile_kernels.mhc.recompute import mhc_multilayer_recompute
 from tile_kernels.mhc.sinkhorn import sinkhorn
 from tile_kernels.mhc.split_mixes import head_mix, split_mixes
@@ -60,6 +61,8 @@ __all__ = [
     'mhc_sinkhorn_fwd',
     'norm_fn',
     'post',
+    'post_pre',
+    'pre',
     'sinkhorn',
     'sinkhorn_normalize',
     'split_mixes',

@@ -1,13 +1,15 @@
-"""Pre of a layer in two launches: projection, then mixes and their use, without gradients.
+"""Pre of a layer at once: projection, then mixes and their use.
 
     mixes            = norm_fn(residual, fn)                            see `norm_fn`
     pre, post, z     = split_mixes(mixes)                               see `split_mixes`
     comb             = sinkhorn(z)                                      see `sinkhorn`
     layer_input      = apply_mix(residual, pre)                         see `apply_mix`
 
-The same bits as these four ops one after another: the arithmetic is theirs. The second kernel has two kinds of blocks
-that do not wait for each other: some carry post and comb of many tokens through the chain of Sinkhorn, the others need
-only pre. They take the tokens from the last to the first, since the projection has just left the last in the L2 cache.
+The same bits as these four ops one after another: the arithmetic is theirs. The second kernel runs beside the
+projection and takes every tile of tokens as soon as that is done with it, so the residual is read from memory once and
+then from the L2 cache. It has two kinds of blocks: most own a token and need only pre of it, the others carry post and
+comb of many tokens through the chain of Sinkhorn. Memory bound: the floor is reading the residual and writing
+layer_input.
 """
 
 import torch
@@ -16,13 +18,14 @@ from torch import Tensor
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T
+from tile_kernels.core.lang import T, macro
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import Mut, op
 from tile_kernels.mhc._rows import (
     ROW_PASS_CONFIGS,
     ROW_THREADS,
     STREAMS,
+    WARP,
     apply_to_vector,
     check_streams,
     flat,
@@ -33,7 +36,9 @@ from tile_kernels.mhc._rows import (
     vector_width,
 )
 from tile_kernels.mhc.norm_fn import check_projection, project
-from tile_kernels.mhc.norm_fn_device import padded, rstd_from, sum_squares
+from tile_kernels.mhc.norm_fn_device import mul_of, rstd_from, sum_squares
+from tile_kernels.mhc.post import post_
+from tile_kernels.mhc.project_slices import TILE, fits, padded
 from tile_kernels.mhc.sinkhorn import lanes_for, scale_matrix
 from tile_kernels.mhc.split_mixes import affine, num_mixes, sigmoid
 
@@ -42,43 +47,60 @@ BF16, F32 = torch.bfloat16, torch.float32
 # Config -------------------------------------------------------------------------------------
 
 
-def choose(hidden: int, num_streams: int, width: int, num_tokens: int) -> dict:
-    """Two vectors for each thread, as `apply_mix`."""
-    return dict(row_threads=row_threads_for(hidden // width, 2))
+def choose(hidden: int, num_streams: int, width: int, follows: bool, with_mixes: bool, num_tokens: int) -> dict:
+    """Small blocks: what the projection leaves of an SM is taken by several of them, which wait in turn."""
+    return dict(row_threads=row_threads_for(hidden // width, 4))
 
 
 # Kernel -------------------------------------------------------------------------------------
 
 
+@macro
+def wait_for(ready, tile, slices):
+    """Until all slices of a tile have been projected."""
+    while T.atomic_load(ready[tile], memory_order='acquire') < slices:
+        T.evaluate(0)
+
+
 @kernel(choose=choose, space=dict(row_threads=ROW_THREADS), pass_configs=ROW_PASS_CONFIGS)
-def mix_and_apply_kernel(hidden: int, num_streams: int, width: int, *, row_threads: int):
-    """Blocks of `row_threads` threads: the first ones own many tokens each, the others one."""
-    num_vectors = hidden // width
+def mix_and_apply_kernel(
+    hidden: int, num_streams: int, width: int, follows: bool, with_mixes: bool, *, row_threads: int
+):
+    """Blocks of one token, and behind those of so many a block that carries them all through the chain of Sinkhorn.
+
+    With `follows` the kernel runs beside the projection (`project_slices`), which it may because that never waits.
+    """
+    num_vectors, vectors = hidden // width, 2
     lanes = lanes_for(num_streams, num_streams)
     held = num_streams // lanes
     tokens = row_threads // lanes
-    columns = padded(num_mixes(num_streams))
-    num_tokens, splits = T.dynamic('num_tokens'), T.dynamic('splits')
+    width_mixes = num_mixes(num_streams)
+    columns = padded(width_mixes)
+    num_tokens, splits, num_tiles = T.dynamic('num_tokens'), T.dynamic('splits'), T.dynamic('num_tiles')
 
     @T.prim_func
     def mix_and_apply(
         residual: T.Tensor((num_tokens, num_streams, hidden), T.bfloat16),
         mul_parts: T.Tensor((splits, num_tokens, columns), T.float32),
         square_parts: T.Tensor((splits, num_tokens), T.float32),
+        ready: T.Tensor((num_tiles,), T.int32),
         scale: T.Tensor((3,), T.float32),
-        base: T.Tensor((num_mixes(num_streams),), T.float32),
+        base: T.Tensor((width_mixes,), T.float32),
         post: T.Tensor((num_tokens, num_streams), T.float32),
         comb: T.Tensor((num_tokens, num_streams, num_streams), T.float32),
         layer_input: T.Tensor((num_tokens, 1, hidden), T.bfloat16),
+        pre: T.Tensor((num_tokens, num_streams), T.float32),
+        mixes: T.Tensor((num_tokens, width_mixes), T.float32),
+        rstd: T.Tensor((num_tokens,), T.float32),
         repeat: T.int32,
         eps: T.float32,
         pre_eps: T.float32,
         sinkhorn_eps: T.float32,
         post_mult: T.float32,
     ):
-        mix_blocks = T.ceildiv(num_tokens, tokens)
-        with T.Kernel(mix_blocks + num_tokens, threads=row_threads) as pid:
-            x_local = T.alloc_local((num_streams, width), T.bfloat16)
+        with T.Kernel(num_tokens + T.ceildiv(num_tokens, tokens), threads=row_threads) as pid:
+            T.annotate_min_blocks_per_sm(1024 // row_threads)  # 64 registers: the projection needs most of them
+            x_local = T.alloc_local((vectors * num_streams, width), T.bfloat16)
             y_local = T.alloc_local((1, width), T.bfloat16)
             mix_local = T.alloc_local((num_streams,), T.float32)
             k_local = T.alloc_local((num_streams, held), T.float32)
@@ -86,15 +108,20 @@ def mix_and_apply_kernel(hidden: int, num_streams: int, width: int, *, row_threa
             v_local = T.alloc_local((held,), T.float32)
             a_local = T.alloc_local((num_streams,), T.float32)
             b_local = T.alloc_local((held,), T.float32)
+            pre_shared = T.alloc_shared((num_streams,), T.float32)
             tx = T.get_thread_binding()
+            first_token = pid // (tokens + 1) * tokens
+            own = pid % (tokens + 1)
 
-            if pid < mix_blocks:
-                token = T.min(pid * tokens + tx // lanes, num_tokens - 1)  # shuffles need all lanes
+            if own == T.min(tokens, num_tokens - first_token):
+                token = T.min(first_token + tx // lanes, num_tokens - 1)  # shuffles need all lanes
                 first = tx % lanes * held
+                if follows:
+                    wait_for(ready, token // TILE, splits)
                 factor = rstd_from(sum_squares(square_parts, token), num_streams * hidden, eps)
                 T.clear(mix_local)
                 T.clear(k_local)
-                for s in T.serial(splits):
+                for s in T.unroll(splits, unroll_factor=1):
                     for c in T.unroll(num_streams):
                         mix_local[c] = mix_local[c] + mul_parts[s, token, num_streams + c]
                     for i in T.unroll(num_streams):
@@ -102,34 +129,64 @@ def mix_and_apply_kernel(hidden: int, num_streams: int, width: int, *, row_threa
                             j = 2 * num_streams + i * num_streams + first + c
                             k_local[i, c] = k_local[i, c] + mul_parts[s, token, j]
                 for i in T.unroll(num_streams):
-                    z = affine(T.ieee_mul(mix_local[i], factor), scale[1], base[num_streams + i])
+                    mix_local[i] = T.ieee_mul(mix_local[i], factor)
+                    for c in T.unroll(held):
+                        k_local[i, c] = T.ieee_mul(k_local[i, c], factor)
+                if with_mixes:  # noqa: SIM102 - known when the kernel is built
+                    if first_token + tx // lanes < num_tokens:
+                        if tx % lanes == 0:
+                            rstd[token] = factor
+                        for i in T.unroll(num_streams):
+                            if i // held == tx % lanes:
+                                value = T.ieee_mul(mul_of(mul_parts, token, i), factor)
+                                mixes[token, i] = value
+                                pre[token, i] = T.ieee_add(sigmoid(affine(value, scale[0], base[i])), pre_eps)
+                                mixes[token, num_streams + i] = mix_local[i]
+                            for c in T.unroll(held):
+                                mixes[token, 2 * num_streams + i * num_streams + first + c] = k_local[i, c]
+                for i in T.unroll(num_streams):
+                    z = affine(mix_local[i], scale[1], base[num_streams + i])
                     mix_local[i] = T.ieee_mul(sigmoid(z), post_mult)
                     for c in T.unroll(held):
                         j = 2 * num_streams + i * num_streams + first + c
-                        k_local[i, c] = affine(T.ieee_mul(k_local[i, c], factor), scale[2], base[j])
+                        k_local[i, c] = affine(k_local[i, c], scale[2], base[j])
                 scale_matrix(k_local, a_local, b_local, u_local, v_local, lanes, held, 1.0, repeat, sinkhorn_eps)
-                if pid * tokens + tx // lanes < num_tokens:
+                if first_token + tx // lanes < num_tokens:
                     for i in T.unroll(num_streams):
                         if i // held == tx % lanes:
                             post[token, i] = mix_local[i]
                         for c in T.unroll(held):
                             comb[token, i, first + c] = k_local[i, c]
             else:
-                token = num_tokens - 1 - (pid - mix_blocks)
-                T.clear(mix_local)
-                for s in T.serial(splits):
-                    for c in T.unroll(num_streams):
-                        mix_local[c] = mix_local[c] + mul_parts[s, token, c]
-                factor = rstd_from(sum_squares(square_parts, token), num_streams * hidden, eps)
+                token = first_token + own
+                if tx < WARP:
+                    j = T.min(tx, num_streams - 1)
+                    total = T.alloc_var(T.float32, init=0.0)
+                    if follows:
+                        wait_for(ready, token // TILE, splits)
+                    for s in T.unroll(splits, unroll_factor=8):
+                        if tx == num_streams:
+                            total = total + square_parts[s, token]
+                        else:
+                            total = total + mul_parts[s, token, j]
+                    factor = rstd_from(T.shfl_sync(total, num_streams), num_streams * hidden, eps)
+                    if tx < num_streams:
+                        z = affine(T.ieee_mul(total, factor), scale[0], base[j])
+                        pre_shared[tx] = T.ieee_add(sigmoid(z), pre_eps)
+                T.sync_threads()
                 for c in T.unroll(num_streams):
-                    z = affine(T.ieee_mul(mix_local[c], factor), scale[0], base[c])
-                    mix_local[c] = T.ieee_add(sigmoid(z), pre_eps)
-                for part in T.serial(T.ceildiv(num_vectors, row_threads)):
-                    index = part * row_threads + tx
-                    if index < num_vectors:
-                        load_streams(residual, token, index, x_local, 0)
-                        apply_to_vector(x_local, 0, mix_local, y_local)
-                        store_vector(y_local, 0, layer_input, token, 0, index)
+                    mix_local[c] = pre_shared[c]
+                for part in T.serial(T.ceildiv(num_vectors, vectors * row_threads)):
+                    index = part * vectors * row_threads + tx
+                    for v in T.unroll(vectors):
+                        if index + v * row_threads < num_vectors:
+                            load_streams(residual, token, index + v * row_threads, x_local, v * num_streams)
+                    for v in T.unroll(vectors):
+                        if index + v * row_threads < num_vectors:
+                            apply_to_vector(x_local, v * num_streams, mix_local, y_local)
+                            store_vector(y_local, 0, layer_input, token, 0, index + v * row_threads)
+            if follows:
+                T.pdl_sync()
 
     return mix_and_apply
 
@@ -181,30 +238,91 @@ def mix_and_apply_(
     lead_of(post, 'post', 'num_streams', F32, (num_tokens,), num_streams=num_streams)
     lead_of(comb, 'comb', 'num_streams outputs', F32, (num_tokens,), num_streams=num_streams, outputs=num_streams)
     lead_of(layer_input, 'layer_input', 'hidden', BF16, (num_tokens,), hidden=hidden)
-    check.shape(scale, 'scale', 'num_scales', dtype=F32, num_scales=3)
-    check.shape(base, 'base', 'num_mixes', dtype=F32, num_mixes=width)
-    check.contiguous(scale, 'scale')
-    check.contiguous(base, 'base')
-    check.at_least(repeat, 1, 'repeat')
-    check.same_device(residual=residual, mul_parts=mul_parts, square_parts=square_parts, scale=scale, base=base)
+    check_mixes(scale, base, num_streams, repeat, residual)
+    check.same_device(residual=residual, mul_parts=mul_parts, square_parts=square_parts)
     check.same_device(residual=residual, post=post, comb=comb, layer_input=layer_input)
+    options = (repeat, eps, pre_eps, sinkhorn_eps, post_mult)
+    _launch(residual, (mul_parts, square_parts, None), scale, base, (post, comb, layer_input), None, options)
+
+
+def _launch(
+    residual: Tensor, parts: tuple, scale: Tensor, base: Tensor, outputs: tuple, saved: tuple | None, options: tuple
+) -> None:
+    """`mix_and_apply` of residual (num_tokens, n, hidden) and what `project` gives; `saved` is pre, mixes and rstd."""
+    mul_parts, square_parts, ready = parts
+    post, comb, layer_input = outputs
+    num_streams, hidden = residual.shape[1:]
     launch(
         mix_and_apply_kernel,
-        (hidden, num_streams, vector_width(residual, layer_input)),
+        (hidden, num_streams, vector_width(residual, layer_input), ready is not None, saved is not None),
         residual,
         mul_parts,
         square_parts,
+        ready,
         scale,
         base,
         post,
         comb,
         layer_input.unsqueeze(1),
-        repeat,
-        eps,
-        pre_eps,
-        sinkhorn_eps,
-        post_mult,
+        *(saved or (None, None, None)),
+        *options,
     )
+
+
+def check_mixes(scale: Tensor, base: Tensor, num_streams: int, repeat: int, residual: Tensor) -> None:
+    """Check what turns a projection into coefficients."""
+    check.shape(scale, 'scale', 'num_scales', dtype=F32, num_scales=3)
+    check.shape(base, 'base', 'num_mixes', dtype=F32, num_mixes=num_mixes(num_streams))
+    check.contiguous(scale, 'scale')
+    check.contiguous(base, 'base')
+    check.at_least(repeat, 1, 'repeat')
+    check.same_device(residual=residual, scale=scale, base=base)
+
+
+def fused_pre(
+    residual: Tensor,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    with_mixes: bool,
+    options: tuple,
+    layer: tuple | None = None,
+) -> tuple[Tensor, ...]:
+    """Layer_input, post and comb, and `with_mixes` also pre, mixes and rstd, of residual (..., n, hidden).
+
+    With `layer` (x, post_mix, comb_mix, y) they are those of y, which is written as post of all. `options` are repeat,
+    eps, pre_eps, sinkhorn_eps and post_mult.
+    """
+    lead, _, width = check_projection(residual, fn)
+    num_streams, hidden = residual.shape[-2:]
+    check.equal(width, num_mixes(num_streams), 'the number of mixes')
+    check_mixes(scale, base, num_streams, options[0], residual)
+    layer_input = residual.new_empty((*lead, hidden))
+    post, comb = fn.new_empty((*lead, num_streams, 1)), fn.new_empty((*lead, num_streams, num_streams))
+    saved: tuple[Tensor, ...] = ()
+    if with_mixes:
+        saved = (fn.new_empty((*lead, num_streams, 1)), fn.new_empty((*lead, width)), fn.new_empty(lead))
+    streams = flat(residual, lead, num_streams, hidden)
+    if layer is None or not fits(num_streams, width):
+        if layer is not None:
+            post_.fn(layer[0], residual, *layer[1:])
+            streams = flat(layer[-1], lead, num_streams, hidden)
+        parts = project(streams, fn)
+    else:
+        shapes = ((1, hidden), (num_streams,), (num_streams * num_streams,), (num_streams, hidden))
+        views = tuple(flat(x, lead, *inner) for x, inner in zip(layer, shapes, strict=True))
+        parts = project(streams, fn, views)
+        streams = views[-1]
+    _launch(
+        streams,
+        parts,
+        scale,
+        base,
+        (flat(post, lead, num_streams), flat(comb, lead, num_streams, num_streams), flat(layer_input, lead, hidden)),
+        (flat(saved[0], lead, num_streams), flat(saved[1], lead, width), flat(saved[2], lead)) if with_mixes else None,
+        options,
+    )
+    return layer_input, post, comb, *saved
 
 
 @op(outputs='post comb layer_input')
@@ -236,29 +354,8 @@ def big_fuse(
         post (..., n, 1) and comb (..., n, n) float32, layer_input (..., hidden) bfloat16: the bits of `norm_fn`,
         `split_mixes`, `sinkhorn` and `apply_mix`.
     """
-    lead, k, _ = check_projection(residual, fn)
-    num_streams, hidden = residual.shape[-2:]
-    check.equal(fn.shape[0], num_mixes(num_streams), 'the number of mixes')
-    x = flat(residual, lead, k)
-    post = fn.new_empty((*lead, num_streams, 1))
-    comb = fn.new_empty((*lead, num_streams, num_streams))
-    layer_input = residual.new_empty((*lead, hidden))
-    mul_parts, square_parts, _ = project(x, fn, x.shape[0])
-    mix_and_apply_.fn(
-        flat(residual, lead, num_streams, hidden),
-        mul_parts,
-        square_parts,
-        scale,
-        base,
-        flat(post, lead, num_streams),
-        flat(comb, lead, num_streams, num_streams),
-        flat(layer_input, lead, hidden),
-        repeat,
-        eps,
-        pre_eps,
-        sinkhorn_eps,
-        post_mult,
-    )
+    options = (repeat, eps, pre_eps, sinkhorn_eps, post_mult)
+    layer_input, post, comb = fused_pre(residual, fn, scale, base, False, options)
     return post, comb, layer_input
 
 

@@ -22,16 +22,16 @@ from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.launch import config_for, launch
 from tile_kernels.core.op import Mut, op
-from tile_kernels.mhc._rows import STREAMS, check_streams, flat, lead_of, vector_width
+from tile_kernels.mhc._rows import STREAMS, WARP, check_streams, flat, lead_of, vector_width
 from tile_kernels.mhc.norm_fn_device import (
     BLOCK_T,
     norm_fn_bwd_kernel,
     normalise_kernel,
-    padded,
     prepare_bwd_kernel,
     project_kernel,
     sum_dfn_kernel,
 )
+from tile_kernels.mhc.project_slices import TILE, WARPS, fits, padded, project_slices_kernel, slices_of
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -57,15 +57,30 @@ def check_projection(residual: Tensor, fn: Tensor) -> tuple[tuple, int, int]:
     return lead, k, num_mixes
 
 
-def project(residual: Tensor, fn: Tensor, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The parts of mul and of the sums of squares, and fn in high and low parts; residual is (num_tokens, k)."""
-    num_mixes, k = fn.shape
-    splits = config_for(project_kernel, (k, num_mixes), num_tokens)['splits']
-    fn_parts = fn.new_empty(2 * padded(num_mixes), k, dtype=BF16)
-    mul_parts = fn.new_empty(splits, num_tokens, padded(num_mixes))
-    square_parts = fn.new_empty(splits, num_tokens)
-    launch(project_kernel, (k, num_mixes), residual, fn, fn_parts, mul_parts, square_parts)
-    return mul_parts, square_parts, fn_parts
+def project(
+    residual: Tensor, fn: Tensor, layer: tuple[Tensor, ...] | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The parts of mul and of the sums of squares of residual (num_tokens, num_streams, hidden).
+
+    With `layer` (x, post_mix, comb_mix, y) they are those of y, which is written as post of all; only where `fits`. The
+    third result counts the slices of a tile that are done, if a kernel that follows may wait for it.
+    """
+    (num_tokens, num_streams, hidden), (num_mixes, k) = residual.shape, fn.shape
+    columns = padded(num_mixes)
+    if not fits(num_streams, num_mixes):
+        splits = config_for(project_kernel, (k, num_mixes), num_tokens)['splits']
+        fn_parts = fn.new_empty(2 * columns, k, dtype=BF16)
+        mul_parts, square_parts = fn.new_empty(splits, num_tokens, columns), fn.new_empty(splits, num_tokens)
+        launch(project_kernel, (k, num_mixes), residual.view(num_tokens, k), fn, fn_parts, mul_parts, square_parts)
+        return mul_parts, square_parts, None
+    slices = slices_of(hidden)
+    fn_frags = fn.new_empty(slices, WARPS, 2 * num_streams, columns // 8, WARP, 8, dtype=BF16)
+    mul_parts, square_parts = fn.new_empty(slices, num_tokens, columns), fn.new_empty(slices, num_tokens)
+    ready = fn.new_empty(-(-num_tokens // TILE), dtype=torch.int32)
+    static = (hidden, num_streams, num_mixes, layer is not None)
+    rest = layer or (None, None, None, None)
+    launch(project_slices_kernel, static, residual, fn, fn_frags, mul_parts, square_parts, ready, *rest)
+    return mul_parts, square_parts, ready
 
 
 def _bwd(
@@ -161,8 +176,7 @@ def norm_fn(residual: Tensor, fn: Tensor, eps: float = 1e-6) -> tuple[Tensor, Te
         mixes (..., num_mixes) float32, and rstd (...) float32, which has no gradient.
     """
     lead, k, num_mixes = check_projection(residual, fn)
-    x = flat(residual, lead, k)
-    mul_parts, square_parts, _ = project(x, fn, x.shape[0])
+    mul_parts, square_parts, _ = project(flat(residual, lead, *residual.shape[-2:]), fn)
     mixes, rstd = fn.new_empty((*lead, num_mixes)), fn.new_empty(lead)
     launch(
         normalise_kernel, (k, num_mixes), flat(mixes, lead, num_mixes), mul_parts, square_parts, flat(rstd, lead), eps

@@ -208,7 +208,7 @@ def post_bwd_kernel(hidden: int, num_streams: int, width: int, coef_width: int, 
 # Ops ----------------------------------------------------------------------------------------
 
 
-def _check(x: Tensor, residual: Tensor, post_mix: Tensor, comb_mix: Tensor) -> tuple[tuple, int, int]:
+def check_post(x: Tensor, residual: Tensor, post_mix: Tensor, comb_mix: Tensor) -> tuple[tuple, int, int]:
     """Check the inputs of a post; returns the leading shape, the number of streams and hidden."""
     lead = lead_of(residual, 'residual', 'num_streams hidden', BF16)
     num_streams, hidden = residual.shape[-2:]
@@ -236,7 +236,7 @@ def post_bwd(
     Returns:
         Gradients of x, residual, post_mix and comb_mix, in their dtypes; deterministic.
     """
-    lead, num_streams, hidden = _check(x, residual, post_mix, comb_mix)
+    lead, num_streams, hidden = check_post(x, residual, post_mix, comb_mix)
     lead_of(dy, 'dy', 'num_streams hidden', BF16, lead, num_streams=num_streams, hidden=hidden)
     dx, dresidual = torch.empty_like(x), torch.empty_like(residual)
     dpost_mix, dcomb_mix = torch.empty_like(post_mix), torch.empty_like(comb_mix)
@@ -268,7 +268,7 @@ def post_(x: Tensor, residual: Tensor, post_mix: Tensor, comb_mix: Tensor, y: Mu
         comb_mix: (..., num_streams, num_streams) float32, contiguous.
         y: (..., num_streams, hidden) bfloat16, contiguous; overwritten.
     """
-    lead, num_streams, hidden = _check(x, residual, post_mix, comb_mix)
+    lead, num_streams, hidden = check_post(x, residual, post_mix, comb_mix)
     lead_of(y, 'y', 'num_streams hidden', BF16, lead, num_streams=num_streams, hidden=hidden)
     check.same_device(residual=residual, y=y)
     post_flat, comb_flat = flat(post_mix, lead, num_streams), flat(comb_mix, lead, num_streams * num_streams)

@@ -53,7 +53,7 @@ SLOTS = ('pre', 'layer_input', 'layer_output', 'post', 'comb', 'residual')
 
 def choose(hidden: int, num_streams: int, width: int, num_inputs: int, num_posts: int, num_tokens: int) -> dict:
     """Small blocks of one vector for each thread: addresses of so many tensors would fill the registers of a second."""
-    return dict(row_threads=row_threads_for(hidden // width, 7))
+    return dict(row_threads=row_threads_for(hidden // width, 7), resident=4)
 
 
 # Kernel -------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def recall(mix_shared, layer, first, mix_local):
             mix_local[2 * v + e] = mix_shared[layer, first + 2 * v + e]
 
 
-@kernel(choose=choose, space=dict(row_threads=ROW_THREADS), pass_configs=ROW_PASS_CONFIGS)
+@kernel(choose=choose, space=dict(row_threads=ROW_THREADS, resident=(4, 5, 6, 8)), pass_configs=ROW_PASS_CONFIGS)
 def recompute_kernel(
     hidden: int,
     num_streams: int,
@@ -86,6 +86,7 @@ def recompute_kernel(
     num_posts: int,
     *,
     row_threads: int,
+    resident: int,
 ):
     """`num_inputs` layers get their input, the first `num_posts` of them end in a residual."""
     num_vectors = hidden // width
@@ -146,6 +147,7 @@ def recompute_kernel(
         residual5: streams(),
     ):
         with T.Kernel(num_tokens * parts, threads=row_threads) as pid:
+            T.annotate_min_blocks_per_sm(resident * 128 // row_threads)
             x_local = T.alloc_local((num_streams, width), T.bfloat16)
             y_local = T.alloc_local((num_streams, width), T.bfloat16)
             output_local = T.alloc_local((max(num_posts, 1), width), T.bfloat16)

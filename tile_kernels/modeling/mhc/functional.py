@@ -6,17 +6,102 @@ import torch
 from torch import Tensor
 
 from tile_kernels.core import check
-from tile_kernels.mhc.norm_weight import merge_norm_weight
+from tile_kernels.mhc.apply_mix import apply_mix_bwd_
+from tile_kernels.mhc.big_fuse import big_fuse
+from tile_kernels.mhc.norm_fn import norm_fn_bwd_
+from tile_kernels.mhc.norm_weight import merge_norm_weight, merge_norm_weight_bwd
+from tile_kernels.mhc.post_pre import post_pre, post_pre_bwd, pre, pre_bwd
+from tile_kernels.mhc.sinkhorn import sinkhorn_bwd
+from tile_kernels.mhc.split_mixes import split_mixes, split_mixes_bwd
 from tile_kernels.modeling.mhc.ops import (
     expand_to_mhc,
     mhc_head_compute_mix,
-    mhc_post,
     mhc_pre_apply_mix,
-    mhc_pre_big_fuse,
     mhc_pre_norm_fn,
-    mhc_pre_split_mixes,
-    sinkhorn_normalize,
 )
+from tile_kernels.modeling.mhc.ops.norm_fn import into_main_grad
+from tile_kernels.modeling.mhc.ops.post import handed_over
+
+
+class _Pre(torch.autograd.Function):
+    """`pre` of a residual, or `post_pre` of what a layer has left, with gradients that go where they are wanted."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        options: tuple,
+        fn: Tensor,
+        scale: Tensor,
+        base: Tensor,
+        norm_weight: Tensor | None,
+        *streams: Tensor,
+    ) -> tuple[Tensor, ...]:
+        merged = fn if norm_weight is None else merge_norm_weight(fn, norm_weight)
+        run = pre if len(streams) == 1 else post_pre
+        *results, pre_mix, mixes, rstd = run(*streams, merged, scale, base, *options)
+        made = streams if len(streams) == 1 else (*streams, results[0])
+        ctx.save_for_backward(fn, scale, base, norm_weight, merged, pre_mix, mixes, rstd, *made)
+        repeat, _, _, sinkhorn_eps, post_mult = options
+        ctx.options = (repeat, sinkhorn_eps, post_mult)
+        ctx.parameters = (fn, norm_weight)  # saved tensors come back without their attributes
+        return tuple(results)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple:
+        fn, scale, base, norm_weight, merged, *saved = ctx.saved_tensors
+        saved, streams = saved[:3], saved[3:]
+        upstream = tuple(d.contiguous() for d in upstream)
+        left = handed_over(streams[-1])
+        if len(streams) > 1:
+            *dstreams, dmerged, dscale, dbase = post_pre_bwd(
+                *upstream, *streams[:-1], merged, scale, base, streams[-1], *saved, *ctx.options
+            )
+        elif left is None:
+            *dstreams, dmerged, dscale, dbase = pre_bwd(*upstream, *streams, merged, scale, base, *saved, *ctx.options)
+        else:
+            dstreams = [None]
+            dmerged, dscale, dbase = _pre_bwd_(
+                upstream, streams[0], merged, scale, base, saved, left.view(streams[0].shape), ctx.options
+            )
+        if left is not None:
+            del streams[-1].untyped_storage().grad_from_mhc_post
+        dfn, dnorm_weight = dmerged, None
+        if norm_weight is not None:
+            dfn, dnorm_weight = merge_norm_weight_bwd(dmerged, fn, norm_weight)
+        own_fn, own_weight = ctx.parameters
+        return None, into_main_grad(own_fn, dfn), dscale, dbase, into_main_grad(own_weight, dnorm_weight), *dstreams
+
+
+def _pre_bwd_(
+    upstream: tuple,
+    residual: Tensor,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    saved: list,
+    dresidual: Tensor,
+    options: tuple,
+) -> tuple:
+    """As `pre_bwd`, the gradient of residual added to one that is there."""
+    (dlayer_input, dpost, dcomb), (pre_mix, mixes, rstd) = upstream, saved
+    repeat, sinkhorn_eps, post_mult = options
+    dpre = apply_mix_bwd_(dlayer_input, residual, pre_mix, dresidual)
+    z = split_mixes(mixes, scale, base, residual.shape[-2])[2]
+    dz = sinkhorn_bwd(dcomb, z, repeat, sinkhorn_eps)
+    dmixes, dscale, dbase = split_mixes_bwd(dpre, dpost, dz, mixes, scale, base, post_mult)
+    return norm_fn_bwd_(dmixes, residual, fn, mixes, rstd, dresidual), dscale, dbase
+
+
+def _run_pre(
+    fn: Tensor, scale: Tensor, base: Tensor, norm_weight: Tensor | None, options: tuple, *streams: Tensor
+) -> tuple[Tensor, ...]:
+    """The differentiable results of `pre` or `post_pre`."""
+    if not torch.compiler.is_compiling():
+        return _Pre.apply(options, fn, scale, base, norm_weight, *streams)
+    merged = fn if norm_weight is None else merge_norm_weight(fn, norm_weight)
+    run = pre if len(streams) == 1 else post_pre
+    return run(*streams, merged, scale, base, *options)[:-3]
 
 
 def expand_from_embedding(x: Tensor, mhc_mult: int = 4) -> Tensor:
@@ -41,7 +126,7 @@ def mhc_pre(
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """The input of a layer, and the coefficients that its output will be mixed with.
 
-    Where nothing needs a gradient this takes two launches, with the same bits.
+    The residual is read once; where nothing needs a gradient the bits are the same.
 
     Args:
         residual: (..., n, hidden) bfloat16, contiguous.
@@ -61,16 +146,14 @@ def mhc_pre(
         layer_input (..., hidden) bfloat16, and (post_mix (..., n, 1), comb_mix (..., n, n)) for `mhc_post`.
     """
     check.equal(residual.shape[-2], mhc_mult, 'the number of streams')
+    options = (sinkhorn_repeat, norm_eps, pre_eps, sinkhorn_eps, post_mult_value)
     inputs = (residual, fn, scale, base, norm_weight)
     if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in inputs):
         merged = fn if norm_weight is None else merge_norm_weight(fn, norm_weight)
-        options = (norm_eps, pre_eps, sinkhorn_eps, post_mult_value, sinkhorn_repeat)
-        post_mix, comb_mix, layer_input = mhc_pre_big_fuse(residual, merged, scale, base, *options)
-        return layer_input, (post_mix, comb_mix)
-    mixes = mhc_pre_norm_fn(residual, fn, norm_weight, norm_eps)
-    pre_mix, post_mix, z = mhc_pre_split_mixes(mixes, scale, base, mhc_mult, post_mult_value, pre_eps)
-    comb_mix = sinkhorn_normalize(z, sinkhorn_repeat, sinkhorn_eps)
-    return mhc_pre_apply_mix(residual, pre_mix), (post_mix, comb_mix)
+        post_mix, comb_mix, layer_input = big_fuse(residual, merged, scale, base, *options)
+    else:
+        layer_input, post_mix, comb_mix = _run_pre(fn, scale, base, norm_weight, options, residual)
+    return layer_input, (post_mix, comb_mix)
 
 
 def mhc_post_pre(
@@ -81,25 +164,43 @@ def mhc_post_pre(
     fn: Tensor,
     scale: Tensor,
     base: Tensor,
-    **options: Any,
+    *,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    mhc_mult: int = 4,
+    post_mult_value: float = 1.0,
+    pre_eps: float = 1e-6,
+    sinkhorn_eps: float = 1e-6,
+    sinkhorn_repeat: int = 10,
+    n_splits: int = 16,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Post of one layer and pre of the next.
+    """Post of one layer and pre of the next: the residual is read once and written once, with the same bits.
 
     Args:
         x: (..., hidden) bfloat16; what the layer put out.
         residual: (..., n, hidden) bfloat16; the residual before it.
         post_mix: (..., n, 1) float32, from the pre of the layer.
         comb_mix: (..., n, n) float32, from the pre of the layer.
-        fn: of the next layer, as `scale`, `base` and the options; see `mhc_pre`.
-        scale: see `mhc_pre`.
-        base: see `mhc_pre`.
-        options: keyword arguments of `mhc_pre`.
+        fn: (n (2 + n), n * hidden) float32; of the next layer, as all that follows.
+        scale: (3,) float32.
+        base: (n (2 + n),) float32.
+        norm_weight: (n * hidden,) float32 or None.
+        norm_eps: added to the mean square.
+        mhc_mult: n.
+        post_mult_value: factor of the post coefficients.
+        pre_eps: added to the pre coefficients.
+        sinkhorn_eps: as given to `sinkhorn_normalize`.
+        sinkhorn_repeat: as given to `sinkhorn_normalize`.
+        n_splits: has no effect.
 
     Returns:
         The next residual, and what `mhc_pre` gives for it: layer_input and (post_mix, comb_mix).
     """
-    following = mhc_post(x, residual, post_mix, comb_mix)
-    return following, *mhc_pre(following, fn, scale, base, **options)
+    check.equal(residual.shape[-2], mhc_mult, 'the number of streams')
+    options = (sinkhorn_repeat, norm_eps, pre_eps, sinkhorn_eps, post_mult_value)
+    streams = (x, residual, post_mix, comb_mix)
+    following, layer_input, post, comb = _run_pre(fn, scale, base, norm_weight, options, *streams)
+    return following, layer_input, (post, comb)
 
 
 def mhc_head(

@@ -4,6 +4,10 @@ from tile_kernels.torch.mhc.fused import (
     big_fuse,
     mhc_multilayer_recompute,
     mix_and_apply_,
+    post_pre,
+    post_pre_bwd,
+    pre,
+    pre_bwd,
 )
 from tile_kernels.torch.mhc.mixes import (
     head_mix,

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from tile_kernels.torch.mhc.mixes import sinkhorn, split_mixes
-from tile_kernels.torch.mhc.projection import norm_fn
-from tile_kernels.torch.mhc.streams import apply_mix, post
+from tile_kernels.torch.mhc.mixes import sinkhorn, sinkhorn_bwd, split_mixes, split_mixes_bwd
+from tile_kernels.torch.mhc.projection import norm_fn, norm_fn_bwd_
+from tile_kernels.torch.mhc.streams import apply_mix, apply_mix_bwd_, post, post_bwd
 
 
 def mix_and_apply_(
@@ -49,6 +50,116 @@ def big_fuse(
     mixes, _ = norm_fn(residual, fn, eps)
     pre, post, z = split_mixes(mixes, scale, base, residual.shape[-2], post_mult, pre_eps)
     return post, sinkhorn(z, repeat, sinkhorn_eps), apply_mix(residual, pre)
+
+
+def pre(
+    residual: Tensor,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    repeat: int = 10,
+    eps: float = 1e-6,
+    pre_eps: float = 1e-6,
+    sinkhorn_eps: float = 1e-6,
+    post_mult: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Input and coefficients of a layer from the residual streams, and what they were made of."""
+    mixes, rstd = norm_fn(residual, fn, eps)
+    pre, post, z = split_mixes(mixes, scale, base, residual.shape[-2], post_mult, pre_eps)
+    return apply_mix(residual, pre), post, sinkhorn(z, repeat, sinkhorn_eps), pre, mixes, rstd
+
+
+def pre_bwd(
+    dlayer_input: Tensor,
+    dpost: Tensor,
+    dcomb: Tensor,
+    residual: Tensor,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    pre: Tensor,
+    mixes: Tensor,
+    rstd: Tensor,
+    repeat: int = 10,
+    sinkhorn_eps: float = 1e-6,
+    post_mult: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of `pre`."""
+    return _pre_bwd(
+        None, dlayer_input, dpost, dcomb, residual, fn, scale, base, pre, mixes, rstd, repeat, sinkhorn_eps, post_mult
+    )
+
+
+def _pre_bwd(
+    dresidual: Tensor | None,
+    dlayer_input: Tensor,
+    dpost: Tensor,
+    dcomb: Tensor,
+    residual: Tensor,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    pre: Tensor,
+    mixes: Tensor,
+    rstd: Tensor,
+    repeat: int,
+    sinkhorn_eps: float,
+    post_mult: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of `pre`, that of residual collected in one tensor which is rounded whenever it is added to."""
+    collected = torch.zeros_like(residual) if dresidual is None else dresidual.clone()
+    dpre = apply_mix_bwd_(dlayer_input, residual, pre, collected)
+    z = split_mixes(mixes, scale, base, residual.shape[-2])[2]
+    dz = sinkhorn_bwd(dcomb, z, repeat, sinkhorn_eps)
+    dmixes, dscale, dbase = split_mixes_bwd(dpre, dpost, dz, mixes, scale, base, post_mult)
+    dfn = norm_fn_bwd_(dmixes, residual, fn, mixes, rstd, collected)
+    return collected, dfn, dscale, dbase
+
+
+def post_pre(
+    x: Tensor,
+    residual: Tensor,
+    post_mix: Tensor,
+    comb_mix: Tensor,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    repeat: int = 10,
+    eps: float = 1e-6,
+    pre_eps: float = 1e-6,
+    sinkhorn_eps: float = 1e-6,
+    post_mult: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Post of one layer and pre of the next."""
+    y = post(x, residual, post_mix, comb_mix)
+    return y, *pre(y, fn, scale, base, repeat, eps, pre_eps, sinkhorn_eps, post_mult)
+
+
+def post_pre_bwd(
+    dy: Tensor,
+    dlayer_input: Tensor,
+    dpost: Tensor,
+    dcomb: Tensor,
+    x: Tensor,
+    residual: Tensor,
+    post_mix: Tensor,
+    comb_mix: Tensor,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    y: Tensor,
+    pre: Tensor,
+    mixes: Tensor,
+    rstd: Tensor,
+    repeat: int = 10,
+    sinkhorn_eps: float = 1e-6,
+    post_mult: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of `post_pre`."""
+    collected, dfn, dscale, dbase = _pre_bwd(
+        dy, dlayer_input, dpost, dcomb, y, fn, scale, base, pre, mixes, rstd, repeat, sinkhorn_eps, post_mult
+    )
+    return *post_bwd(collected, x, residual, post_mix, comb_mix), dfn, dscale, dbase
 
 
 def mhc_multilayer_recompute(

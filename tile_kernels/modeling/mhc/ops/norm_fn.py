@@ -10,7 +10,7 @@ from tile_kernels.mhc.norm_weight import merge_norm_weight, merge_norm_weight_bw
 from tile_kernels.modeling.mhc.ops.post import handed_over
 
 
-def _into_main_grad(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
+def into_main_grad(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
     """Add a gradient to the `main_grad` of a parameter that has one; otherwise it is returned."""
     main_grad = getattr(parameter, 'main_grad', None)
     if main_grad is None or gradient is None:
@@ -48,7 +48,7 @@ class _NormFn(torch.autograd.Function):
         if norm_weight is not None:
             dfn, dnorm_weight = merge_norm_weight_bwd(dmerged, fn, norm_weight)
         own_fn, own_weight = ctx.parameters
-        return dresidual, _into_main_grad(own_fn, dfn), _into_main_grad(own_weight, dnorm_weight), None, None
+        return dresidual, into_main_grad(own_fn, dfn), into_main_grad(own_weight, dnorm_weight), None, None
 
 
 def mhc_pre_norm_fn(
