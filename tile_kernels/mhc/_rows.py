@@ -54,7 +54,8 @@ def check_streams(num_streams: int, hidden: int) -> None:
 
 def flat(x: Tensor, lead: tuple, *inner: int) -> Tensor:
     """`x` with one dimension in place of the leading ones and `inner` for the others."""
-    return x.view(math.prod(lead), *inner)
+    shape = (math.prod(lead), *inner)
+    return x if tuple(x.shape) == shape else x.view(shape)  # a view costs a replayed call a microsecond
 
 
 def vector_width(*tensors: Tensor | None) -> int:
@@ -80,18 +81,24 @@ def rows_for(row_threads: int, num_threads: int = 256) -> int:
 
 @macro
 def load_vector(x, token, stream, index, x_local, slot):
-    """`x_local[slot] = ` vector `index` of a row."""
+    """`x_local[slot] = ` vector `index` of a row; x has streams, or is one row for each token."""
     width = x_local.shape[1]
     for e in T.vectorized(width):
-        x_local[slot, e] = x[token, stream, index * width + e]
+        if len(x.shape) == 2:
+            x_local[slot, e] = x[token, index * width + e]
+        else:
+            x_local[slot, e] = x[token, stream, index * width + e]
 
 
 @macro
 def store_vector(y_local, slot, y, token, stream, index):
-    """Vector `index` of a row `= y_local[slot]`."""
+    """Vector `index` of a row `= y_local[slot]`; y has streams, or is one row for each token."""
     width = y_local.shape[1]
     for e in T.vectorized(width):
-        y[token, stream, index * width + e] = y_local[slot, e]
+        if len(y.shape) == 2:
+            y[token, index * width + e] = y_local[slot, e]
+        else:
+            y[token, stream, index * width + e] = y_local[slot, e]
 
 
 @macro
@@ -110,10 +117,11 @@ def store_streams(y_local, y, token, index):
 
 @macro
 def load_mix(mix, token, mix_local, width):
-    """The coefficients of a token, `width` in an access."""
+    """The coefficients of a token (num_streams, 1 or num_streams), `width` in an access."""
+    last = mix.shape[2]
     for v in T.unroll(mix_local.shape[0] // width):
         for e in T.vectorized(width):
-            mix_local[v * width + e] = mix[token, v * width + e]
+            mix_local[v * width + e] = mix[token, (v * width + e) // last, (v * width + e) % last]
 
 
 @macro

@@ -73,8 +73,8 @@ def apply_mix_kernel(
     @T.prim_func
     def apply_mix(
         x: T.Tensor((num_tokens, num_streams, hidden), T.bfloat16),
-        mix: T.Tensor((num_tokens, num_streams), T.float32),
-        y: T.Tensor((num_tokens, 1, hidden), T.bfloat16),
+        mix: T.Tensor((num_tokens, num_streams, 1), T.float32),
+        y: T.Tensor((num_tokens, hidden), T.bfloat16),
     ):
         with T.Kernel(T.ceildiv(num_tokens, rows), threads=rows * row_threads) as pid:
             x_local = T.alloc_local((vectors * num_streams, width), T.bfloat16)
@@ -111,11 +111,11 @@ def apply_mix_bwd_kernel(
 
     @T.prim_func
     def apply_mix_bwd(
-        dy: T.Tensor((num_tokens, 1, hidden), T.bfloat16),
+        dy: T.Tensor((num_tokens, hidden), T.bfloat16),
         x: T.Tensor((num_tokens, num_streams, hidden), T.bfloat16),
-        mix: T.Tensor((num_tokens, num_streams), T.float32),
+        mix: T.Tensor((num_tokens, num_streams, 1), T.float32),
         dx: T.Tensor((num_tokens, num_streams, hidden), T.bfloat16),
-        dmix: T.Tensor((num_tokens, num_streams), T.float32),
+        dmix: T.Tensor((num_tokens, num_streams, 1), T.float32),
         before: T.Tensor((num_tokens, num_streams, hidden), T.bfloat16),
     ):
         with T.Kernel(T.ceildiv(num_tokens, rows), threads=num_threads) as pid:
@@ -157,7 +157,7 @@ def apply_mix_bwd_kernel(
                 total = T.alloc_var(T.float32, init=0.0)
                 for w in T.unroll(row_warps):
                     total = total + sums_shared[tx // num_streams * row_warps + w, tx % num_streams]
-                dmix[pid * rows + tx // num_streams, tx % num_streams] = total
+                dmix[pid * rows + tx // num_streams, tx % num_streams, 0] = total
 
     return apply_mix_bwd
 
@@ -182,16 +182,16 @@ def launch_apply_bwd(dy: Tensor, x: Tensor, mix: Tensor, dx: Tensor, before: Ten
     lead_of(dx, 'dx', 'num_streams hidden', BF16, lead, num_streams=num_streams, hidden=hidden)
     check.same_device(x=x, dy=dy, dx=dx)
     dmix = torch.empty_like(mix)
-    mix_flat = flat(mix, lead, num_streams)
+    mix_flat = flat(mix, lead, num_streams, 1)
     adds_to = '' if before is None else 'dx' if before is dx else 'before'
     launch(
         apply_mix_bwd_kernel,
         (hidden, num_streams, vector_width(dy, x, dx, before), mix_width(num_streams, mix_flat), adds_to),
-        flat(dy, lead, 1, hidden),
+        flat(dy, lead, hidden),
         flat(x, lead, num_streams, hidden),
         mix_flat,
         flat(dx, lead, num_streams, hidden),
-        flat(dmix, lead, num_streams),
+        flat(dmix, lead, num_streams, 1),
         flat(before, lead, num_streams, hidden) if before is not None and adds_to == 'before' else None,
     )
     return dmix
@@ -241,13 +241,13 @@ def apply_mix_(x: Tensor, mix: Tensor, y: Mut) -> None:
     lead, num_streams, hidden = _check(x, mix)
     lead_of(y, 'y', 'hidden', BF16, lead, hidden=hidden)
     check.same_device(x=x, y=y)
-    mix_flat = flat(mix, lead, num_streams)
+    mix_flat = flat(mix, lead, num_streams, 1)
     launch(
         apply_mix_kernel,
         (hidden, num_streams, vector_width(x, y), mix_width(num_streams, mix_flat)),
         flat(x, lead, num_streams, hidden),
         mix_flat,
-        flat(y, lead, 1, hidden),
+        flat(y, lead, hidden),
     )
 
 

@@ -86,10 +86,10 @@ def mix_and_apply_kernel(
         ready: T.Tensor((num_tiles,), T.int32),
         scale: T.Tensor((3,), T.float32),
         base: T.Tensor((width_mixes,), T.float32),
-        post: T.Tensor((num_tokens, num_streams), T.float32),
+        post: T.Tensor((num_tokens, num_streams, 1), T.float32),
         comb: T.Tensor((num_tokens, num_streams, num_streams), T.float32),
-        layer_input: T.Tensor((num_tokens, 1, hidden), T.bfloat16),
-        pre: T.Tensor((num_tokens, num_streams), T.float32),
+        layer_input: T.Tensor((num_tokens, hidden), T.bfloat16),
+        pre: T.Tensor((num_tokens, num_streams, 1), T.float32),
         mixes: T.Tensor((num_tokens, width_mixes), T.float32),
         rstd: T.Tensor((num_tokens,), T.float32),
         repeat: T.int32,
@@ -140,7 +140,7 @@ def mix_and_apply_kernel(
                             if i // held == tx % lanes:
                                 value = T.ieee_mul(mul_of(mul_parts, token, i), factor)
                                 mixes[token, i] = value
-                                pre[token, i] = T.ieee_add(sigmoid(affine(value, scale[0], base[i])), pre_eps)
+                                pre[token, i, 0] = T.ieee_add(sigmoid(affine(value, scale[0], base[i])), pre_eps)
                                 mixes[token, num_streams + i] = mix_local[i]
                             for c in T.unroll(held):
                                 mixes[token, 2 * num_streams + i * num_streams + first + c] = k_local[i, c]
@@ -154,7 +154,7 @@ def mix_and_apply_kernel(
                 if first_token + tx // lanes < num_tokens:
                     for i in T.unroll(num_streams):
                         if i // held == tx % lanes:
-                            post[token, i] = mix_local[i]
+                            post[token, i, 0] = mix_local[i]
                         for c in T.unroll(held):
                             comb[token, i, first + c] = k_local[i, c]
             else:
@@ -242,7 +242,9 @@ def mix_and_apply_(
     check.same_device(residual=residual, mul_parts=mul_parts, square_parts=square_parts)
     check.same_device(residual=residual, post=post, comb=comb, layer_input=layer_input)
     options = (repeat, eps, pre_eps, sinkhorn_eps, post_mult)
-    _launch(residual, (mul_parts, square_parts, None), scale, base, (post, comb, layer_input), None, options)
+    _launch(
+        residual, (mul_parts, square_parts, None), scale, base, (post.unsqueeze(-1), comb, layer_input), None, options
+    )
 
 
 def _launch(
@@ -263,7 +265,7 @@ def _launch(
         base,
         post,
         comb,
-        layer_input.unsqueeze(1),
+        layer_input,
         *(saved or (None, None, None)),
         *options,
     )
@@ -309,7 +311,7 @@ def fused_pre(
             streams = flat(layer[-1], lead, num_streams, hidden)
         parts = project(streams, fn)
     else:
-        shapes = ((1, hidden), (num_streams,), (num_streams * num_streams,), (num_streams, hidden))
+        shapes = ((1, hidden), (num_streams, 1), (num_streams, num_streams), (num_streams, hidden))
         views = tuple(flat(x, lead, *inner) for x, inner in zip(layer, shapes, strict=True))
         parts = project(streams, fn, views)
         streams = views[-1]
@@ -318,8 +320,10 @@ def fused_pre(
         parts,
         scale,
         base,
-        (flat(post, lead, num_streams), flat(comb, lead, num_streams, num_streams), flat(layer_input, lead, hidden)),
-        (flat(saved[0], lead, num_streams), flat(saved[1], lead, width), flat(saved[2], lead)) if with_mixes else None,
+        (flat(post, lead, num_streams, 1), flat(comb, lead, num_streams, num_streams), flat(layer_input, lead, hidden)),
+        (flat(saved[0], lead, num_streams, 1), flat(saved[1], lead, width), flat(saved[2], lead))
+        if with_mixes
+        else None,
         options,
     )
     return layer_input, post, comb, *saved

@@ -62,7 +62,7 @@ def expand_kernel(hidden: int, num_streams: int, width: int, *, row_threads: int
 
     @T.prim_func
     def expand(
-        x: T.Tensor((num_tokens, 1, hidden), T.bfloat16), y: T.Tensor((num_tokens, num_streams, hidden), T.bfloat16)
+        x: T.Tensor((num_tokens, hidden), T.bfloat16), y: T.Tensor((num_tokens, num_streams, hidden), T.bfloat16)
     ):
         with T.Kernel(T.ceildiv(num_tokens, rows), threads=rows * row_threads) as pid:
             x_local = T.alloc_local((vectors, width), T.bfloat16)
@@ -91,7 +91,7 @@ def expand_bwd_kernel(hidden: int, num_streams: int, width: int, *, row_threads:
 
     @T.prim_func
     def expand_bwd(
-        dy: T.Tensor((num_tokens, num_streams, hidden), T.bfloat16), dx: T.Tensor((num_tokens, 1, hidden), T.bfloat16)
+        dy: T.Tensor((num_tokens, num_streams, hidden), T.bfloat16), dx: T.Tensor((num_tokens, hidden), T.bfloat16)
     ):
         with T.Kernel(T.ceildiv(num_tokens, rows), threads=rows * row_threads) as pid:
             dy_local = T.alloc_local((num_streams, width), T.bfloat16)
@@ -131,7 +131,7 @@ def expand_bwd_(dy: Tensor, dx: Mut) -> None:
     lead_of(dx, 'dx', 'hidden', BF16, lead, hidden=hidden)
     check.same_device(dy=dy, dx=dx)
     static = (hidden, num_streams, vector_width(dy, dx))
-    launch(expand_bwd_kernel, static, flat(dy, lead, num_streams, hidden), flat(dx, lead, 1, hidden))
+    launch(expand_bwd_kernel, static, flat(dy, lead, num_streams, hidden), flat(dx, lead, hidden))
 
 
 @op(outputs='dx')
@@ -165,7 +165,7 @@ def expand_(x: Tensor, y: Mut) -> None:
     check_streams(num_streams, hidden)
     check.same_device(x=x, y=y)
     static = (hidden, num_streams, vector_width(x, y))
-    launch(expand_kernel, static, flat(x, lead, 1, hidden), flat(y, lead, num_streams, hidden))
+    launch(expand_kernel, static, flat(x, lead, hidden), flat(y, lead, num_streams, hidden))
 
 
 @op(outputs='y', backward=expand_bwd)

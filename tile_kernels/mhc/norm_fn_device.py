@@ -11,7 +11,7 @@ SPLITS = (1, 2, 4, 8, 16, 32, 64)
 
 #: Tokens of a tile backward, columns of a block, and tiles it may have.
 BLOCK_T, BLOCK_N = 64, 128
-TILES = (1, 4, 16, 64)
+TILES = (1, 4, 8, 16, 24, 32, 64)
 
 #: Blocks that run at a time: two on each of 132 SMs. On other devices the choice is the same, and so are the results.
 WAVE = 264
@@ -206,6 +206,7 @@ def prepare_bwd_kernel(k: int, num_mixes: int, *, num_threads: int):
         fn_blocks = T.ceildiv(columns * (k // 8), num_threads)
         with T.Kernel(fn_blocks + T.ceildiv(num_tokens, num_threads // lanes), threads=num_threads) as pid:
             tx = T.get_thread_binding()
+            T.pdl_trigger()
             if pid < fn_blocks:
                 split_fn(fn, fn_parts, pid, num_mixes, num_threads)
             else:
@@ -258,6 +259,8 @@ def norm_fn_bwd_kernel(k: int, columns: int, accumulate: bool, *, tiles: int, nu
             dfn_shared = T.alloc_shared((block_k, 2 * columns), T.float32)
             tx = T.get_thread_binding()
 
+            T.pdl_sync()
+            T.pdl_trigger()
             for i, j in T.Parallel(2 * columns, block_k):
                 high_shared[i, j] = fn_parts[i % columns, pid_k * block_k + j]
             for i, j in T.Parallel(2 * columns, block_k):
@@ -306,6 +309,7 @@ def sum_dfn_kernel(k: int, num_mixes: int, *, num_threads: int):
             part_local = T.alloc_local((4,), T.float32)
             total_local = T.alloc_local((4,), T.float32)
             first = (pid * num_threads + T.get_thread_binding()) * 4
+            T.pdl_sync()
             if first < k:
                 T.clear(total_local)
                 for s in T.serial(splits):

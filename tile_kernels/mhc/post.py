@@ -77,10 +77,10 @@ def post_kernel(
 
     @T.prim_func
     def post(
-        x: T.Tensor((num_tokens, 1, hidden), T.bfloat16),
+        x: T.Tensor((num_tokens, hidden), T.bfloat16),
         residual: T.Tensor((num_tokens, num_streams, hidden), T.bfloat16),
-        post_mix: T.Tensor((num_tokens, num_streams), T.float32),
-        comb_mix: T.Tensor((num_tokens, num_streams * num_streams), T.float32),
+        post_mix: T.Tensor((num_tokens, num_streams, 1), T.float32),
+        comb_mix: T.Tensor((num_tokens, num_streams, num_streams), T.float32),
         y: T.Tensor((num_tokens, num_streams, hidden), T.bfloat16),
     ):
         with T.Kernel(T.ceildiv(num_tokens, rows), threads=rows * row_threads) as pid:
@@ -123,14 +123,14 @@ def post_bwd_kernel(hidden: int, num_streams: int, width: int, coef_width: int, 
     @T.prim_func
     def post_bwd(
         dy: T.Tensor((num_tokens, num_streams, hidden), T.bfloat16),
-        x: T.Tensor((num_tokens, 1, hidden), T.bfloat16),
+        x: T.Tensor((num_tokens, hidden), T.bfloat16),
         residual: T.Tensor((num_tokens, num_streams, hidden), T.bfloat16),
-        post_mix: T.Tensor((num_tokens, num_streams), T.float32),
-        comb_mix: T.Tensor((num_tokens, num_pairs), T.float32),
-        dx: T.Tensor((num_tokens, 1, hidden), T.bfloat16),
+        post_mix: T.Tensor((num_tokens, num_streams, 1), T.float32),
+        comb_mix: T.Tensor((num_tokens, num_streams, num_streams), T.float32),
+        dx: T.Tensor((num_tokens, hidden), T.bfloat16),
         dresidual: T.Tensor((num_tokens, num_streams, hidden), T.bfloat16),
-        dpost_mix: T.Tensor((num_tokens, num_streams), T.float32),
-        dcomb_mix: T.Tensor((num_tokens, num_pairs), T.float32),
+        dpost_mix: T.Tensor((num_tokens, num_streams, 1), T.float32),
+        dcomb_mix: T.Tensor((num_tokens, num_streams, num_streams), T.float32),
     ):
         with T.Kernel(T.ceildiv(num_tokens, rows), threads=num_threads) as pid:
             dy_local = T.alloc_local((num_streams, width), T.bfloat16)
@@ -198,9 +198,9 @@ def post_bwd_kernel(hidden: int, num_streams: int, width: int, coef_width: int, 
                     for w in T.unroll(row_warps):
                         total = total + sums_shared[row * row_warps + w, which]
                     if which < num_pairs:
-                        dcomb_mix[pid * rows + row, which] = total
+                        dcomb_mix[pid * rows + row, which // num_streams, which % num_streams] = total
                     else:
-                        dpost_mix[pid * rows + row, which - num_pairs] = total
+                        dpost_mix[pid * rows + row, which - num_pairs, 0] = total
 
     return post_bwd
 
@@ -240,19 +240,19 @@ def post_bwd(
     lead_of(dy, 'dy', 'num_streams hidden', BF16, lead, num_streams=num_streams, hidden=hidden)
     dx, dresidual = torch.empty_like(x), torch.empty_like(residual)
     dpost_mix, dcomb_mix = torch.empty_like(post_mix), torch.empty_like(comb_mix)
-    post_flat, comb_flat = flat(post_mix, lead, num_streams), flat(comb_mix, lead, num_streams * num_streams)
+    post_flat, comb_flat = flat(post_mix, lead, num_streams, 1), flat(comb_mix, lead, num_streams, num_streams)
     launch(
         post_bwd_kernel,
         (hidden, num_streams, vector_width(dy, x, residual), mix_width(num_streams, post_flat, comb_flat)),
         flat(dy, lead, num_streams, hidden),
-        flat(x, lead, 1, hidden),
+        flat(x, lead, hidden),
         flat(residual, lead, num_streams, hidden),
         post_flat,
         comb_flat,
-        flat(dx, lead, 1, hidden),
+        flat(dx, lead, hidden),
         flat(dresidual, lead, num_streams, hidden),
-        flat(dpost_mix, lead, num_streams),
-        flat(dcomb_mix, lead, num_streams * num_streams),
+        flat(dpost_mix, lead, num_streams, 1),
+        flat(dcomb_mix, lead, num_streams, num_streams),
     )
     return dx, dresidual, dpost_mix, dcomb_mix
 
@@ -271,11 +271,11 @@ def post_(x: Tensor, residual: Tensor, post_mix: Tensor, comb_mix: Tensor, y: Mu
     lead, num_streams, hidden = check_post(x, residual, post_mix, comb_mix)
     lead_of(y, 'y', 'num_streams hidden', BF16, lead, num_streams=num_streams, hidden=hidden)
     check.same_device(residual=residual, y=y)
-    post_flat, comb_flat = flat(post_mix, lead, num_streams), flat(comb_mix, lead, num_streams * num_streams)
+    post_flat, comb_flat = flat(post_mix, lead, num_streams, 1), flat(comb_mix, lead, num_streams, num_streams)
     launch(
         post_kernel,
         (hidden, num_streams, vector_width(x, residual, y), mix_width(num_streams, post_flat, comb_flat)),
-        flat(x, lead, 1, hidden),
+        flat(x, lead, hidden),
         flat(residual, lead, num_streams, hidden),
         post_flat,
         comb_flat,

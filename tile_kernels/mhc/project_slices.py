@@ -218,7 +218,7 @@ def sum_parts(part_shared, slot, tile, slice_idx, mul_parts, square_parts):
 @macro
 def take_coefficients(post_mix, comb_mix, tile, coef_shared, slot):
     """One warp brings post and comb of the tokens of a tile to shared memory."""
-    num_tokens, num_streams = post_mix.shape
+    num_tokens, num_streams, _ = post_mix.shape
     lane = T.get_thread_binding() % WARP
     width = num_streams + num_streams * num_streams
     for step in T.unroll(T.ceildiv(TILE * width, WARP), unroll_factor=5):
@@ -227,9 +227,10 @@ def take_coefficients(post_mix, comb_mix, tile, coef_shared, slot):
         token = T.min(tile * TILE + row, num_tokens - 1)
         if row < TILE:
             if column < num_streams:
-                coef_shared[slot, row, column] = post_mix[token, column]
+                coef_shared[slot, row, column] = post_mix[token, column, 0]
             else:
-                coef_shared[slot, row, column] = comb_mix[token, column - num_streams]
+                pair = column - num_streams
+                coef_shared[slot, row, column] = comb_mix[token, pair // num_streams, pair % num_streams]
 
 
 def choose(hidden: int, num_streams: int, num_mixes: int, with_post: bool, num_tokens: int) -> dict:
@@ -268,8 +269,8 @@ def project_slices_kernel(hidden: int, num_streams: int, num_mixes: int, with_po
         square_parts: T.Tensor((slices, num_tokens), T.float32),
         ready: T.Tensor((num_tiles,), T.int32),
         output: T.Tensor((num_tokens, 1, hidden), T.bfloat16),
-        post_mix: T.Tensor((num_tokens, num_streams), T.float32),
-        comb_mix: T.Tensor((num_tokens, num_streams * num_streams), T.float32),
+        post_mix: T.Tensor((num_tokens, num_streams, 1), T.float32),
+        comb_mix: T.Tensor((num_tokens, num_streams, num_streams), T.float32),
         y: T.Tensor((num_tokens, num_streams, hidden), T.bfloat16),
     ):
         with T.Kernel(T.ceildiv(T.max(arranged, num_tiles), arrange_threads), threads=arrange_threads) as pid:
