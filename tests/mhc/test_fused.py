@@ -29,6 +29,11 @@ def randn(*shape, dtype=torch.float32):
     return torch.randn(*shape, device=DEVICE, dtype=dtype)
 
 
+def assert_all_equal(actual, expected):
+    for one, other in zip(actual, expected, strict=True):
+        assert_equal(one, other)
+
+
 def pre_inputs(num_tokens, hidden, n):
     width, k = n * (2 + n), n * hidden
     residual, fn = randn(num_tokens, n, hidden, dtype=BF16), randn(width, k) * k**-0.5
@@ -44,6 +49,26 @@ def test_big_fuse_has_the_bits_of_its_parts(num_tokens, hidden, n):
     found = big_fuse(residual, fn, scale, base, 7, 1e-6, 1e-6, 1e-6, 2.0)
     for actual, expected in zip(found, (post_mix, comb, mhc.apply_mix(residual, pre)), strict=True):
         assert_equal(actual, expected)
+
+
+@pytest.mark.parametrize(('num_tokens', 'hidden', 'n'), [(35, 64, 2), (5, 320, 4), (3, 64, 8)])
+def test_post_pre_has_the_bits_of_its_parts(num_tokens, hidden, n):
+    residual, fn, scale, base = pre_inputs(num_tokens, hidden, n)
+    layer = randn(num_tokens, hidden, dtype=BF16), residual, randn(num_tokens, n, 1), randn(num_tokens, n, n)
+    y, layer_input, post_mix, comb, pre, mixes, rstd = mhc.post_pre(*layer, fn, scale, base, 7, post_mult=2.0)
+    assert_equal(y, mhc.post(*layer))
+    assert_all_equal((mixes, rstd), mhc.norm_fn(y, fn, 1e-6))
+    parts = mhc.split_mixes(mixes, scale, base, n, 2.0, 1e-6)
+    assert_all_equal((pre, post_mix), parts[:2])
+    assert_equal(comb, mhc.sinkhorn(parts[2], 7, 1e-6))
+    assert_equal(layer_input, mhc.apply_mix(y, pre))
+
+
+def test_a_token_has_the_same_bits_in_every_batch():
+    residual, fn, scale, base = pre_inputs(40, 192, 4)
+    together = mhc.pre(residual, fn, scale, base)
+    for actual, expected in zip(mhc.pre(residual[17:19].clone(), fn, scale, base), together, strict=True):
+        assert_equal(actual, expected[17:19].clone())
 
 
 @pytest.mark.parametrize(('num_layers', 'num_posts'), [(1, 0), (3, 2), (8, 8)])
@@ -188,3 +213,8 @@ def test_equal_calls_give_equal_bits():
     for _ in range(50 if DEVICE == 'cuda' else 2):
         for actual, expected in zip(norm_fn_bwd(dmixes, residual, fn, mixes, rstd), first, strict=True):
             assert_equal(actual, expected)
+    inputs = randn(130, 64, dtype=BF16), *pre_inputs(130, 64, 4)
+    coefficients = randn(130, 4, 1), randn(130, 4, 4)
+    fused = mhc.post_pre(*inputs[:2], *coefficients, *inputs[2:])
+    for _ in range(50 if DEVICE == 'cuda' else 1):
+        assert_all_equal(mhc.post_pre(*inputs[:2], *coefficients, *inputs[2:]), fused)

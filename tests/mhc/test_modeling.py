@@ -118,6 +118,68 @@ def test_post_and_pre_at_once_give_what_they_give_apart():
         assert_equal(actual, value)
 
 
+def gradients_of(run, leaves):
+    """What `run` gives, and the gradients of the leaves under a loss that needs all of it."""
+    leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+    following, layer_input, (post_mix, comb_mix) = run(*leaves)
+    loss = following.float().square().sum() + layer_input.float().square().sum()
+    (loss + post_mix.square().sum() + comb_mix.square().sum()).backward()
+    return [leaf.grad for leaf in leaves]
+
+
+@pytest.mark.parametrize('n', [2, 4, 8])
+def test_gradients_of_post_and_pre_at_once_are_those_of_them_apart(n):
+    residual, fn, scale, base, weight = inputs(n)
+    x = torch.randn(2, 3, 64, device=DEVICE, dtype=BF16)
+    mixes = torch.rand(2, 3, n, 1, device=DEVICE), torch.rand(2, 3, n, n, device=DEVICE).softmax(-1)
+
+    def at_once(x, residual, post_mix, comb_mix, fn, scale, base, weight):
+        options = dict(norm_weight=weight, mhc_mult=n, sinkhorn_repeat=3)
+        return mhc_post_pre(x, residual, post_mix, comb_mix, fn, scale, base, **options)
+
+    def apart(x, residual, post_mix, comb_mix, fn, scale, base, weight):
+        following = ops.mhc_post(x, residual, post_mix, comb_mix)
+        return following, *mhc_pre(following, fn, scale, base, norm_weight=weight, mhc_mult=n, sinkhorn_repeat=3)
+
+    leaves = (x, residual, *mixes, fn, scale, base, weight)
+    for actual, expected in zip(gradients_of(at_once, leaves), gradients_of(apart, leaves), strict=True):
+        bound = float(expected.float().abs().max()) * 2e-2  # gradients of bfloat16, rounded in another order
+        torch.testing.assert_close(actual.float(), expected.float(), rtol=3e-2, atol=bound)
+
+
+def test_main_grad_takes_the_gradients_of_post_and_pre():
+    residual, fn, scale, base, weight = inputs()
+    x = torch.randn(2, 3, 64, device=DEVICE, dtype=BF16)
+    _, mixes = mhc_pre(residual, fn, scale, base)
+    fn, weight = nn.Parameter(fn), nn.Parameter(weight)
+    for run in (
+        lambda: mhc_post_pre(x, residual, *mixes, fn, scale, base, norm_weight=weight)[1],
+        lambda: mhc_pre(residual, fn, scale, base, norm_weight=weight)[0],
+    ):
+        fn.main_grad = weight.main_grad = None
+        run().float().square().sum().backward()
+        expected = fn.grad.clone(), weight.grad.clone()
+        for parameter in (fn, weight):
+            parameter.grad, parameter.main_grad = None, torch.ones_like(parameter)
+        run().float().square().sum().backward()
+        assert fn.grad is None and weight.grad is None
+        torch.testing.assert_close(fn.main_grad, expected[0] + 1)
+        torch.testing.assert_close(weight.main_grad, expected[1] + 1)
+
+
+def test_pre_adds_to_a_gradient_that_post_has_left():
+    residual, fn, scale, base, _ = inputs()
+    gradients = []
+    for fuse in (False, True):
+        leaf = residual.clone().requires_grad_()
+        streams = leaf * 1  # not a leaf, as between layers
+        layer_input, mixes = mhc_pre(streams, fn, scale, base)
+        ops.mhc_post(torch.tanh(layer_input), streams, *mixes, fuse_grad_acc=fuse).float().square().sum().backward()
+        gradients.append(leaf.grad.float())
+        assert not hasattr(streams.untyped_storage(), 'grad_from_mhc_post')
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=3e-2, atol=0.1)
+
+
 def test_the_head_closes_any_number_of_streams():
     for n in (2, 4, 8):
         residual = expand_from_embedding(torch.randn(3, 64, device=DEVICE, dtype=BF16), n)
@@ -214,6 +276,41 @@ def test_a_transformer_trains_to_the_loss_of_plain_pytorch():
     assert losses[0] == pytest.approx(expected[0], rel=1e-3)
     assert losses[-1] < 0.6 * losses[0]
     assert losses == pytest.approx(expected, rel=0.1)
+
+
+def test_layers_joined_by_post_and_pre_give_the_model():
+    model = Transformer(num_layers=3).to(DEVICE)
+    tokens = torch.arange(12, device=DEVICE).view(2, 6) % 17
+    residual = model.connections[0].expand(model.embed(tokens))
+    x = coefficients = None
+    for connection, layer in zip(model.connections, model.layers, strict=True):
+        own = (connection.fn, connection.scale, connection.base)
+        options = dict(norm_weight=connection.norm_weight, post_mult_value=2.0, sinkhorn_repeat=3)
+        if x is None:
+            layer_input, coefficients = mhc_pre(residual, *own, **options)
+        else:
+            residual, layer_input, coefficients = mhc_post_pre(x, residual, *coefficients, *own, **options)
+        x = layer(layer_input).contiguous()
+    residual = ops.mhc_post(x, residual, *coefficients)
+    logits = model.out(model.connections[-1].head(residual)).float()
+    assert_equal(logits, model(tokens))
+    logits.square().mean().backward()
+    assert all(p.grad is not None for connection in model.connections for p in (connection.fn, connection.norm_weight))
+
+
+def test_post_and_pre_compile_into_one_graph():
+    residual, fn, scale, base, weight = inputs()
+    x = torch.randn(2, 3, 64, device=DEVICE, dtype=BF16)
+    _, mixes = mhc_pre(residual, fn, scale, base)
+    fn.requires_grad_()
+
+    def run(x, residual):
+        following, layer_input, _ = mhc_post_pre(x, residual, *mixes, fn, scale, base, norm_weight=weight)
+        return following.float().square().sum() + layer_input.float().square().sum()
+
+    expected = torch.autograd.grad(run(x, residual), fn)[0]
+    actual = torch.autograd.grad(torch.compile(run, fullgraph=True, backend='aot_eager')(x, residual), fn)[0]
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_a_model_compiles_into_one_graph():
