@@ -205,12 +205,14 @@ def cost_table(op: Op) -> str:
 
 def measured_section(op: Op, records: Iterable[Record]) -> str:
     """The measured times of an op, a heading included; nothing if there are none."""
-    columns = ('us', 'graph_us', 'gbps', 'pct_of_copy', 'host_us')
+    heading = {'us': 'us', 'graph_us': 'us in a graph', 'gbps': 'GB/s', 'pct_of_copy': '% of copy', 'host_us': 'host us'}
+    if op.case_set is not None and op.case_set.flops is not None:
+        heading['tflops'] = 'TFLOP/s'
     rows = [
         (
             record['device'],
             record['case'],
-            *(console.number(record[column]) or '' for column in columns),
+            *(console.number(record.get(column)) or '' for column in heading),
             record['date'][:10],
             record['commit'],
         )
@@ -219,8 +221,8 @@ def measured_section(op: Op, records: Iterable[Record]) -> str:
     ]
     if not rows:
         return ''
-    heading = ('GPU', 'case', 'us', 'us in a graph', 'GB/s', '% of copy', 'host us', 'date', 'commit')
-    return f'## Measured\n\nTimer: {GPU_TIMER}.\n\n' + markdown(heading, rows)
+    columns = ('GPU', 'case', *heading.values(), 'date', 'commit')
+    return f'## Measured\n\nTimer: {GPU_TIMER}.\n\n' + markdown(columns, rows)
 
 
 # Other pages --------------------------------------------------------------------------------
@@ -277,10 +279,16 @@ def _purpose(op: Op) -> str:
 
 
 def shares(ops: Sequence[Op], records: Iterable[Record]) -> tuple[str, str]:
-    """Worst and best share of a copy over the cases that move enough bytes, and the least time in a CUDA graph."""
+    """Worst and best share of a copy over the cases that move enough bytes, and the least time in a CUDA graph.
+
+    Of ops that are bound by arithmetic, the best rate of operations instead.
+    """
     names = {op.name for op in ops}
     own = [r for r in records if r['op'] in names and README_DEVICE in r['device'] and r['pct_of_copy'] is not None]
     large = sorted(r['pct_of_copy'] for r in own if r['gbps'] * r['us'] * 1e3 >= LARGE_BYTES)
+    rates = [r['tflops'] for r in own if r.get('tflops') is not None]
+    if rates:
+        return f'up to {max(rates):.0f} TFLOP/s', f'{min(r["graph_us"] for r in own):.1f}'
     span = '' if not large else f'{large[0]:.0f}' if len(large) == 1 else f'{large[0]:.0f}–{large[-1]:.0f}'
     return span, f'{min(r["graph_us"] for r in own):.1f}' if own else ''
 

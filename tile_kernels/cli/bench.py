@@ -188,6 +188,7 @@ def report(
             'graph_us': '>graph us',
             'gbps': '>GB/s',
             'pct_of_copy': '>% of copy',
+            'tflops': '>TFLOP/s',
             'host_us': '>host us',
         }
     else:
@@ -196,7 +197,7 @@ def report(
     before = {(record['op'], record['case']): record[time] for record in base or ()}
     rows = []
     for record in records:
-        row = [_cell(record[key]) for key in columns]
+        row = [_cell(record.get(key)) for key in columns]
         if base is not None:
             old = before.get((record['op'], record['case']))
             row += [console.number(old), None if old is None else f'{old / record[time]:.2f}x']

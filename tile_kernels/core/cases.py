@@ -43,13 +43,17 @@ def case_seed(op_name: str, case: Case) -> int:
 
 @dataclass(frozen=True)
 class Cases:
-    """The cases of one op: `make(**case)` gives its arguments, `match` says how it must agree with its twin."""
+    """The cases of one op: `make(**case)` gives its arguments, `match` says how it must agree with its twin.
+
+    `flops(**arguments)` counts the operations of an op that is bound by them rather than by memory.
+    """
 
     make: Callable[..., dict[str, Any]]
     match: str | dict[str, float] = 'bitwise'
     smoke: list[Case] = field(default_factory=list)
     full: list[Case] = field(default_factory=list)
     bench: list[Case] = field(default_factory=list)
+    flops: Callable[..., int] | None = None
 
     def arguments(self, op_name: str, case: Case, device: str | torch.device = 'cpu') -> dict[str, Any]:
         """Build the arguments of a case on a device, with the seed of the case."""

@@ -441,9 +441,10 @@ def {self.fn.__name__}({', '.join(head)}):
         smoke: list[Case] | None = None,
         full: list[Case] | None = None,
         bench: list[Case] | None = None,
+        flops: Callable[..., int] | None = None,
     ) -> None:
         """Declare what the op is tested, measured and precompiled with."""
-        self.case_set = Cases(make, match, smoke or [], full or [], bench or [])
+        self.case_set = Cases(make, match, smoke or [], full or [], bench or [], flops)
 
     def trace(self, *args: Any, **kwargs: Any) -> list[Launch]:
         """The launches this call would make; nothing runs."""

@@ -32,10 +32,12 @@ def measure_op(name: str) -> Iterator[Record]:
 
 def measure(op: Op, case: Case, device: str | torch.device) -> Record:
     """Time one op on one case: cold-L2 time, share of a copy of the same bytes, time in a CUDA graph, host time."""
-    arguments = cases_of(op).arguments(op.name, case, device)
+    cases = cases_of(op)
+    arguments = cases.arguments(op.name, case, device)
     on_gpu = torch.device(device).type == 'cuda'
     warmup, rep = DURATIONS['cuda' if on_gpu else 'cpu']
-    result = benchmark_kernel(op, kwargs=arguments, warmup=warmup, rep=rep, num_bytes=moved_bytes(op, arguments))
+    moved, flops = moved_bytes(op, arguments), cases.flops(**arguments) if cases.flops else None
+    result = benchmark_kernel(op, kwargs=arguments, warmup=warmup, rep=rep, num_bytes=moved, flops=flops)
     record = {
         'op': op.name,
         'case': case_id(case),
@@ -45,6 +47,7 @@ def measure(op: Op, case: Case, device: str | torch.device) -> Record:
         'p80_us': result.p80 * 1e3,
         'gbps': result.gbps,
         'pct_of_copy': result.pct_of_copy,
+        **({} if flops is None else {'tflops': result.tflops}),
         'host_us': host_time(op, kwargs=arguments) * 1e3 if on_gpu else None,
         'graph_us': graph_time(op, kwargs=arguments) * 1e3 if on_gpu else None,
     }
@@ -59,9 +62,9 @@ def moved_bytes(op: Op, arguments: dict[str, Any]) -> int:
 
 def table(records: Iterable[Record]) -> list[str]:
     """The records as aligned lines, a heading first."""
-    columns = ('op', 'case', 'us', 'gbps', 'pct_of_copy', 'graph_us', 'host_us')
-    heading = ('op', 'case', 'us', 'GB/s', '% of copy', 'graph us', 'host us')
-    rows = [heading] + [tuple(_cell(record[column]) for column in columns) for record in records]
+    columns = ('op', 'case', 'us', 'gbps', 'pct_of_copy', 'tflops', 'graph_us', 'host_us')
+    heading = ('op', 'case', 'us', 'GB/s', '% of copy', 'TFLOP/s', 'graph us', 'host us')
+    rows = [heading] + [tuple(_cell(record.get(column)) for column in columns) for record in records]
     widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
     return ['  '.join(_pad(cell, i, widths[i]) for i, cell in enumerate(row)).rstrip() for row in rows]
 
