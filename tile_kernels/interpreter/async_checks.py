@@ -9,7 +9,7 @@ import numpy as np
 
 from .access import Access
 from .errors import AsyncReadBeforeWait
-from .frame import Frame, active_threads, first_thread
+from .frame import Frame, active_threads, agreed, first_thread
 from .lanes import Mask, lane_of
 from .memory import ByteMemory, Place
 
@@ -47,7 +47,7 @@ class AsyncGroups:
 
     def launch_tma(self, frame: Frame, access: Access, mask: Mask, operand: Any) -> None:
         """Note data in flight until a wait on its mbarrier."""
-        index = np.asarray(operand.index(frame))
+        index = np.asarray(agreed(frame, operand.index(frame)))
         index = np.broadcast_to(index[:, 0] if index.ndim else index, (frame.blocks,)).copy()
         threads = first_thread(frame)
         self._add(frame, access, mask, 'tma', threads, np.zeros(frame.blocks, np.int64), (operand.slot, index))
@@ -80,7 +80,7 @@ class AsyncGroups:
 
     def tie_to_barrier(self, frame: Frame, operand: Any) -> None:
         """Earlier copies of the active threads land when the barrier's phase completes."""
-        index = np.asarray(operand.index(frame))
+        index = np.asarray(agreed(frame, operand.index(frame)))
         index = np.broadcast_to(index[:, 0] if index.ndim else index, (frame.blocks,)).copy()
         for flight in self.flights:
             if flight.kind == 'copy' and flight.barrier is None:

@@ -106,3 +106,11 @@ def active_threads(frame: Frame) -> np.ndarray:
 def first_thread(frame: Frame) -> np.ndarray:
     """Per block, the first active thread."""
     return np.argmax(active_threads(frame), axis=1)
+
+
+def agreed(frame: Frame, value: Any) -> Any:
+    """A value that threads acting together agree on, as the first of them knows it: the others may be elsewhere."""
+    if not isinstance(value, np.ndarray) or value.ndim < 2 or value.shape[1] == 1:
+        return value
+    spread = np.broadcast_to(value, (frame.blocks, *value.shape[1:]))
+    return spread[np.arange(frame.blocks), first_thread(frame)][:, None]

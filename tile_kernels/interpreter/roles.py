@@ -14,7 +14,7 @@ from .compiler import Closure
 from .errors import Deadlock, Site
 from .frame import Frame
 from .lanes import Mask, both
-from .statements import Run, drive, waits
+from .statements import Run, drive, nothing, waits
 
 Waiting = tuple[Site, Callable[[], str]]  # where a thread waits, and for what
 
@@ -45,7 +45,8 @@ def waiting_branch(condition: Closure, then: Run, otherwise: Run, ids: tuple[int
             inner = both(frame.mask, lanes)
             if inner.any():
                 covered.add(number)
-                found.append((side, None if inner.all() else inner))
+                if side is not nothing:  # or its threads could not enter a later branch before all have left this one
+                    found.append((side, None if inner.all() else inner))
         return found
 
     def run(frame: Frame) -> Generator[Waiting, None, None]:

@@ -176,13 +176,17 @@ def _evaluate(compiler: Compiler, node: Any) -> Run:
     return ordered(compiler, marked(run, run))
 
 
+def nothing(frame: Frame) -> None:
+    """The missing side of a branch."""
+
+
 @statement('IfThenElse')
 def _if(compiler: Compiler, node: Any) -> Run:
     """Branch: for real when the condition is the same for all lanes, by masks otherwise."""
     condition = compiler.expr(node.condition)
     then_id, else_id = compiler.new_branch('then'), compiler.new_branch('else')
     then = compiler.stmt(node.then_case)
-    otherwise = compiler.stmt(node.else_case) if node.else_case is not None else marked(lambda frame: None)
+    otherwise = compiler.stmt(node.else_case) if node.else_case is not None else marked(nothing)
     return branch(condition, then, otherwise, (then_id, else_id))
 
 

@@ -14,7 +14,7 @@ from .async_ops import async_copy_hook, async_gemm_hook
 from .barriers import cluster_rank
 from .compiler import Closure, Compiler, is_const, op
 from .dtypes import caster, dtype_of, rounder
-from .frame import Frame
+from .frame import Frame, agreed
 from .lanes import Mask, expand
 
 # Annotations of copies that choose an instruction, not a result.
@@ -52,13 +52,17 @@ class Region:
             if position in self.wide:
                 terms = (*terms, (depth + self.wide.index(position), 1))
                 mode = 'none' if view.scope != 'global' else guard or ('upper' if compiler.options.guards else 'none')
-            dims.append(Dim(dim.base, terms, mode))
+            dims.append(Dim(self._together(dim.base), terms, mode))
         self.access = Access(
             view, dims, compiler.ndim + len(self.wide), compiler.site, access.checked, access.safe_value
         )
         self.access.extra = self.extents
         self.buffer = view
         self.node = buffer
+
+    def _together(self, base: Closure) -> Closure:
+        """A coordinate of the rectangle, the same for all threads that take part."""
+        return lambda frame: base(frame) if self.access.private else agreed(frame, base(frame))
 
     def follow(self, other: Region) -> None:
         """Take the loop extents of another region (a copy runs over one side's rectangle)."""
