@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection
+from numbers import Integral
 from types import FrameType
 from typing import NoReturn
 
@@ -21,9 +22,9 @@ from tile_kernels.core.errors import ArgumentError
 _INTERNAL = ('core', 'testing', 'interpreter', 'cli')
 
 
-def _caller() -> str:
-    """`family.function` of the outermost function of this package on the stack: the one the user called."""
-    name = ''
+def _caller(op: str) -> str:
+    """`family.function` of the outermost function of this package on the stack: the one the user called, or `op`."""
+    name = op
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         package, _, rest = frame.f_globals.get('__name__', '').partition('.')
@@ -37,13 +38,15 @@ def _caller() -> str:
     return name
 
 
-def fail(argument: str, rule: str, fact: str, hint: str | None = None) -> NoReturn:
-    """Raise the one error sentence."""
-    raise ArgumentError(f'{_caller()}: {argument} {rule}, got {fact}' + (f'; {hint}' if hint else ''))
+def fail(argument: str, rule: str, fact: str, hint: str | None = None, op: str = '') -> NoReturn:
+    """Raise the one error sentence; `op` is who raises it if no function of an op is on the stack yet."""
+    raise ArgumentError(f'{_caller(op)}: {argument} {rule}, got {fact}' + (f'; {hint}' if hint else ''))
 
 
 def describe(x: object) -> str:
     """A tensor in words: dtype, shape, device, and strides when they are not contiguous."""
+    if x is None:
+        return 'None'
     if not isinstance(x, Tensor):
         return f'{type(x).__name__} {x!r}' if isinstance(x, (int, float, str, bool)) else type(x).__name__
     shape = ', '.join(str(extent) for extent in x.shape)
@@ -101,20 +104,42 @@ def equal(value: object, expected: object, name: str) -> None:
 
 def one_of(value: object, allowed: Collection, name: str) -> None:
     """`value` must be one of `allowed`."""
-    if value not in allowed:
-        fail(name, f'must be one of {", ".join(str(a) for a in allowed)}', repr(value))
+    if isinstance(value, Tensor) or value not in allowed:
+        fact = describe(value) if isinstance(value, Tensor) else repr(value)
+        fail(name, f'must be one of {", ".join(str(a) for a in allowed)}', fact)
 
 
 def at_least(value: float, bound: float, name: str) -> None:
     """`value` must not be smaller than `bound`."""
-    if value < bound:
+    try:
+        small = value < bound
+    except TypeError:
+        fail(name, 'must be a number', describe(value))
+    if small:
         fail(name, f'must be at least {bound}', str(value))
 
 
 def at_most(value: float, bound: float, name: str) -> None:
     """`value` must not be larger than `bound`."""
-    if value > bound:
+    try:
+        large = value > bound
+    except TypeError:
+        fail(name, 'must be a number', describe(value))
+    if large:
         fail(name, f'must be at most {bound}', str(value))
+
+
+def integer(value: object, name: str) -> None:
+    """`value` must be an integer; what is computed before an op looks at its arguments needs to know."""
+    if not isinstance(value, (Integral, torch.SymInt)):
+        fail(name, 'must be an integer', describe(value))
+
+
+def pair(value: object, name: str) -> tuple[Tensor, Tensor]:
+    """`value` must be a pair of tensors, data and scale factors."""
+    if not isinstance(value, tuple) or len(value) != 2:
+        fail(name, 'must be a pair (data, sf)', describe(value))
+    return tensor(value[0], f'{name}[0]'), tensor(value[1], f'{name}[1]')
 
 
 def same_device(**tensors: Tensor | None) -> None:

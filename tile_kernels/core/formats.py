@@ -198,10 +198,13 @@ def _parse(name: str) -> QuantFormat:
 def _from_flags(
     fmt: str, block: tuple[int, int], col: bool, round_sf: bool, packed: bool, e4m3_sf: bool
 ) -> QuantFormat:
-    flags = fmt, block, col, round_sf, packed, e4m3_sf
+    flags = fmt, tuple(block) if isinstance(block, (list, tuple)) else block, col, round_sf, packed, e4m3_sf
     known = _flagged.get(flags)
     if known is not None:
         return known
+    check.one_of(fmt, ELEMENTS, 'fmt')
+    if not isinstance(flags[1], tuple) or len(block) != 2 or not all(isinstance(n, int) and n >= 0 for n in block):
+        check.fail('a scale block', 'must be two numbers, of rows and of channels', repr(block))
     if packed and not round_sf:
         check.fail(
             'use_packed_ue8m0', 'must come with round_sf=True (an exponent byte holds a power of two)', 'round_sf=False'

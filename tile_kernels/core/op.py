@@ -18,6 +18,7 @@ import types
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Annotated, Any
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.nn import Parameter
 
+from tile_kernels.core import check
 from tile_kernels.core.cases import Case, Cases
 from tile_kernels.core.cost import Cost
 from tile_kernels.core.errors import ArgumentError
@@ -50,6 +52,18 @@ _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, QuantFormat,
 _MAX_REPLAYS = 4096
 #: Ways of a kind (strides, alignments, autocast or not) it remembers.
 _MAX_WAYS = 8
+
+#: Annotations of parameters -> what is accepted for them, and how that reads in an error.
+_ACCEPTED: dict[Any, tuple[Any, str]] = {
+    Tensor: (Tensor, 'a tensor'),
+    int: ((Integral, torch.SymInt), 'an integer'),
+    float: ((Real, torch.SymInt, torch.SymFloat), 'a number'),
+    bool: ((Integral, torch.SymBool), 'True or False'),
+    str: (str, 'a string'),
+    torch.dtype: (torch.dtype, 'a dtype'),
+    QuantFormat: (QuantFormat, 'a QuantFormat'),
+    QuantTensor: (QuantTensor, 'a QuantTensor'),
+}
 
 _SCHEMA_TYPES = {
     Tensor: 'Tensor',
@@ -271,6 +285,7 @@ def {self.fn.__name__}({', '.join(head)}):
         """Run the body; what the second such call does, later ones repeat."""
         ways = self._replays.get(key)
         if ways is None:
+            self._check_types(args, kwargs)
             if len(self._replays) >= _MAX_REPLAYS:
                 self._replays.clear()
             self._replays[key] = []
@@ -283,8 +298,19 @@ def {self.fn.__name__}({', '.join(head)}):
             ways.append(replay)
         return result
 
+    def _check_types(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Arguments must have the types of the annotations; their shapes and values are the body's to check."""
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        for param in self.params:
+            if param.name not in given or (param.optional and given[param.name] is None):
+                continue
+            accepted, words = _ACCEPTED[param.type]
+            if not isinstance(given[param.name], accepted):
+                check.fail(param.name, f'must be {words}', check.describe(given[param.name]), op=self.name)
+
     def execute(self, *args: Any, **kwargs: Any) -> Any:
         """Run the op without autograd: the body, or on CPU tensors its checks and then the twin."""
+        self._check_types(args, kwargs)
         first = args[0] if args else next(iter(kwargs.values()))
         if type(first) is QuantTensor:
             first = first[0]

@@ -213,12 +213,12 @@ def expand_to_fused_with_sf(
     Returns:
         Codes (num_expanded, stored) and scale factors (num_expanded, num_groups); 0 where pos_to_expert is negative.
     """
-    data, sf = x
+    data, sf = check.pair(x, 'x')
     check.at_least(num_per_channels, 1, 'num_per_channels')
-    hidden = check.tensor(data, 'x').shape[-1] * (2 if data.dtype is torch.int8 else 1)
-    num_groups = -(-hidden // num_per_channels)
-    packed = check.tensor(sf, 'x_sf').dtype is torch.int32
-    check.shape(sf, 'x_sf', 'num_tokens num_groups', num_groups=-(-num_groups // 4) if packed else num_groups)
+    _, stored = check.shape(data, 'x[0]', 'num_tokens stored')
+    num_groups = -(-stored * (2 if data.dtype is torch.int8 else 1) // num_per_channels)
+    packed = sf.dtype is torch.int32
+    check.shape(sf, 'x[1]', 'num_tokens num_groups', num_groups=-(-num_groups // 4) if packed else num_groups)
     return expand_with_sf(data, sf, token_topk_to_pos, pos_to_expert, use_tma_aligned_col_major_sf)
 
 

@@ -55,10 +55,10 @@ def top2_sum_gate(
     Returns:
         topk_idx int64 and topk_weights float32, (num_tokens, num_topk) and the shared experts.
     """
-    num_shared = num_shared_experts if use_shared_as_routed else 0
+    num_shared = _num_shared(num_shared_experts, use_shared_as_routed)
     if num_shared > 0 and to_physical_map is None:
         check.fail('use_shared_as_routed', 'must come with to_physical_map', 'no to_physical_map')
-    topk_idx, topk_weights = _empty_slots(logits, num_topk + num_shared)
+    topk_idx, topk_weights = _empty_slots(logits, num_topk, num_shared)
     route_topk_(
         topk_idx,
         topk_weights,
@@ -129,9 +129,10 @@ def moe_topk_gate_forward(
     Returns:
         topk_idx int64 and topk_weights float32, (num_tokens, num_topk) and the shared experts; `out` if given.
     """
-    num_shared = num_shared_experts if use_shared_as_routed else 0
-    topk_idx, topk_weights = _empty_slots(logits, num_topk + num_shared) if out is None else out
-    check.equal(topk_idx.shape[-1], num_topk + num_shared, 'num_slots of out')
+    num_shared = _num_shared(num_shared_experts, use_shared_as_routed)
+    topk_idx, topk_weights = _empty_slots(logits, num_topk, num_shared) if out is None else check.pair(out, 'out')
+    check.integer(num_topk, 'num_topk')
+    check.shape(topk_idx, 'out[0]', 'num_tokens num_slots', num_slots=num_topk + num_shared)
     route_topk_(
         topk_idx,
         topk_weights,
@@ -192,9 +193,17 @@ def moe_topk_gate_backward(
     return dlogits
 
 
-def _empty_slots(logits: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
+def _num_shared(num_shared_experts: int, use_shared_as_routed: bool) -> int:
+    """Shared experts among the slots of a token."""
+    check.at_least(num_shared_experts, 0, 'num_shared_experts')
+    return num_shared_experts if use_shared_as_routed else 0
+
+
+def _empty_slots(logits: Tensor, num_topk: int, num_shared: int) -> tuple[Tensor, Tensor]:
     """Memory for the experts and the weights of all tokens."""
     num_tokens, _ = check.shape(logits, 'logits', 'num_tokens num_experts')
-    check.at_least(num_slots, 1, 'num_topk')
+    check.integer(num_topk, 'num_topk')
+    check.at_least(num_topk, 1, 'num_topk')
+    num_slots = num_topk + num_shared
     topk_idx = logits.new_empty(num_tokens, num_slots, dtype=torch.int64)
     return topk_idx, logits.new_empty(num_tokens, num_slots, dtype=torch.float32)

@@ -73,6 +73,7 @@ def fused_mapping(
 
 def places_for(num_tokens: int, num_topk: int, num_experts: int, alignment: int) -> int:
     """Places that are enough for any choice."""
+    check.integer(num_experts, 'num_experts')
     return (num_tokens * num_topk + (alignment - 1) * num_experts) // alignment * alignment
 
 

@@ -247,7 +247,7 @@ def reduce_fused(
     Returns:
         (num_tokens, hidden), `out` if given; 0 in rows of tokens without a place.
     """
-    x, x_sf = x if isinstance(x, tuple) else (x, None)
+    x, x_sf = check.pair(x, 'x') if isinstance(x, tuple) else (check.tensor(x, 'x'), None)
     if sf is not None and not fp8_format:
         check.fail('sf', "must be None unless fp8_format is 'e4m3'", "fp8_format ''")
     if out is not None:
