@@ -6,6 +6,7 @@ import torch
 
 from tile_kernels.core import check
 from tile_kernels.core.device import num_sms_of
+from tile_kernels.core.errors import UnsupportedError
 from tile_kernels.core.formats import AMAX_FLOOR, AMAX_FLOOR_E4M3_SF
 from tile_kernels.core.knobs import KNOBS, knobs
 
@@ -45,6 +46,19 @@ def is_ascend() -> bool:
 def get_device() -> str:
     """Type of the device that kernels run on."""
     return 'cuda'
+
+
+def get_num_vec_cores() -> int:
+    """Vector cores as TileKernels counts them, two for each multiprocessor; there are none on a GPU."""
+    return 2 * get_num_sms()
+
+
+def get_max_ub_per_vector_core(use_simt: bool = True) -> int:
+    """Unified buffer of a vector core: only an Ascend NPU has one."""
+    raise UnsupportedError('config.get_max_ub_per_vector_core: needs an Ascend NPU; kernels here run on NVIDIA GPUs')
+
+
+get_num_ai_cores = get_num_cube_cores = get_num_sms
 
 
 def set_pdl(enabled: bool) -> None:

@@ -191,7 +191,7 @@ def test_the_head_closes_any_number_of_streams():
 
 def test_a_wrong_number_of_streams_is_named():
     residual, fn, scale, base, _ = inputs()
-    with pytest.raises(ArgumentError, match=r'modeling\.mhc_pre: the number of streams must be 8, got 4'):
+    with pytest.raises(ArgumentError, match=r'modeling\.mhc_pre: residual must be .* with mhc_mult = 8, got bfloat16'):
         mhc_pre(residual, fn, scale, base, mhc_mult=8)
 
 

@@ -66,11 +66,16 @@ def as_bytes(image_token_mask: Tensor | None) -> Tensor | None:
     return None if image_token_mask is None else image_token_mask.view(torch.uint8)
 
 
-def is_packed(args: tuple, kwargs: dict[str, Any]) -> bool:
+def is_packed(x: Tensor, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether a call passes keys and values in one tensor: `kv, weight_fused, ...` instead of `k, v, ...`."""
-    if len(args) > 1:
-        return isinstance(args[1], Tensor) and args[1].dtype is F32
-    return 'k' not in kwargs and 'v' not in kwargs
+    if not args:
+        return 'kv' in kwargs
+    num_streams = check.shape(x, 'hidden_states', 'num_tokens num_streams hidden')[1]
+    num_rows = check.shape(args[0], 'k or kv', 'num_tokens num_rows hidden')[1]
+    if num_rows not in (num_streams, num_streams + 1):
+        rule = f'must have {num_streams} rows for each token, or {num_streams + 1} with the value'
+        check.fail('k or kv', rule, check.describe(args[0]))
+    return num_rows == num_streams + 1
 
 
 def split_packed(kv: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
+from tile_kernels.core.forms import shown_as
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, macro
 from tile_kernels.core.launch import launch
@@ -291,6 +292,7 @@ def _packed_gate_fwd(
     return _gate_fwd(hidden_states, *split_packed(kv, hidden_states), weight_fused, *args, **kwargs)
 
 
+@shown_as(_gate_fwd)
 def engram_gate_fwd(
     hidden_states: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
@@ -323,7 +325,7 @@ def engram_gate_fwd(
     Returns:
         The new hidden states, then dot, gate, rstd_x and rstd_k, each (num_tokens, num_streams) float32 or None.
     """
-    form = _packed_gate_fwd if is_packed(args, kwargs) else _gate_fwd
+    form = _packed_gate_fwd if is_packed(hidden_states, args, kwargs) else _gate_fwd
     return form(hidden_states, *args, **kwargs)
 
 

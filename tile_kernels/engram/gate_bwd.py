@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
+from tile_kernels.core.forms import shown_as
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
 from tile_kernels.engram._gate import (
@@ -196,9 +197,22 @@ def gate_bwd(
 
 
 def _split_gate_bwd(
-    grad_out: Tensor, hidden_states: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
+    grad_out: Tensor,
+    hidden_states: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight_fused: Tensor,
+    dot: Tensor,
+    gate_score: Tensor,
+    rstd_x: Tensor,
+    rstd_k: Tensor,
+    clamp_value: float,
+    image_token_mask: Tensor | None = None,
+    residual: bool = True,
 ) -> tuple[Tensor, ...]:
-    return gate_bwd_partial(grad_out, hidden_states, k, v, *args, **kwargs)
+    saved = (dot, gate_score, rstd_x, rstd_k)
+    options = (clamp_value, image_token_mask, residual)
+    return gate_bwd_partial(grad_out, hidden_states, k, v, weight_fused, *saved, *options)
 
 
 def _packed_gate_bwd(
@@ -207,6 +221,7 @@ def _packed_gate_bwd(
     return packed_gate_bwd_partial(grad_out, hidden_states, kv, *args, **kwargs)
 
 
+@shown_as(_split_gate_bwd)
 def engram_gate_bwd(grad_out: Tensor, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """Gradients of `engram_gate_fwd`, that of the fused weights as partial sums for `grad_w_reduce`.
 
@@ -227,7 +242,7 @@ def engram_gate_bwd(grad_out: Tensor, hidden_states: Tensor, *args: Any, **kwarg
         Contiguous gradients, and (num_partials, num_streams, hidden) float32 that adds up to the gradient of
         weight_fused. Deterministic; num_partials depends on the shape alone, not on the GPU.
     """
-    form = _packed_gate_bwd if is_packed(args, kwargs) else _split_gate_bwd
+    form = _packed_gate_bwd if is_packed(hidden_states, args, kwargs) else _split_gate_bwd
     return form(grad_out, hidden_states, *args, **kwargs)
 
 

@@ -64,7 +64,8 @@ def engram_gate_backward(
     """
     _check(hidden, weight, gate_weight)
     known = {'num_tokens': hidden.shape[0], 'num_experts': weight.shape[0]}
-    check.shape(grad_output, 'grad_output', 'num_tokens num_experts', **known)
+    check.shape(grad_output, 'grad_output', 'num_tokens num_experts', dtype=FLOATS, **known)
+    check.same_device(hidden=hidden, grad_output=grad_output)
     h, dy, w = hidden.float(), grad_output.float(), weight.float()
     rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
     norm = h * rstd

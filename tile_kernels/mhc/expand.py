@@ -180,6 +180,7 @@ def expand(x: Tensor, num_streams: int = 4) -> Tensor:
         (..., num_streams, hidden).
     """
     lead = lead_of(x, 'x', 'hidden', BF16)
+    check_streams(num_streams, x.shape[-1])
     y = x.new_empty((*lead, num_streams, x.shape[-1]))
     expand_.fn(x, y)
     return y

@@ -7,7 +7,8 @@ from tile_kernels.mhc.apply_mix import apply_mix, apply_mix_, apply_mix_bwd_
 from tile_kernels.mhc.big_fuse import mix_and_apply_
 from tile_kernels.mhc.expand import expand_, expand_bwd_
 from tile_kernels.mhc.norm_weight import merge_norm_weight_, merge_norm_weight_bwd_
-from tile_kernels.mhc.post import post, post_, post_bwd
+from tile_kernels.mhc.post import post as post_op
+from tile_kernels.mhc.post import post_, post_bwd
 from tile_kernels.mhc.reduce_parts import reduce_parts_, reduce_parts_bwd_
 from tile_kernels.mhc.sinkhorn import sinkhorn, sinkhorn_, sinkhorn_bwd_
 from tile_kernels.mhc.split_mixes import head_mix_, head_mix_bwd_parts_, split_mixes, split_mixes_, split_mixes_bwd_
@@ -82,6 +83,12 @@ def _view(x: Tensor, name: str, *shape: int) -> Tensor:
     return x.view(shape)
 
 
+def _first_extent(x: Tensor, name: str, extent: int) -> None:
+    """The first dimension of `x` must have this extent."""
+    if check.tensor(x, name).shape[:1] != (extent,):
+        check.fail(name, f'must have {extent} entries in its first dimension', check.describe(x))
+
+
 def expand_to_mhc_fwd(x: Tensor, o: Tensor) -> None:
     """Copy x (..., hidden) into all streams of o (..., n, hidden)."""
     expand_(x, o)
@@ -122,7 +129,7 @@ def mhc_head_compute_mix_bwd(
 
     `token_block_size` has no effect.
     """
-    check.equal(scale_grad_partial.shape[0], num_sms, 'the rows of scale_grad_partial')
+    _first_extent(scale_grad_partial, 'scale_grad_partial', num_sms)
     head_mix_bwd_parts_(
         output_mix_grad, input_mix, mhc_scale, mhc_base, input_mix_grad, scale_grad_partial, base_grad_partial
     )
@@ -149,9 +156,9 @@ def mhc_reduce_partials_and_rmsnorm_fwd(
     n_splits: int,
 ) -> None:
     """Sum n_splits parts of a projection and its squares, and write the normalised projection into out."""
-    check.equal(out_mul_splitted.shape[0], n_splits, 'the parts of out_mul_splitted')
-    num_tokens, num_mixes = out.shape[0], out.shape[-1]
-    num_groups = sqrsum_splitted.shape[-1] if sqrsum_splitted.dim() == 3 else 1
+    _first_extent(out_mul_splitted, 'out_mul_splitted', n_splits)
+    num_tokens, num_mixes = check.shape(out, 'out', 'num_tokens num_mixes')
+    num_groups = sqrsum_splitted.shape[-1] if check.tensor(sqrsum_splitted, 'sqrsum_splitted').dim() == 3 else 1
     reduce_parts_(
         _view(out_mul_splitted, 'out_mul_splitted', n_splits, num_tokens, num_groups, num_mixes),
         _view(sqrsum_splitted, 'sqrsum_splitted', n_splits, num_tokens, num_groups),
@@ -173,8 +180,8 @@ def mhc_reduce_partials_and_rmsnorm_bwd(
     rms_eps: float,
 ) -> None:
     """Write the gradients of out_mul and sqrsum."""
-    num_tokens, num_mixes = out_grad.shape
-    num_groups = sqrsum.shape[-1] if sqrsum.dim() == 2 else 1
+    num_tokens, num_mixes = check.shape(out_grad, 'out_grad', 'num_tokens num_mixes')
+    num_groups = sqrsum.shape[-1] if check.tensor(sqrsum, 'sqrsum').dim() == 2 else 1
     reduce_parts_bwd_(
         out_grad,
         _view(out_mul, 'out_mul', num_tokens, num_groups, num_mixes),
@@ -186,31 +193,30 @@ def mhc_reduce_partials_and_rmsnorm_bwd(
     )
 
 
-def mhc_post_fwd(
-    x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor, out: Tensor | None = None
-) -> Tensor:
-    """`out[o] = post[o] x + sum_i comb[i, o] residual[i]`, shapes as `post` takes them."""
+def mhc_post_fwd(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, out: Tensor | None = None) -> Tensor:
+    """`out[o] = post[o] x + sum_i comb[i, o] residual[i]`, shapes as the op `post` takes them."""
     if out is None:
-        return post(x, residual, post_layer_mix, comb_res_mix)
-    post_(x, residual, post_layer_mix, comb_res_mix, out)
+        return post_op(x, residual, post, comb)
+    post_(x, residual, post, comb, out)
     return out
 
 
 def mhc_post_bwd(
-    x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor, d_o: Tensor
+    x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, d_o: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, residual, post_layer_mix and comb_res_mix of `mhc_post_fwd`."""
-    return post_bwd(d_o, x, residual, post_layer_mix, comb_res_mix)
+    """Gradients of x, residual, post and comb of `mhc_post_fwd`."""
+    return post_bwd(d_o, x, residual, post, comb)
 
 
 def mhc_pre_apply_mix_fwd(x: Tensor, mix: Tensor, o: Tensor) -> None:
     """Write sum_c mix[c] x[c] of x (..., n, hidden) and mix (..., n) or (..., n, 1) into o (..., hidden)."""
-    apply_mix_(x, _view(mix, 'mix', *x.shape[:-1], 1), o)
+    apply_mix_(x, _view(mix, 'mix', *check.tensor(x, 'x').shape[:-1], 1), o)
 
 
 def mhc_pre_apply_mix_bwd(o_grad: Tensor, x: Tensor, mix: Tensor, x_grad: Tensor) -> Tensor:
     """Add the gradient of x to x_grad; returns that of mix."""
-    return apply_mix_bwd_(o_grad, x, _view(mix, 'mix', *x.shape[:-1], 1), x_grad).view(mix.shape)
+    shape = check.tensor(x, 'x').shape
+    return apply_mix_bwd_(o_grad, x, _view(mix, 'mix', *shape[:-1], 1), x_grad).view(mix.shape)
 
 
 def mhc_pre_big_fuse_fwd(
@@ -230,7 +236,7 @@ def mhc_pre_big_fuse_fwd(
     n_splits: int = 16,
 ) -> None:
     """What follows the projection of a pre, from its parts (n_splits, num_tokens, ...), into the last three tensors."""
-    check.equal(gemm_out_mul.shape[0], n_splits, 'the parts of gemm_out_mul')
+    _first_extent(gemm_out_mul, 'gemm_out_mul', n_splits)
     num_tokens, num_streams, _ = check.shape(residual, 'residual', 'num_tokens num_streams hidden')
     mix_and_apply_(
         residual,
@@ -249,8 +255,10 @@ def mhc_pre_big_fuse_fwd(
     )
 
 
-def _coefficients(lead: tuple, num_streams: int, **mixes: Tensor) -> list[Tensor]:
+def _coefficients(input_mixes: Tensor, mhc_base: Tensor, **mixes: Tensor) -> list[Tensor]:
     """Coefficients as the ops take them; the last are those of the combination."""
+    lead = check.tensor(input_mixes, 'input_mixes').shape[:-1]
+    num_streams = round((check.tensor(mhc_base, 'mhc_base').numel() + 1) ** 0.5) - 1
     lasts = [1] * (len(mixes) - 1) + [num_streams]
     return [_view(x, name, *lead, num_streams, last) for (name, x), last in zip(mixes.items(), lasts, strict=True)]
 
@@ -266,8 +274,7 @@ def mhc_pre_split_mixes_fwd(
     mhc_pre_eps: float,
 ) -> None:
     """Split mixes (..., n (2 + n)) into pre and post of n and comb of n^2 coefficients."""
-    lead, num_streams = tuple(input_mixes.shape[:-1]), int(round((mhc_base.numel() + 1) ** 0.5)) - 1
-    outputs = _coefficients(lead, num_streams, pre=pre, post=post, comb=comb)
+    outputs = _coefficients(input_mixes, mhc_base, pre=pre, post=post, comb=comb)
     split_mixes_(input_mixes, mhc_scale, mhc_base, *outputs, mhc_post_mult_value, mhc_pre_eps)
 
 
@@ -285,8 +292,8 @@ def mhc_pre_split_mixes_bwd(
     mhc_post_mult_value: float,
 ) -> None:
     """Write the gradients of mixes, scale and base; `post` has no effect, it follows from the mixes."""
-    lead, num_streams = tuple(input_mixes.shape[:-1]), int(round((mhc_base.numel() + 1) ** 0.5)) - 1
-    upstream = _coefficients(lead, num_streams, pre_grad=pre_grad, post_grad=post_grad, comb_grad=comb_grad)
+    gradients = dict(pre_grad=pre_grad, post_grad=post_grad, comb_grad=comb_grad)
+    upstream = _coefficients(input_mixes, mhc_base, **gradients)
     outputs = (input_mixes_grad, mhc_scale_grad, mhc_base_grad)
     split_mixes_bwd_(*upstream, input_mixes, mhc_scale, mhc_base, *outputs, mhc_post_mult_value)
 

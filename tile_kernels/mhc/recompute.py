@@ -300,6 +300,9 @@ def mhc_multilayer_recompute(
         residual_list: (..., n, hidden) bfloat16, as many as outputs; overwritten with the residual after each layer.
     """
     lists = (pre_mix_list, layer_input_list, layer_output_list, post_mix_list, comb_mix_list, residual_list)
+    for name, tensors in zip(SLOTS, lists, strict=True):
+        if not isinstance(tensors, Sequence):
+            check.fail(f'the list of {name}', 'must be a sequence of tensors', check.describe(tensors))
     of = dict(zip(SLOTS, (list(tensors) for tensors in lists), strict=True))
     _check(initial_residual, of)
     first = initial_residual

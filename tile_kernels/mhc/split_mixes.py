@@ -367,7 +367,7 @@ def head_mix_bwd_parts_(
         scale_parts: (num_parts, 1) float32, contiguous; overwritten.
         base_parts: (num_parts, num_streams) float32, contiguous; overwritten.
     """
-    num_streams = mixes.shape[-1]
+    num_streams = mixes.shape[-1] if mixes.dim() else 0
     lead = _check(mixes, scale, base, num_streams, head=True)
     for name, x in (('dmix', dmix), ('dmixes', dmixes)):
         lead_of(x, name, 'num_streams', F32, lead, num_streams=num_streams)
@@ -421,7 +421,7 @@ def head_mix_(mixes: Tensor, scale: Tensor, base: Tensor, mix: Mut, pre_eps: flo
         mix: shape of mixes; overwritten.
         pre_eps: added to the result.
     """
-    num_streams = mixes.shape[-1]
+    num_streams = mixes.shape[-1] if mixes.dim() else 0
     lead = _check(mixes, scale, base, num_streams, head=True)
     lead_of(mix, 'mix', 'num_streams', F32, lead, num_streams=num_streams)
     check.same_device(mixes=mixes, mix=mix)

@@ -76,7 +76,15 @@ def _flatten(
     hidden_states: Tensor, sources: tuple[Tensor, ...], mask: Tensor | None
 ) -> tuple[Tensor, list[Tensor], Tensor | None]:
     """Tokens in one dimension."""
-    num_streams, hidden = hidden_states.shape[-2:]
+    if hidden_states.dim() < 2:
+        check.fail('hidden_states', 'must be (..., num_streams, hidden)', check.describe(hidden_states))
+    *lead, num_streams, hidden = hidden_states.shape
+    shapes = {'kv': (*lead, (num_streams + 1) * hidden)}
+    if len(sources) == 2:
+        shapes = {'k': (*lead, num_streams, hidden), 'v': (*lead, hidden)}
+    for (name, shape), source in zip(shapes.items(), sources, strict=True):
+        if check.tensor(source, name).shape != shape:
+            check.fail(name, f'must be {shape}', check.describe(source))
     if len(sources) == 1:
         flat = [sources[0].reshape(-1, num_streams + 1, hidden)]
     else:

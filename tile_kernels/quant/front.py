@@ -15,19 +15,10 @@ from tile_kernels.quant.per_token_recast import per_token_recast_with_precompute
 from tile_kernels.quant.per_token_recast import per_token_recast_with_sf_only as recast_sf_op
 
 FP8_NAMES = {torch.float8_e4m3fn: 'e4m3', torch.float8_e5m2: 'e5m2'}
-ELEMENT_NAMES = {**FP8_NAMES, torch.int8: 'e2m1', torch.uint8: 'e2m1'}
+ELEMENT_NAMES = {**FP8_NAMES, torch.int8: 'e2m1'}
 
 Pair = tuple[Tensor, Tensor]
 Block = tuple[int, int]
-
-
-def _pair(value: object, name: str) -> Pair:
-    """`value`, once it is a pair of tensors."""
-    if not isinstance(value, tuple) or len(value) != 2:
-        check.fail(name, 'must be a pair (data, sf)', check.describe(value))
-    check.tensor(value[0], f'{name}[0]')
-    check.tensor(value[1], f'{name}[1]')
-    return value
 
 
 def _quantised(x: Pair, block: Block | None, element: str | None = None) -> QuantTensor:
@@ -35,12 +26,14 @@ def _quantised(x: Pair, block: Block | None, element: str | None = None) -> Quan
 
     Factors are column-major if only their first stride is 1: so are those of a single column, unless it is dense.
     """
-    data, sf = _pair(x, 'x')
+    data, sf = check.pair(x, 'x')
     if isinstance(x, QuantTensor):
         return x
     if block is None:
         check.fail('x_block_size', 'must be given for a plain pair of data and scale factors', 'None')
-    check.one_of(data.dtype, ELEMENT_NAMES, 'x[0].dtype')
+    if element is None and data.dtype is torch.uint8:
+        check.fail('x[0]', "must come with x_special_fmt='e5m6' if it is uint8 (e2m1 is int8)", check.describe(data))
+    check.one_of(data.dtype, (torch.uint8,) if element else ELEMENT_NAMES, 'x[0].dtype')
     check.one_of(sf.dtype, (torch.float32, torch.int32, torch.float8_e4m3fn), 'x[1].dtype')
     if sf.dim() != 2:
         check.fail('x[1]', 'must be a matrix', check.describe(sf))
@@ -48,6 +41,8 @@ def _quantised(x: Pair, block: Block | None, element: str | None = None) -> Quan
     if sf.stride(0) == 1 and sf.stride(1) != 1:  # a branch: torch.compile would keep the expression symbolic
         column_major = True
     name = element or ELEMENT_NAMES[data.dtype]
+    if not isinstance(block, (tuple, list)) or len(block) != 2:
+        check.fail('x_block_size', 'must be two numbers, of rows and of channels', repr(block))
     rows, cols = block
     if cols not in (1, *GROUPS) and cols == data.shape[-1] * 8 // ELEMENTS[name].bits:
         cols = 0  # the whole row
@@ -75,7 +70,7 @@ def _format(
 ) -> QuantFormat:
     """The format that the flags describe; a whole format (object or name) is taken as it is."""
     flags = use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_e4m3_sf
-    if isinstance(fmt, QuantFormat) or '_' in fmt:
+    if isinstance(fmt, QuantFormat) or '_' in str(fmt):
         if num_per_channels is not None or any(flags):
             check.fail('num_per_channels and the sf flags', 'must be left out when fmt is a whole format', str(fmt))
         return QuantFormat.parse(fmt)
@@ -127,7 +122,8 @@ def per_token_cast(
     y = (cast_op if isinstance(x, Tensor) else recast_op)(x, layout, None, stochastic_cast)
     if out is None:
         return y
-    return QuantTensor(_into(out[0], y.data, 'out[0]'), _into(out[1], y.sf, 'out[1]'), y.fmt)
+    data, sf = check.pair(out, 'out')
+    return QuantTensor(_into(data, y.data, 'out[0]'), _into(sf, y.sf, 'out[1]'), y.fmt)
 
 
 def per_token_cast_with_sf_only(
@@ -211,6 +207,6 @@ def fake_quantise(x: Tensor, fmt: str | QuantFormat) -> Tensor:
 
 def _into(out: Tensor, value: Tensor, name: str) -> Tensor:
     """Copy a result to where the caller wants it."""
-    if out.shape != value.shape or out.dtype is not value.dtype or out.device != value.device:
+    if check.tensor(out, name).shape != value.shape or out.dtype is not value.dtype or out.device != value.device:
         check.fail(name, f'must be {check.describe(value)}', check.describe(out))
     return out.copy_(value)

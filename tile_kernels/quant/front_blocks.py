@@ -25,7 +25,7 @@ BACK = {'bf16': torch.bfloat16, 'fp16': torch.float16, 'fp32': torch.float32}
 
 def _block_format(fmt: str | QuantFormat, block_size: Block | None, *flags: bool) -> QuantFormat:
     """The format that the arguments describe; a whole format (object or name) is taken as it is."""
-    if isinstance(fmt, QuantFormat) or '_' in fmt:
+    if isinstance(fmt, QuantFormat) or '_' in str(fmt):
         if block_size is not None or any(flags):
             check.fail('block_size and the sf flags', 'must be left out when fmt is a whole format', str(fmt))
         return QuantFormat.parse(fmt)
@@ -67,7 +67,8 @@ def per_block_cast(
     y = block_op(x, _block_format(fmt, block_size, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0))
     if out is None:
         return y
-    return QuantTensor(_into(out[0], y.data, 'out[0]'), _into(out[1], y.sf, 'out[1]'), y.fmt)
+    data, sf = check.pair(out, 'out')
+    return QuantTensor(_into(data, y.data, 'out[0]'), _into(sf, y.sf, 'out[1]'), y.fmt)
 
 
 def per_block_cast_with_sf_only(
@@ -341,7 +342,10 @@ def batched_transpose_weight_sf(
         For each weight `(sf0, sf1)`, int32: sf0 (..., n, ceil(k / b / 4)) with stride 1 along n, four blocks of k to a
         word; sf1 (..., k, ceil(n / b / 4)) with stride 1 along k, four blocks of n to a word.
     """
-    block = block_size if isinstance(block_size, int) else block_size[0]
+    for name, values in (('sf', sf), ('transpose_sf1s', transpose_sf1s), ('outs', outs)):
+        if not isinstance(values, Sequence) and not (name == 'outs' and values is None):
+            check.fail(name, 'must be a sequence with an entry for each weight', check.describe(values))
+    block = block_size[0] if isinstance(block_size, (tuple, list)) and block_size else block_size
     targets = outs if outs is not None else [None] * len(sf)
     if not len(sf) == len(transpose_sf1s) == len(targets):
         lengths = f'{len(sf)}, {len(transpose_sf1s)} and {len(targets)}'

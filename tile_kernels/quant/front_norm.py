@@ -38,6 +38,11 @@ def _room(x: Tensor | None, like: Tensor, name: str) -> Tensor | None:
     return x.view(-1, x.shape[2])
 
 
+def _shaped(rows: Tensor, like: Tensor) -> Tensor:
+    """Rows in the shape of `like`; memory of the caller that has it already is returned as it came."""
+    return rows if rows.shape == like.shape else rows.view(like.shape)
+
+
 def norm_forward(
     x: Tensor,
     weight: Tensor | None,
@@ -82,10 +87,7 @@ def norm_forward(
         z = None
     else:
         y, rstd, z = add_norm_forward(rows, residual_rows, weight, eps, out_scale)
-    if x.dim() == 3:
-        y, rstd = y.view(x.shape), rstd.view(x.shape[:-1])
-        z = z if z is None else z.view(x.shape)
-    return y, rstd if with_rstd else None, x if z is None else z
+    return _shaped(y, x), rstd.view(x.shape[:-1]) if with_rstd else None, x if z is None else _shaped(z, x)
 
 
 def norm_forward_and_per_token_cast(
@@ -166,8 +168,10 @@ def norm_forward_and_per_token_cast(
     if x.dim() == 3:
         data = data.view(*x.shape[:2], -1)
         sf = sf if sf.dim() == 3 else sf.unflatten(0, x.shape[:2])
-        y, z, rstd = (v if v is None else v.view(*x.shape[:2], *v.shape[1:]) for v in (y, z, rstd))
-    return QuantTensor(data, sf, layout), y, rstd if with_rstd else None, x if z is None else z
+        rstd = rstd.view(x.shape[:2])
+    y, z = y if out_bf16 is None else out_bf16, z if residual_out is None else residual_out
+    y, z = y if y is None else _shaped(y, x), x if z is None else _shaped(z, x)
+    return QuantTensor(data, sf, layout), y, rstd if with_rstd else None, z
 
 
 def _mega_room(mega_moe_sf: Tensor | None, num_tokens: int, block_rows: int) -> tuple[Tensor | None, int]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tile_kernels.core import check
 from tile_kernels.core.formats import QuantFormat, QuantTensor
+from tile_kernels.core.forms import shown_as
 from tile_kernels.core.knobs import knobs
 from tile_kernels.quant.swiglu_backward import swiglu_backward as backward_op
 from tile_kernels.quant.swiglu_backward_and_per_token_cast import swiglu_backward_and_per_token_cast as backward_cast_op
@@ -49,7 +50,7 @@ def _one(first: Any, second: Any, names: str) -> Any:
 
 def _format(fmt: str | QuantFormat, num_per_channels: int | None, width: int, *flags: bool) -> QuantFormat:
     """The per-token format that the flags describe; a whole format (object or name) is taken as it is."""
-    if isinstance(fmt, QuantFormat) or '_' in fmt:
+    if isinstance(fmt, QuantFormat) or '_' in str(fmt):
         if num_per_channels is not None or any(flags):
             check.fail('num_per_channels and the sf flags', 'must be left out when fmt is a whole format', str(fmt))
         return QuantFormat.parse(fmt)
@@ -66,9 +67,7 @@ def _quantised(x: tuple[Tensor, Tensor], num_per_channels: int | None) -> QuantT
     """A plain pair is fp8 codes with row-major float32 factors for `num_per_channels` channels each."""
     if isinstance(x, QuantTensor):
         return x
-    if not isinstance(x, tuple) or len(x) != 2:
-        check.fail('x', 'must be a pair of codes and scale factors', check.describe(x))
-    data, sf = (check.tensor(part, 'x') for part in x)
+    data, sf = check.pair(x, 'x')
     check.dtype(data, 'x', tuple(FP8_NAMES))
     check.dtype(sf, 'x.sf', torch.float32)
     if num_per_channels is None:
@@ -157,9 +156,10 @@ def swiglu_forward_and_per_token_cast(
         `QuantTensor`, which unpacks as (data, sf); both are 0 in padding rows.
     """
     flags = use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0
+    _, width = check.shape(x, 'x', 'num_rows 2*hidden')
     return cast_op(
         x,
-        _format(fmt, num_per_channels, check.tensor(x, 'x').shape[-1] // 2, *flags),
+        _format(fmt, num_per_channels, width // 2, *flags),
         None,
         topk_weights,
         pos_to_token_topk,
@@ -262,40 +262,6 @@ def swiglu_backward(
     return (dx,) + ((dtopk_weights,) if topk_weights is not None else ()) + ((y,) if do_recompute else ())
 
 
-def swiglu_backward_and_per_token_cast(x: tuple[Tensor, Tensor], *args: Any, **kwargs: Any) -> tuple:
-    """Gradients of SwiGLU of a quantised x, in bfloat16 and, from the same float32 numbers, quantised.
-
-    The third argument tells the two forms apart. With maps:
-
-        swiglu_backward_and_per_token_cast(
-            x, grad_out, weight, pos_to_token_topk, token_topk_to_pos, num_per_channels,
-            round_sf=False, swiglu_clamp_value=None,
-        ) -> (out, (x_grad_fp8, x_grad_sf), x_grad, weight_grad)
-
-    With prefix sums, where the gradient of the weights and the forward result come last and only if there are weights
-    and with `do_recompute`:
-
-        swiglu_backward_and_per_token_cast(
-            x, act_x_grad, fmt, num_per_channels, psum_num_tokens_per_expert=None, topk_weights=None,
-            routed_scaling_factor=None, use_tma_aligned_col_major_sf=False, round_sf=False, use_packed_ue8m0=False,
-            clamp_value=None, do_recompute=False,
-        ) -> (x_grad, (x_grad_fp8, x_grad_sf), [weight_grad], [out])
-
-    Args:
-        x: codes (num_rows, 2 * hidden) and row-major float32 scale factors, one for each `num_per_channels` channels,
-            or a `QuantTensor` of any per-token fp8 format.
-        args: the arguments above.
-        kwargs: the arguments above, by name.
-
-    Returns:
-        The tuple above; everything is 0 in padding rows.
-    """
-    by_name = len(args) < 2 and 'fmt' in kwargs
-    if by_name or (len(args) > 1 and isinstance(args[1], (str, QuantFormat))):
-        return _gradients_by_prefix_sums(x, *args, **kwargs)
-    return _gradients_by_maps(x, *args, **kwargs)
-
-
 def _gradients_by_maps(
     x: tuple[Tensor, Tensor],
     grad_out: Tensor,
@@ -349,3 +315,36 @@ def _gradients_by_prefix_sums(
         recompute=do_recompute,
     )
     return (dx, (codes, sf)) + ((dtopk_weights,) if topk_weights is not None else ()) + ((y,) if do_recompute else ())
+
+
+@shown_as(_gradients_by_maps)
+def swiglu_backward_and_per_token_cast(x: tuple[Tensor, Tensor], *args: Any, **kwargs: Any) -> tuple:
+    """Gradients of SwiGLU of a quantised x, in bfloat16 and, from the same float32 numbers, quantised.
+
+    The third argument tells the two forms apart. With maps:
+
+        swiglu_backward_and_per_token_cast(
+            x, grad_out, weight, pos_to_token_topk, token_topk_to_pos, num_per_channels,
+            round_sf=False, swiglu_clamp_value=None,
+        ) -> (out, (x_grad_fp8, x_grad_sf), x_grad, weight_grad)
+
+    With prefix sums, where the gradient of the weights and the forward result come last and only if there are weights
+    and with `do_recompute`:
+
+        swiglu_backward_and_per_token_cast(
+            x, act_x_grad, fmt, num_per_channels, psum_num_tokens_per_expert=None, topk_weights=None,
+            routed_scaling_factor=None, use_tma_aligned_col_major_sf=False, round_sf=False, use_packed_ue8m0=False,
+            clamp_value=None, do_recompute=False,
+        ) -> (x_grad, (x_grad_fp8, x_grad_sf), [weight_grad], [out])
+
+    Args:
+        x: codes (num_rows, 2 * hidden) and row-major float32 scale factors, one for each `num_per_channels` channels,
+            or a `QuantTensor` of any per-token fp8 format.
+        args: the arguments above.
+        kwargs: the arguments above, by name.
+
+    Returns:
+        The tuple above; everything is 0 in padding rows.
+    """
+    by_maps = isinstance(args[1], Tensor) if len(args) > 1 else 'fmt' not in kwargs
+    return (_gradients_by_maps if by_maps else _gradients_by_prefix_sums)(x, *args, **kwargs)

@@ -56,9 +56,9 @@ from tile_kernels.torch.moe import (
     top2_sum_gate,
     topk_gate,
     topk_gating,
-    topk_sum_and_topk_group_idx,
     weight_normalize,
 )
+from tile_kernels.torch.moe import topk_sum_and_topk_group_idx_reference as topk_sum_and_topk_group_idx
 from tile_kernels.torch.per_channel_cast_fused import per_channel_cast_fused
 from tile_kernels.torch.quant import (
     batched_transpose_weight_sf,

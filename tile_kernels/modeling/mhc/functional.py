@@ -109,6 +109,11 @@ def expand_from_embedding(x: Tensor, mhc_mult: int = 4) -> Tensor:
     return expand_to_mhc(x, mhc_mult)
 
 
+def _check_streams(residual: Tensor, mhc_mult: int) -> None:
+    if check.tensor(residual, 'residual').shape[-2:-1] != (mhc_mult,):
+        check.fail('residual', f'must be (..., mhc_mult, hidden) with mhc_mult = {mhc_mult}', check.describe(residual))
+
+
 def mhc_pre(
     residual: Tensor,
     fn: Tensor,
@@ -145,10 +150,10 @@ def mhc_pre(
     Returns:
         layer_input (..., hidden) bfloat16, and (post_mix (..., n, 1), comb_mix (..., n, n)) for `mhc_post`.
     """
-    check.equal(residual.shape[-2], mhc_mult, 'the number of streams')
+    _check_streams(residual, mhc_mult)
     options = (sinkhorn_repeat, norm_eps, pre_eps, sinkhorn_eps, post_mult_value)
     inputs = (residual, fn, scale, base, norm_weight)
-    if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in inputs):
+    if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
         merged = fn if norm_weight is None else merge_norm_weight(fn, norm_weight)
         post_mix, comb_mix, layer_input = big_fuse(residual, merged, scale, base, *options)
     else:
@@ -231,7 +236,7 @@ def mhc_head(
     Returns:
         (..., hidden) bfloat16.
     """
-    check.equal(residual.shape[-2], mhc_mult, 'the number of streams')
+    _check_streams(residual, mhc_mult)
     mixes = mhc_pre_norm_fn(residual, fn, norm_weight, norm_eps)
     mix = mhc_head_compute_mix(mixes, scale, base, pre_eps)
     return mhc_pre_apply_mix(residual, mix.unsqueeze(-1))

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tile_kernels.core.forms import shown_as
 from tile_kernels.engram._gate import num_partials_for
 
 
@@ -161,22 +162,6 @@ def fused_weight(weight_hidden: Tensor, weight_embed: Tensor) -> Tensor:
     return weight_hidden.float() * weight_embed.float()
 
 
-def engram_gate_ref(
-    hidden_states: Tensor, *args: Any, **kwargs: Any
-) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gate from both norm weights, differentiable by autograd.
-
-        engram_gate_ref(hidden_states, k, v, weight_hidden, weight_embed, clamp_value, eps, save_for_backward=False)
-        engram_gate_ref(hidden_states, kv, weight_hidden, weight_embed, clamp_value, eps, save_for_backward=False,
-                        image_token_mask=None)
-
-    Returns the new hidden states, with `save_for_backward` also dot, gate, rstd_x and rstd_k.
-    """
-    packed = 'kv' in kwargs or (len(args) > 0 and args[0].shape[1] == hidden_states.shape[1] + 1)
-    form = _packed_gate_ref if packed else _gate_ref
-    return form(hidden_states, *args, **kwargs)
-
-
 def _gate_ref(
     hidden_states: Tensor,
     k: Tensor,
@@ -195,3 +180,20 @@ def _gate_ref(
 
 def _packed_gate_ref(hidden_states: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Any:
     return _gate_ref(hidden_states, kv[:, :-1], kv[:, -1], *args, **kwargs)
+
+
+@shown_as(_gate_ref)
+def engram_gate_ref(
+    hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gate from both norm weights, differentiable by autograd.
+
+        engram_gate_ref(hidden_states, k, v, weight_hidden, weight_embed, clamp_value, eps, save_for_backward=False)
+        engram_gate_ref(hidden_states, kv, weight_hidden, weight_embed, clamp_value, eps, save_for_backward=False,
+                        image_token_mask=None)
+
+    Returns the new hidden states, with `save_for_backward` also dot, gate, rstd_x and rstd_k.
+    """
+    packed = 'kv' in kwargs or (len(args) > 0 and args[0].shape[1] == hidden_states.shape[1] + 1)
+    form = _packed_gate_ref if packed else _gate_ref
+    return form(hidden_states, *args, **kwargs)

@@ -36,6 +36,7 @@ from tile_kernels.torch.moe.routes import (
     route_topk_bwd_,
     top2_sum_gate,
     topk_sum_and_topk_group_idx,
+    topk_sum_and_topk_group_idx_reference,
 )
 
 __all__ = [name for name in dir() if not name.startswith('_') and name not in ('gates', 'moving', 'routes')]

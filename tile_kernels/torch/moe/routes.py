@@ -15,6 +15,11 @@ def topk_sum_and_topk_group_idx(scores: Tensor, num_topk_sum: int, num_topk_grou
     return stable_topk(best.float().sum(-1), num_topk_groups)
 
 
+def topk_sum_and_topk_group_idx_reference(scores: Tensor, num_group_sum_topk: int, num_topk_groups: int) -> Tensor:
+    """`topk_sum_and_topk_group_idx` with the argument names of TileKernels' reference."""
+    return topk_sum_and_topk_group_idx(scores, num_group_sum_topk, num_topk_groups)
+
+
 def route_topk_(
     topk_idx: Tensor,
     topk_weights: Tensor,

@@ -54,7 +54,6 @@ from tile_kernels.torch.quant.tokens import (
     unpack_from_e2m1fn_x2,
 )
 
-__all__ = [name for name in dir() if not name.startswith('_') and name not in ('blocks', 'norm', 'swiglu', 'tokens')]
-__all__ = [
-    name for name in dir() if not name.startswith('_') and name not in ('blocks', 'stochastic', 'swiglu', 'tokens')
-]
+_MODULES = ('blocks', 'norm', 'stochastic', 'swiglu', 'tokens')
+
+__all__ = [name for name in dir() if not name.startswith('_') and name not in _MODULES]

@@ -79,15 +79,6 @@ def per_block_cast_with_precomputed_sf(x: Tensor, sf: Tensor, fmt: QuantFormat) 
 # Per channel --------------------------------------------------------------------------------
 
 
-def _store_channel_sf(sf: Tensor, fmt: QuantFormat, rows: int, cols: int) -> Tensor:
-    """Scale factors of groups of rows; packed ones hold four groups of a channel, bytes without a group are 0."""
-    stored = fmt.empty_sf(rows, cols, sf.device)
-    if fmt.sf == 'ue8m0x4':
-        groups = torch.nn.functional.pad(sf, (0, 0, 0, -sf.shape[0] % 4)).unflatten(0, (-1, 4))
-        sf = groups.transpose(1, 2).contiguous().view(torch.int32).squeeze(-1)
-    return stored.copy_(sf)
-
-
 def _gather(x: Tensor, pos_to_token: Tensor | None) -> Tensor:
     """Rows of `x` by number; a number that is no row gives zeros."""
     if pos_to_token is None:
@@ -101,7 +92,7 @@ def per_channel_cast(x: Tensor, fmt: QuantFormat, pos_to_token: Tensor | None = 
     """Quantise each channel of `x`, or of rows gathered from it, in groups of rows."""
     x = _gather(x, pos_to_token)
     sf, sf_inv = _scale_factors(x, fmt, None)
-    return QuantTensor(_quantise(x, sf_inv, fmt), _store_channel_sf(sf, fmt, *x.shape), fmt)
+    return QuantTensor(_quantise(x, sf_inv, fmt), _store_sf(sf, fmt, *x.shape), fmt)
 
 
 def per_channel_recast(x: QuantTensor, fmt: QuantFormat, pos_to_token: Tensor | None = None) -> QuantTensor:

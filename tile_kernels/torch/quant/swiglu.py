@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.core.formats import QuantFormat, QuantTensor
+from tile_kernels.core.forms import shown_as
 from tile_kernels.core.knobs import knobs
 from tile_kernels.torch.quant.blocks import dequantise, per_channel_cast, per_channel_cast_and_transpose
 from tile_kernels.torch.quant.tokens import _divide, _quantise, _scale_factors, _store_sf, cast_back
@@ -15,8 +16,12 @@ from tile_kernels.torch.quant.tokens import _divide, _quantise, _scale_factors, 
 # Rows ---------------------------------------------------------------------------------------
 
 
-def get_mapping_from_psum(x: Tensor, psum: Tensor, alignment: int = 128) -> Tensor:
-    """Which rows of `x` belong to an expert: e owns [align(psum[e - 1], alignment), psum[e])."""
+def get_mapping_from_psum(x: Tensor, psum: Tensor, alignment: int | None = None) -> Tensor:
+    """Which rows of `x` belong to an expert: e owns [align(psum[e - 1], alignment), psum[e]).
+
+    Without `alignment` it is that of `config.get_token_alignment()`.
+    """
+    alignment = knobs.token_alignment if alignment is None else alignment
     starts = torch.cat((psum.new_zeros(1), (psum[:-1] + alignment - 1) // alignment * alignment))
     row = torch.arange(x.shape[0], device=x.device)[:, None]
     return ((row >= starts) & (row < psum)).any(dim=1)
@@ -36,7 +41,8 @@ def _row_weights(topk_weights: Tensor | None, pos_to_token_topk: Tensor | None, 
     if pos_to_token_topk is not None:
         has_slot = (pos_to_token_topk >= 0) & (pos_to_token_topk < topk_weights.numel())
         slot = torch.where(has_slot, pos_to_token_topk, 0).long()
-        topk_weights = torch.where(has_slot, topk_weights.flatten()[slot], 0.0)
+        padded = torch.nn.functional.pad(topk_weights.flatten(), (0, 1))  # there may be no weights at all
+        topk_weights = torch.where(has_slot, padded[slot], 0.0)
     return (topk_weights * weight_scale)[:, None]
 
 
@@ -276,22 +282,6 @@ def swiglu_forward_reference(
     return swiglu_forward_and_count(x, clamped_count, topk_weights, pos_to_token_topk, **options)
 
 
-def swiglu_backward_reference(
-    x: Tensor | tuple[Tensor, Tensor], grad_out: Tensor, *args: Any, **kwargs: Any
-) -> tuple[Tensor, ...]:
-    """Gradients of SwiGLU in float32, in two forms that x tells apart.
-
-    A quantised x comes with maps, a plain one with prefix sums (weight_grad only if there are weights):
-
-        (x, grad_out, weight, pos_to_token_topk, token_topk_to_pos, num_per_channels, swiglu_clamp_value=None)
-            -> (out, x_grad, weight_grad)
-        (x, grad_out, psum=None, topk_weights=None, routed_scaling_factor=None, clamp_value=None, alignment=128)
-            -> (x_grad, [weight_grad], out)
-    """
-    form = _reference_by_maps if isinstance(x, tuple) else _reference_by_prefix_sums
-    return form(x, grad_out, *args, **kwargs)
-
-
 def _reference_by_maps(
     x: tuple[Tensor, Tensor],
     grad_out: Tensor,
@@ -329,3 +319,20 @@ def _reference_by_prefix_sums(
         recompute=True,
     )
     return (dx, y) if topk_weights is None else (dx, dtopk_weights, y)
+
+
+@shown_as(_reference_by_maps)
+def swiglu_backward_reference(
+    x: Tensor | tuple[Tensor, Tensor], grad_out: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, ...]:
+    """Gradients of SwiGLU in float32, in two forms that x tells apart.
+
+    A quantised x comes with maps, a plain one with prefix sums (weight_grad only if there are weights):
+
+        (x, grad_out, weight, pos_to_token_topk, token_topk_to_pos, num_per_channels, swiglu_clamp_value=None)
+            -> (out, x_grad, weight_grad)
+        (x, grad_out, psum=None, topk_weights=None, routed_scaling_factor=None, clamp_value=None, alignment=128)
+            -> (x_grad, [weight_grad], out)
+    """
+    form = _reference_by_maps if isinstance(x, tuple) else _reference_by_prefix_sums
+    return form(x, grad_out, *args, **kwargs)

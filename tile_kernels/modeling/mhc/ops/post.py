@@ -11,42 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tile_kernels.mhc import front
-from tile_kernels.mhc.post import post, post_, post_bwd
+from tile_kernels.mhc.post import post, post_
+from tile_kernels.mhc.post_kernel import mhc_post_bwd, mhc_post_fwd
 
-mhc_post_fwd = front.mhc_post_fwd
+__all__ = ['mhc_post', 'mhc_post_bwd', 'mhc_post_fwd']
 
 
 def handed_over(residual: Tensor) -> Tensor | None:
     """The gradient that post has left for this residual, or None."""
     return getattr(residual.untyped_storage(), 'grad_from_mhc_post', None)
-
-
-def mhc_post_bwd(
-    x: Tensor,
-    residual: Tensor,
-    post_layer_mix: Tensor,
-    comb_res_mix: Tensor,
-    d_o: Tensor,
-    fuse_grad_acc: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, residual, post_layer_mix and comb_res_mix.
-
-    Args:
-        x: (..., hidden) bfloat16.
-        residual: (..., n, hidden) bfloat16.
-        post_layer_mix: (..., n, 1) float32.
-        comb_res_mix: (..., n, n) float32.
-        d_o: gradient of the result, (..., n, hidden) bfloat16.
-        fuse_grad_acc: whether the gradient of residual is also left on its storage.
-
-    Returns:
-        The four gradients.
-    """
-    gradients = post_bwd(d_o, x, residual, post_layer_mix, comb_res_mix)
-    if fuse_grad_acc:
-        residual.untyped_storage().grad_from_mhc_post = gradients[1]
-    return gradients
 
 
 class _Post(torch.autograd.Function):

@@ -1,0 +1,5 @@
+"""`QuantTensor` where TileKernels has it."""
+
+from tile_kernels.core.formats import QuantTensor
+
+__all__ = ['QuantTensor']
