@@ -18,7 +18,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compile, then one line per failure and one for the whole."""
-    done = precompile(args.ops or None, archs=args.arch, out=args.out, jobs=args.jobs)
+    first, *names = args.arch  # `--arch sm_90a moe`: moe is an op
+    archs = [first, *(name for name in names if name.startswith('sm_'))]
+    ops = args.ops + [name for name in names if name not in archs]
+    done = precompile(ops or None, archs=archs, out=args.out, jobs=args.jobs)
     out = console.output()
     for variant, reason in done.failures.items():
         out.print(f'failed: {variant}: {reason}', markup=False, soft_wrap=True)
