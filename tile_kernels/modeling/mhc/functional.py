@@ -201,7 +201,7 @@ def mhc_post_pre(
     Returns:
         The next residual, and what `mhc_pre` gives for it: layer_input and (post_mix, comb_mix).
     """
-    check.equal(residual.shape[-2], mhc_mult, 'the number of streams')
+    _check_streams(residual, mhc_mult)
     options = (sinkhorn_repeat, norm_eps, pre_eps, sinkhorn_eps, post_mult_value)
     streams = (x, residual, post_mix, comb_mix)
     following, layer_input, post, comb = _run_pre(fn, scale, base, norm_weight, options, *streams)
