@@ -100,7 +100,7 @@ def choose_grouped(
     if num_tokens * _lanes(hidden) < 4 << 17:
         return dict(vectors=2, num_threads=128)
     if task == 'stochastic':
-        return dict(vectors=4, num_threads=256)
+        return dict(vectors=4 if fmt.data.name == 'e2m1' else 8, num_threads=128)
     if fmt.data.name == 'e2m1' and not fmt.col and isinstance(source, torch.dtype):
         return dict(vectors=2, num_threads=128)
     whole = _piece(hidden, source, vector_bytes) == _storage(source, LANE)[1]
