@@ -103,7 +103,6 @@ _CUDA_FUNCTIONS: dict[str, Callable[..., Any]] = {
     'rintf': np.rint,
     # `asm` of these names: the functions of the hardware, here without their error
     'ex2_approx': np.exp2,
-    'lg2_approx': np.log2,
     'sqrt_approx': np.sqrt,
     'tanh_approx': np.tanh,
 }

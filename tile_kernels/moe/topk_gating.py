@@ -40,10 +40,11 @@ from tile_kernels.moe.topk_gating_bwd import topk_gating_bwd
 
 def choose(*static_and_size: object) -> dict:
     """Few tokens spread over the SMs, one per block; from two waves of blocks on a warp ranks two rows at once."""
-    size = static_and_size[-1]
+    num_groups, num_topk_groups, _, _, size = static_and_size[-5:]
     if size <= 1024:
         return dict(num_warps=1, rows=1)
-    return dict(num_warps=1, rows=2) if size >= 8192 else dict(num_warps=4, rows=1)
+    grouped = num_topk_groups < num_groups  # then a warp has one row, and SMs hold few blocks of a single warp
+    return dict(num_warps=1, rows=2) if size >= 8192 and not grouped else dict(num_warps=4, rows=1)
 
 
 # Kernel -------------------------------------------------------------------------------------
