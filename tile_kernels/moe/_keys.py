@@ -8,7 +8,6 @@ from tile_kernels.core.lang import T
 
 #: Below every key: a slot without an expert, or one that may not be chosen (any more).
 LOWEST = -(1 << 31)
-HIGHEST = (1 << 31) - 1
 NAN_KEY = LOWEST + 1
 
 

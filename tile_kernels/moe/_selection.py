@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tile_kernels.core.lang import T, macro
-from tile_kernels.moe._groups import keep_best_groups
+from tile_kernels.moe._groups import keep_best_estimates, keep_best_groups
 from tile_kernels.moe._keys import LOWEST, NAN_KEY, from_order_key, order_key, rank_key
 from tile_kernels.moe._macros import WARP, Place, RowLayout, estimate, estimate_error, score
 from tile_kernels.moe.scoring import ScoringFunc
@@ -305,7 +305,7 @@ def key_row(ranking: Ranking, logits, bias: Bias, at: Place, row: int, x, keys):
                 ranked = ranked + bias.of_row(expert, row)
             keys[s] = rank_key(ranked)
     if ranking.grouped:
-        keep_best_groups(layout, ranking.num_groups, ranking.num_topk_groups, 0.0, at, keys)
+        keep_best_groups(layout, ranking.num_groups, ranking.num_topk_groups, at, keys)
 
 
 @macro
@@ -366,12 +366,14 @@ def rank_rows(ranking: Ranking, bias: Bias, at: Place, x):
                         x[r, s] = x[r, s] + bias_local[s]
                     else:
                         x[r, s] = x[r, s] + bias.of_row(layout.expert(s, at.lane), r)
-    if ranking.grouped:
+    if ranking.estimated and ranking.grouped:
+        certain = keep_best_estimates(layout, ranking.num_groups, ranking.num_topk_groups, ranking.error, at, x)
+    elif ranking.grouped:
         for s in T.unroll(num_slots):
             keys[s] = LOWEST
             if layout.expert(s, at.lane) < layout.num_experts:
                 keys[s] = rank_key(x[0, s])
-        certain = keep_best_groups(layout, ranking.num_groups, ranking.num_topk_groups, ranking.error, at, keys)
+        keep_best_groups(layout, ranking.num_groups, ranking.num_topk_groups, at, keys)
         for s in T.unroll(num_slots):
             if keys[s] < NAN_KEY:  # dropped; LOWEST itself is a literal the simplifier cannot compare with
                 x[0, s] = -T.infinity('float32')
