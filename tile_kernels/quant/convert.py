@@ -34,8 +34,11 @@ STOCHASTIC = (
 
 
 def choose(source: str | torch.dtype, target: torch.dtype, vector_bytes: int, stochastic: bool, size: int) -> dict:
-    """Four vectors for each thread, so that many loads are in flight, unless that would leave the GPU half empty."""
-    return dict(vectors=4 if size >= 1 << 23 else 1, num_threads=256)
+    """Two vectors for each thread, so that many loads are in flight, unless that would leave the GPU half empty.
+
+    With more of them the writes of a page of memory lie further apart.
+    """
+    return dict(vectors=2 if size >= 1 << 23 else 1, num_threads=256)
 
 
 # Kernel -------------------------------------------------------------------------------------

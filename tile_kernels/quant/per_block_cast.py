@@ -52,7 +52,8 @@ def choose(hidden: int, fmt: QuantFormat, x_dtype: torch.dtype, vector_bytes: in
     resident_threads = min(resident_threads, 512 if x_dtype.itemsize == 4 else 1024)
     if fmt.sf_block[0] == 32 and num_tokens * hidden < 1 << 22:
         return dict(rows=4, num_threads=128, resident_threads=resident_threads)
-    return dict(rows=8, num_threads=256, resident_threads=resident_threads)
+    num_threads = 128 if fmt.sf_block[0] == 32 else 256
+    return dict(rows=8, num_threads=num_threads, resident_threads=resident_threads)
 
 
 # Kernel -------------------------------------------------------------------------------------
@@ -60,7 +61,7 @@ def choose(hidden: int, fmt: QuantFormat, x_dtype: torch.dtype, vector_bytes: in
 
 @kernel(
     choose=choose,
-    space=dict(rows=(4, 8), num_threads=(64, 128, 256, 512), resident_threads=(512, 768, 1024)),
+    space=dict(rows=(4, 8), num_threads=(128, 256, 512), resident_threads=(512, 768, 1024)),
     pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True},
 )
 def per_block_cast_kernel(

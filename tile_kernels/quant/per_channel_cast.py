@@ -65,11 +65,16 @@ def choose(
     in_pieces = vector_bytes < LANE * x_dtype.itemsize or hidden % LANE > 0
     kept_as_float32 = x_dtype in (torch.float16, torch.float32)
     resident_threads = 512 if kept_as_float32 else 768 if in_pieces else 1024
-    panel = 8 if gathered else 0
     flat = fmt.sf_block[0] == 32 and num_tokens * hidden < 1 << 22
-    rows, num_threads = (4, 128) if flat else (8, 256)
+    rows, num_threads, row_lanes = (4, 128, 16) if flat else (8, 128, 8) if gathered else (8, 256, 16)
+    panel = 8 if gathered else 0
     return dict(
-        rows=rows, num_threads=num_threads, resident_threads=resident_threads, row_lanes=16, lane=LANE, panel=panel
+        rows=rows,
+        num_threads=num_threads,
+        resident_threads=resident_threads,
+        row_lanes=row_lanes,
+        lane=LANE,
+        panel=panel,
     )
 
 
@@ -131,7 +136,11 @@ def per_channel_cast_kernel(
         parts: T.Tensor((_strips(hidden), hidden), T.float32),
         amax_floor: T.float32,
     ):
-        with T.Kernel(T.ceildiv(num_rows, tile_m) * tiles_n, threads=num_threads) as pid:
+        # what is scaled is counted in strips of tiles, which may end behind the last row
+        counted = T.ceildiv(num_rows, _strip_rows(num_rows, hidden)) * _strip_rows(num_rows, hidden)
+        with T.Kernel(
+            T.ceildiv(counted if task == 'scale' else num_rows, tile_m) * tiles_n, threads=num_threads
+        ) as pid:
             T.assume(x_pitch % piece == 0)
             T.annotate_min_blocks_per_sm(resident_blocks(resident_threads, num_threads))
             pid_m = T.alloc_var(T.int32)
@@ -144,16 +153,20 @@ def per_channel_cast_kernel(
             row_local = T.alloc_local((lane,), T.dtype(fmt.data.torch))
             thread = T.get_thread_binding()
             place, team, warp = thread % row_lanes, thread // row_lanes, thread // WARP
-            if 0 < panel < tiles_n:
+            if task == 'cast' and 0 < panel < tiles_n:
                 per_panel = T.ceildiv(num_rows, tile_m) * panel
                 pid_n = pid // per_panel * panel
                 width = T.min(tiles_n - pid_n, panel)
                 pid_m = pid % per_panel // width
                 pid_n += pid % per_panel % width
+            elif task == 'scale':  # last tiles of all strips first
+                strip_tiles = _strip_rows(num_rows, hidden) // tile_m
+                num_strips = T.ceildiv(num_rows, _strip_rows(num_rows, hidden))
+                pid_m = pid // tiles_n % num_strips * strip_tiles + strip_tiles - 1 - pid // (num_strips * tiles_n)
+                pid_n = pid % tiles_n
             else:
-                tile = T.ceildiv(num_rows, tile_m) * tiles_n - 1 - pid if task == 'scale' else pid
-                pid_m = tile // tiles_n
-                pid_n = tile % tiles_n
+                pid_m = pid // tiles_n
+                pid_n = pid % tiles_n
             row, col = pid_m * tile_m, pid_n * tile_n
             slot = pid_n * row_lanes + place
 

@@ -6,8 +6,7 @@
 A thread block owns a strip of rows of some neighbouring channels and walks down it in tiles of 128 rows, which it
 quantises in registers, turns in pieces of 8 x 8 and puts together in shared memory. Rows of the result begin at any
 byte, but a block writes whole sectors of 32 bytes: what a sector lacks at the end of a tile comes with the next tile.
-Only the two ends of the strip are written byte by byte, a channel by a warp at a time. The rows of the next tile are on
-their way while a tile is written.
+Only the two ends of the strip are written byte by byte, a channel by a warp at a time.
 Memory bound: the floor is reading x and writing y and sf once.
 """
 
@@ -45,13 +44,21 @@ TEAMS = TILE_ROWS // ROWS
 SECTOR = 32
 UNIT = 8
 
+#: More thread blocks than any matrix has tiles.
+ONE_TILE = 1 << 30
+
 
 # Config -------------------------------------------------------------------------------------
 
 
 def choose(hidden: int, fmt: QuantFormat, x_dtype: torch.dtype, vector_bytes: int, num_tokens: int) -> dict:
-    """Rows that are on their way while others are written take registers; short matrices are cut finer."""
-    return dict(row_lanes=8, resident_threads=512, blocks=512)
+    """Strips that all run together; rows that begin at sectors need no strips, so that blocks can take turns.
+
+    Rows in pieces, float16 and float32 rows need more registers.
+    """
+    in_pieces = vector_bytes < LANE * x_dtype.itemsize or hidden % LANE > 0
+    resident_threads = 512 if in_pieces or x_dtype is not torch.bfloat16 else 768
+    return dict(row_lanes=8, resident_threads=resident_threads, blocks=ONE_TILE if num_tokens % SECTOR == 0 else 768)
 
 
 # Kernel -------------------------------------------------------------------------------------
@@ -101,27 +108,27 @@ def store_end(y, tile_shared, col, top, length, last):
     A warp writes a channel, a lane one byte.
     """
     y_bytes = T.Tensor((y.shape[0] * y.shape[1],), T.uint8, y.data)
+    channels, ring, _ = tile_shared.shape
+    num_warps = TEAMS * channels // LANE // WARP
     start = T.alloc_var(T.int64)
     shift = T.alloc_var(T.int32)
-    sector = T.alloc_var(T.int32)
     offset = T.alloc_var(T.int32)
-    thread, channels, num_warps = T.get_thread_binding(), tile_shared.shape[0], tile_shared.shape[0] * 2 // WARP
-    for k in T.unroll(channels // num_warps, unroll_factor=2):
-        channel = k * num_warps + thread // WARP
+    warp, lane = T.get_thread_binding() // WARP, T.get_thread_binding() % WARP
+    for k in T.unroll(channels // num_warps, unroll_factor=8):
+        channel = k * num_warps + warp
         start = T.cast(col + channel, T.int64) * y.shape[1] + top
         shift = T.cast(start % SECTOR, T.int32)
-        sector = (length + shift) // SECTOR * SECTOR - shift if last else -shift
-        offset = sector + thread % WARP
-        incomplete = sector >= 0 if last else shift > 0
-        if col + channel < y.shape[0] and incomplete and offset >= 0 and offset < length:
-            unit = spread(tile_shared, channel, offset // UNIT % tile_shared.shape[1])
-            word = tile_shared[channel, unit, offset // 4 % 2]
+        offset = (length + shift) // SECTOR * SECTOR - shift + lane if last else lane - shift
+        read = T.max(T.min(offset, length - 1), 0)
+        word = tile_shared[channel, spread(tile_shared, channel, read // UNIT % ring), read // 4 % 2]
+        exists = offset >= lane if last else shift > 0 and offset >= 0
+        if exists and offset < length and col + channel < y.shape[0]:
             y_bytes[start + offset] = T.cast(word >> T.cast(offset % 4 * 8, T.uint32), T.uint8)
 
 
 @kernel(
     choose=choose,
-    space=dict(row_lanes=(8, 16), resident_threads=(512, 640, 768), blocks=(256, 512, 1024, 2048)),
+    space=dict(row_lanes=(8, 16), resident_threads=(512, 768, 896, 1024), blocks=(384, 768, 896, 1536, ONE_TILE)),
     pass_configs={
         'TL_DISABLE_SAFE_MEMORY_ACCESS': True,
         'TL_DISABLE_SHARED_MEMORY_REUSE': True,
@@ -175,9 +182,9 @@ def per_channel_cast_and_transpose_kernel(
             top = pid // tiles_n * (steps * TILE_ROWS)
             length = T.min(T.cast(num_tokens - top, T.int32), steps * TILE_ROWS)
 
-            load_rows(x, None, None, top + team * ROWS, x_dtype, slot, piece, hidden, x_local, None)
             for step in T.serial(T.ceildiv(length, TILE_ROWS)):
                 row = top + step * TILE_ROWS
+                load_rows(x, None, None, row + team * ROWS, x_dtype, slot, piece, hidden, x_local, None)
                 channel_amax(x_local, amax, None, row_lanes)
                 if thread % WARP < row_lanes:
                     for e in T.vectorized(LANE):
@@ -191,8 +198,6 @@ def per_channel_cast_and_transpose_kernel(
                     encode_row(x_local, i, sf_inv, row_codes)
                     for e in T.vectorized(LANE):
                         codes[i, e] = row_codes[e]
-                load_rows(x, None, None, row + TILE_ROWS + team * ROWS, x_dtype, slot, piece, hidden, x_local, None)
-
                 turn(code_words, turned)
                 for e in T.unroll(LANE):
                     for w in T.vectorized(2):
@@ -201,9 +206,10 @@ def per_channel_cast_and_transpose_kernel(
                 T.sync_threads()
 
                 store_sectors(y, tile_shared, col, top, length, step)
-                if step == 0:
+                if step == 0 and num_tokens % SECTOR != 0:
                     store_end(y, tile_shared, col, top, length, False)
-            store_end(y, tile_shared, col, top, length, True)
+            if num_tokens % SECTOR != 0:
+                store_end(y, tile_shared, col, top, length, True)
 
     return per_channel_cast_and_transpose
 

@@ -115,6 +115,8 @@ def choose_row(
     lanes = _lanes(hidden)
     if num_tokens * lanes < 4 << 17 and lanes <= 2048:
         return dict(vectors=2)
+    if isinstance(source, QuantFormat):  # small
+        return dict(vectors=8)
     if source is torch.float32:
         return dict(vectors=4 if lanes <= 2048 else 2)
     return dict(vectors=4 if lanes <= 4096 else 8)
