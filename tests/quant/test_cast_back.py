@@ -118,10 +118,11 @@ def test_e5m6_by_flags(flags):
 # Layouts ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('rows', [1, 2, 4, 8])
-def test_every_number_of_rows_per_lane_gives_the_same(rows):
-    x = twin.per_token_cast(torch.randn(11, 144), parse('e4m3_1x32_ue8m0x4_col'))
-    with forced_config(rows=rows, num_threads=128):
+@pytest.mark.parametrize(('vectors', 'along'), [(1, 1), (2, 1), (4, 1), (8, 1), (4, 2), (4, 4)])
+@pytest.mark.parametrize('hidden', [144, 1024])
+def test_every_number_of_vectors_per_lane_gives_the_same(vectors, along, hidden):
+    x = twin.per_token_cast(torch.randn(11, hidden), parse('e4m3_1x32_ue8m0x4_col'))
+    with forced_config(vectors=vectors, along=along, num_threads=128):
         assert_equal(kernel(dequantise, x, torch.bfloat16), twin.dequantise(x, torch.bfloat16))
 
 

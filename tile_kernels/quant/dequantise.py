@@ -2,8 +2,9 @@
 
     y[t, h] = code[t, h] * sf[t // M, h // N]               M, N = x.fmt.sf_block; in float32, then rounded to `dtype`
 
-A lane owns 16 bytes of the result in each of `rows` neighbouring rows and reads the codes and scale factors it needs;
-neighbouring lanes share scale factors through the L1 cache. Memory bound: the floor is reading x and writing y once.
+A lane owns several vectors of 16 bytes of the result, in neighbouring rows or a warp apart in its row, and reads the
+codes and scale factors it needs; neighbouring lanes share scale factors through the L1 cache. Memory bound: the floor
+is reading x and writing y once.
 """
 
 import math
@@ -18,7 +19,7 @@ from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, macro
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
-from tile_kernels.quant._blocks import decode, load_codes, sf_value
+from tile_kernels.quant._blocks import WARP, decode, load_codes, sf_value
 from tile_kernels.quant._macros import store_lane
 from tile_kernels.quant.per_block_cast import check_sf
 
@@ -34,10 +35,10 @@ def _lane(fmt: QuantFormat, dtype: torch.dtype) -> int:
 
 
 def choose(hidden: int, fmt: QuantFormat, dtype: torch.dtype, vector_bytes: int, num_tokens: int) -> dict:
-    """Several rows for each lane, so that many loads are in flight, unless that would leave the GPU half empty."""
+    """Several vectors for each lane, so that many loads are in flight, unless that would leave the GPU half empty."""
     lanes = num_tokens * -(-hidden // _lane(fmt, dtype))
-    rows = 4 if lanes >= 4 << 18 else 2 if lanes >= 2 << 17 else 1
-    return dict(rows=rows, num_threads=256 if rows > 1 else 128)
+    vectors = 4 if lanes >= 4 << 18 else 2 if lanes >= 2 << 17 else 1
+    return dict(vectors=vectors, along=1, num_threads=256 if vectors > 1 else 128)
 
 
 # Kernel -------------------------------------------------------------------------------------
@@ -72,17 +73,19 @@ def load_factors(x_sf, fmt, i, row, col, hidden, factors):
 
 @kernel(
     choose=choose,
-    space=dict(rows=(1, 2, 4, 8), num_threads=(128, 256, 512)),
+    space=dict(vectors=(1, 2, 4, 8), along=(1, 2, 4), num_threads=(128, 256, 512, 1024)),
     pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True},
 )
 def dequantise_kernel(
-    hidden: int, fmt: QuantFormat, dtype: torch.dtype, vector_bytes: int, *, rows: int, num_threads: int
+    hidden: int, fmt: QuantFormat, dtype: torch.dtype, vector_bytes: int, *, vectors: int, along: int, num_threads: int
 ):
-    """Lanes of 16 bytes of the result; a scale factor of all rows of a lane is read once."""
+    """Of the vectors of a lane, `along` are in the same row if rows divide so; a scale factor of all is read once."""
     lane = _lane(fmt, dtype)
     row_lanes, stored, width = -(-hidden // lane), fmt.data.stored(hidden), fmt.data.stored(lane)
     sf_height, sf_width = fmt.sf_block
-    own_rows = 1 if sf_height % rows == 0 else rows
+    along = math.gcd(vectors, along, row_lanes // WARP) if row_lanes % WARP == 0 else 1
+    band_rows, band_lanes = vectors // along, row_lanes // along
+    own_vectors = 1 if along == 1 and sf_height % vectors == 0 else vectors
     own_factors = 1 if sf_width % lane == 0 else lane
     piece = math.gcd(width, vector_bytes // fmt.data.torch.itemsize, stored)
     num_tokens, x_pitch = T.dynamic('num_tokens'), T.dynamic('x_pitch')
@@ -93,35 +96,39 @@ def dequantise_kernel(
         x_sf: _sf_tensor(fmt, fmt.sf_shape(1, hidden)[1]),
         y: T.Tensor((num_tokens, hidden), T.dtype(dtype)),
     ):
-        with T.Kernel(T.ceildiv(T.ceildiv(num_tokens, rows) * row_lanes, num_threads), threads=num_threads) as pid:
+        with T.Kernel(
+            T.ceildiv(T.ceildiv(num_tokens, band_rows) * band_lanes, num_threads), threads=num_threads
+        ) as pid:
             T.assume(x_pitch % piece == 0)
             row = T.alloc_var(T.int32)
             slot = T.alloc_var(T.int32)
-            codes = T.alloc_local((rows, width), T.dtype(fmt.data.torch))
-            factors = T.alloc_local((own_rows, own_factors), T.float32)
+            codes = T.alloc_local((vectors, width), T.dtype(fmt.data.torch))
+            factors = T.alloc_local((own_vectors, own_factors), T.float32)
             v_local = T.alloc_local((lane,), T.float32)
             y_local = T.alloc_local((lane,), T.dtype(dtype))
             index = pid * num_threads + T.get_thread_binding()
-            row = index // row_lanes * rows
-            slot = index % row_lanes
+            row = index // band_lanes * band_rows
+            slot = index % band_lanes if along == 1 else index % band_lanes // WARP * (WARP * along) + index % WARP
 
             T.clear(codes)
             T.clear(factors)
-            for i in T.unroll(rows):
-                if row + i < num_tokens:
-                    load_codes(x, codes, i, row + i, slot, piece)
-            for i in T.unroll(own_rows):
-                if row + i < num_tokens:
-                    load_factors(x_sf, fmt, i, row + i, slot * lane, hidden, factors)
+            for i in T.unroll(vectors):
+                if row + i // along < num_tokens:
+                    load_codes(x, codes, i, row + i // along, slot + i % along * WARP, piece)
+            for i in T.unroll(own_vectors):
+                if row + i // along < num_tokens:
+                    col = (slot + i % along * WARP) * lane
+                    load_factors(x_sf, fmt, i, row + i // along, col, hidden, factors)
 
-            for i in T.unroll(rows):
+            for i in T.unroll(vectors):
                 decode(codes, i, fmt.data.name, v_local)
                 for e in T.unroll(lane):
-                    v_local[e] = v_local[e] * factors[i % own_rows, e % own_factors]
+                    v_local[e] = v_local[e] * factors[i % own_vectors, e % own_factors]
                 for e in T.vectorized(lane):
                     y_local[e] = T.cast(v_local[e], T.dtype(dtype))
-                if row + i < num_tokens:
-                    store_lane(y, y_local, row + i, slot, math.gcd(lane, hidden), hidden, lane)
+                if row + i // along < num_tokens:
+                    at = slot + i % along * WARP
+                    store_lane(y, y_local, row + i // along, at, math.gcd(lane, hidden), hidden, lane)
 
     return dequantise
 
