@@ -105,7 +105,7 @@ def test_configs_agree(row_threads, vectors, num_threads):
 
 def test_offsets_have_64_bits():
     source = expand_to_fused_kernel.source((7168, 2, 8, 8))
-    assert '((int64_t)row) * (int64_t)7168' in source
+    assert '((int64_t)pos_local[((int64_t)k_1)]) * (int64_t)7168' in source
 
 
 # Scale factors ------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def test_strided_and_unaligned_rows(path):
 
 
 def test_the_sum_is_cut_for_few_tokens_only():
-    assert [num_parts_for(t, 7168) for t in (1, 64, 128, 256, 512, 1024, 2048, 4096)] == [16, 16, 16, 8, 4, 2, 1, 1]
+    assert [num_parts_for(t, 7168) for t in (1, 64, 128, 256, 512, 1024, 2048, 4096)] == [16, 16, 16, 8, 4, 8, 4, 1]
     assert [num_parts_for(1, hidden) for hidden in (511, 512, 2048)] == [1, 2, 8]
 
 

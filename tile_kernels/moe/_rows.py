@@ -37,7 +37,7 @@ def row_threads_for(num_vectors: int, vectors: int = 8) -> int:
 
 
 #: What the configs of row-moving kernels may be.
-ROW_SPACE = dict(row_threads=(32, 64, 128, 256), vectors=(1, 2, 4, 8), num_threads=(64, 128, 256, 512))
+ROW_SPACE = dict(row_threads=(32, 64, 128, 256), vectors=(1, 2, 4, 8, 16), num_threads=(64, 128, 256, 512))
 
 
 def choose_rows(num_vectors: int, num_rows: int) -> dict:
@@ -121,14 +121,41 @@ def load_places(token_topk_to_pos, token, place_local):
             place_local[c] = token_topk_to_pos[token, slot]
 
 
+#: Places that a row is written to side by side.
+SIDE_BY_SIDE = 8
+
+
+def slots_at_once(num_topk: int) -> tuple[tuple[int, int], ...]:
+    """First slot and number of slots of every round of places that are written side by side."""
+    return tuple((slot, min(SIDE_BY_SIDE, num_topk - slot)) for slot in range(0, num_topk, SIDE_BY_SIDE))
+
+
+@macro
+def take_places(place_local, slot, count, num_expanded, pos_local):
+    """Places of `count` slots from `slot` on, told by the lanes that read them; -1 if there is no such place."""
+    for k in T.unroll(count):
+        pos_local[k] = T.shfl_sync(place_local[(slot + k) // WARP], (slot + k) % WARP)
+        if pos_local[k] >= num_expanded:
+            pos_local[k] = -1
+
+
 @macro
 def store_to_places(row_local, y, place_local, num_topk, first, row_threads):
-    """Write the vectors first, first + row_threads, ... of a row to each of its places."""
-    for c in T.unroll(T.ceildiv(num_topk, WARP)):
-        for k in T.unroll(T.min(num_topk - c * WARP, WARP), unroll_factor=16):
-            pos = T.shfl_sync(place_local[c], k)
-            if pos >= 0 and pos < y.shape[0]:
-                store_row(row_local, y, pos, first, row_threads)
+    """Write the vectors first, first + row_threads, ... of a row to each of its places.
+
+    Each vector goes to all places before the next one follows: the rows grow side by side, which the memory takes
+    faster than one row after another.
+    """
+    vectors, width = row_local.shape
+    pos_local = T.alloc_local((SIDE_BY_SIDE,), T.int32)
+    for slot, count in slots_at_once(num_topk):
+        take_places(place_local, slot, count, y.shape[0], pos_local)
+        for v in T.unroll(vectors):
+            if first + v * row_threads < y.shape[1] // width:
+                for k in T.unroll(count):
+                    if pos_local[k] >= 0:
+                        for e in T.vectorized(width):
+                            y[pos_local[k], (first + v * row_threads) * width + e] = row_local[v, e]
 
 
 # Padding --------------------------------------------------------------------------------------

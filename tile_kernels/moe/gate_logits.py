@@ -26,34 +26,44 @@ from tile_kernels.moe.topk_gate import MAX_EXPERTS
 MAX_PARTS = 16
 BLOCK_K = 64
 SUM_THREADS = 128
+
+#: So many tokens are cut into the smallest tiles.
+FEW_TOKENS = 512
+
 BF16 = 'bfloat16'
 
 # Config -------------------------------------------------------------------------------------
 
 
 def num_parts_for(num_tokens: int, hidden: int) -> int:
-    """Parts of the sum over h: enough blocks for all SMs from tiles of 64 tokens, at least four steps for each."""
+    """Parts of the sum over h, a power of two: enough blocks for all SMs, at least four steps for each."""
     if not isinstance(num_tokens, int) or num_tokens == 0:
         return 1  # nothing is launched: no tokens, or any number of them in a trace
-    wanted = max(1, 32 // -(-num_tokens // 64))
+    if num_tokens > 2048:
+        return 1
+    wanted = 32 // -(-num_tokens // 64) if num_tokens <= FEW_TOKENS else 64 // -(-num_tokens // 128)
     parts = 1
-    while parts < min(wanted, MAX_PARTS) and hidden >= 8 * parts * BLOCK_K:
+    while 2 * parts <= min(wanted, MAX_PARTS) and hidden >= 8 * parts * BLOCK_K:
         parts *= 2
     return parts
 
 
 def choose(num_experts: int, hidden: int, num_parts: int, packed: bool, size: int) -> dict:
-    """Tiles of 64 tokens until there are more of them than SMs; then larger ones, which read less."""
-    if size > 1024:
-        return dict(block_m=128, block_n=128, num_stages=4)
-    return dict(block_m=64, block_n=64, num_stages=6)
+    """Tiles that make a block for every SM, as large as that allows: a step of a large one reads less for a product."""
+    if size <= FEW_TOKENS:
+        return dict(block_m=64, block_n=64, block_k=64, num_stages=6)
+    if 2048 < size <= 4096:
+        return dict(block_m=64, block_n=128, block_k=64, num_stages=6)
+    if size <= 8192 or num_experts <= 128:
+        return dict(block_m=128, block_n=128, block_k=64, num_stages=4)
+    return dict(block_m=128, block_n=256, block_k=64, num_stages=3)
 
 
 def choose_unaligned(num_experts: int, hidden: int, num_parts: int, vec: int, size: int) -> dict:
     """Tiles of 64 tokens until there are more of them than SMs; then larger ones, which read less."""
     if size > 8192:
-        return dict(block_m=128, block_n=128, num_stages=3)
-    return dict(block_m=64, block_n=128 if size > 512 else 64, num_stages=4)
+        return dict(block_m=128, block_n=128, block_k=64, num_stages=3)
+    return dict(block_m=64, block_n=128 if size > 512 else 64, block_k=64, num_stages=4)
 
 
 def choose_halve(size: int) -> dict:
@@ -75,6 +85,7 @@ def choose_dweight(num_experts: int, hidden: int, vec: int, packed: bool, size: 
 
 
 TILES = dict(block_m=(64, 128), block_n=(64, 128, 256), num_stages=(2, 3, 4, 5, 6))
+TILES_K = dict(**TILES, block_k=(64, 128))
 #: A warpgroup of its own loads tiles by TMA and the others multiply, where the architecture has such instructions.
 TMA = {'TL_DISABLE_WARP_SPECIALIZED': False}
 #: Tiles come by cp.async, and asynchronous products would read them without the fences they need after it.
@@ -89,11 +100,12 @@ def build_gate_logits(
     packed: bool,
     block_m: int,
     block_n: int,
+    block_k: int,
     num_stages: int,
 ):
     """A part of the sum for a tile of tokens and experts; then, of several parts, their sum."""
     num_threads = 128 if block_m == 64 else 256
-    num_steps = -(-hidden // (BLOCK_K * num_parts))
+    num_steps = -(-hidden // (block_k * num_parts))
     sum_width = math.gcd(num_experts, 4)
     num_tokens = T.dynamic('num_tokens')
     row_stride = hidden if packed else T.dynamic('row_stride')
@@ -109,8 +121,8 @@ def build_gate_logits(
             T.ceildiv(num_experts, block_n), T.ceildiv(num_tokens, block_m), num_parts, threads=num_threads
         ) as (pid_n, pid_m, pid_part):
             T.assume(row_stride % vec == 0)
-            x_shared = T.alloc_shared((block_m, BLOCK_K), BF16)
-            weight_shared = T.alloc_shared((block_n, BLOCK_K), BF16)
+            x_shared = T.alloc_shared((block_m, block_k), BF16)
+            weight_shared = T.alloc_shared((block_n, block_k), BF16)
             sum_frag = T.alloc_fragment((block_m, block_n), 'float32')
             row, col = pid_m * block_m, pid_n * block_n
 
@@ -118,9 +130,9 @@ def build_gate_logits(
                 T.pdl_trigger()
             T.clear(sum_frag)
             for i in T.Pipelined(num_steps, num_stages=num_stages):
-                k = (pid_part * num_steps + i) * BLOCK_K
-                T.copy(x[row : row + block_m, k : k + BLOCK_K], x_shared)
-                T.copy(gate_weight[col : col + block_n, k : k + BLOCK_K], weight_shared)
+                k = (pid_part * num_steps + i) * block_k
+                T.copy(x[row : row + block_m, k : k + block_k], x_shared)
+                T.copy(gate_weight[col : col + block_n, k : k + block_k], weight_shared)
                 T.gemm(x_shared, weight_shared, sum_frag, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
             if num_parts > 1:
                 T.copy(sum_frag, parts[pid_part, row : row + block_m, col : col + block_n])
@@ -148,20 +160,36 @@ def build_gate_logits(
     return gate_logits
 
 
-@kernel(choose=choose, space=TILES, pass_configs=TMA)
+@kernel(choose=choose, space=TILES_K, pass_configs=TMA)
 def gate_logits_kernel(
-    num_experts: int, hidden: int, num_parts: int, packed: bool, *, block_m: int, block_n: int, num_stages: int
+    num_experts: int,
+    hidden: int,
+    num_parts: int,
+    packed: bool,
+    *,
+    block_m: int,
+    block_n: int,
+    block_k: int,
+    num_stages: int,
 ):
     """Rows begin at multiples of 16 bytes."""
-    return build_gate_logits(num_experts, hidden, num_parts, 8, packed, block_m, block_n, num_stages)
+    return build_gate_logits(num_experts, hidden, num_parts, 8, packed, block_m, block_n, block_k, num_stages)
 
 
-@kernel(choose=choose_unaligned, space=TILES, pass_configs=PLAIN_PRODUCTS)
+@kernel(choose=choose_unaligned, space=TILES_K, pass_configs=PLAIN_PRODUCTS)
 def gate_logits_unaligned_kernel(
-    num_experts: int, hidden: int, num_parts: int, vec: int, *, block_m: int, block_n: int, num_stages: int
+    num_experts: int,
+    hidden: int,
+    num_parts: int,
+    vec: int,
+    *,
+    block_m: int,
+    block_n: int,
+    block_k: int,
+    num_stages: int,
 ):
     """Rows begin at multiples of `vec` elements."""
-    made = build_gate_logits(num_experts, hidden, num_parts, vec, False, block_m, block_n, num_stages)
+    made = build_gate_logits(num_experts, hidden, num_parts, vec, False, block_m, block_n, block_k, num_stages)
     return made.with_attr('global_symbol', 'gate_logits_unaligned')
 
 
@@ -370,4 +398,10 @@ BENCH = grid(num_tokens=[64, 1000, 4096, 16384], num_experts=[256], hidden=[7168
 )
 
 gate_logits.cases(make=make, match=dict(rtol=1e-4, atol=2e-4), smoke=SMOKE, full=FULL, bench=BENCH)
-gate_logits_bwd.cases(make=make_bwd, match=dict(rtol=1e-2, atol=1e-2), smoke=SMOKE, full=FULL, bench=BENCH[:3])
+gate_logits_bwd.cases(
+    make=make_bwd,
+    match=dict(rtol=1e-2, atol=1e-2),
+    smoke=SMOKE + grid(num_tokens=[300], num_experts=[8], hidden=[64]),  # two runs of steps
+    full=FULL + grid(num_tokens=[4001], num_experts=[72], hidden=[7168]),
+    bench=BENCH[:3],
+)
