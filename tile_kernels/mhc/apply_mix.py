@@ -102,10 +102,10 @@ def apply_mix_kernel(
 def apply_mix_bwd_kernel(
     hidden: int, num_streams: int, width: int, coef_width: int, adds_to: str, *, row_threads: int, rows: int
 ):
-    """Both gradients; `adds_to` is 'dx' or 'before' if that of x is added to what is there."""
+    """Both gradients; `adds_to` is 'dx' if that of x is added to what is there, 'nothing' if it is not wanted."""
     num_vectors = hidden // width
     row_warps = row_threads // WARP
-    adds = adds_to != ''
+    adds = adds_to == 'dx'
     num_threads = rows * row_threads
     num_tokens = T.dynamic('num_tokens')
 
@@ -116,7 +116,6 @@ def apply_mix_bwd_kernel(
         mix: T.Tensor((num_tokens, num_streams, 1), T.float32),
         dx: T.Tensor((num_tokens, num_streams, hidden), T.bfloat16),
         dmix: T.Tensor((num_tokens, num_streams, 1), T.float32),
-        before: T.Tensor((num_tokens, num_streams, hidden), T.bfloat16),
     ):
         with T.Kernel(T.ceildiv(num_tokens, rows), threads=num_threads) as pid:
             dy_local = T.alloc_local((1, width), T.bfloat16)
@@ -137,17 +136,16 @@ def apply_mix_bwd_kernel(
                     if index < num_vectors:
                         load_vector(dy, token, 0, index, dy_local, 0)
                         load_streams(x, token, index, x_local, 0)
-                        if adds_to == 'dx':
+                        if adds:
                             load_streams(dx, token, index, dx_local, 0)
-                        if adds_to == 'before':
-                            load_streams(before, token, index, dx_local, 0)
                         for c in T.unroll(num_streams):
                             for e in T.unroll(width):
                                 dy_value = T.cast(dy_local[0, e], T.float32)
                                 dmix_local[c] = T.ieee_fmaf(dy_value, T.cast(x_local[c, e], T.float32), dmix_local[c])
                                 there = T.cast(dx_local[c, e], T.float32) if adds else T.float32(0.0)
                                 dx_local[c, e] = T.cast(T.ieee_fmaf(mix_local[c], dy_value, there), T.bfloat16)
-                        store_streams(dx_local, dx, token, index)
+                        if adds_to != 'nothing':
+                            store_streams(dx_local, dx, token, index)
 
             sum_scattered(dmix_local, num_streams)
             if lane % (WARP // num_streams) == 0:
@@ -175,24 +173,24 @@ def _check(x: Tensor, mix: Tensor) -> tuple[tuple, int, int]:
     return lead, num_streams, hidden
 
 
-def launch_apply_bwd(dy: Tensor, x: Tensor, mix: Tensor, dx: Tensor, before: Tensor | None) -> Tensor:
-    """Gradient of mix, and that of x added to `before` (which may be dx) in dx."""
+def launch_apply_bwd(dy: Tensor, x: Tensor, mix: Tensor, dx: Tensor | None, adds_to: str) -> Tensor:
+    """Gradient of mix, and that of x in dx: added to what is there with 'dx', not computed with 'nothing'."""
     lead, num_streams, hidden = _check(x, mix)
     lead_of(dy, 'dy', 'hidden', BF16, lead, hidden=hidden)
-    lead_of(dx, 'dx', 'num_streams hidden', BF16, lead, num_streams=num_streams, hidden=hidden)
-    check.same_device(x=x, dy=dy, dx=dx)
+    check.same_device(x=x, dy=dy)
+    if dx is not None:
+        lead_of(dx, 'dx', 'num_streams hidden', BF16, lead, num_streams=num_streams, hidden=hidden)
+        check.same_device(x=x, dx=dx)
     dmix = torch.empty_like(mix)
     mix_flat = flat(mix, lead, num_streams, 1)
-    adds_to = '' if before is None else 'dx' if before is dx else 'before'
     launch(
         apply_mix_bwd_kernel,
-        (hidden, num_streams, vector_width(dy, x, dx, before), mix_width(num_streams, mix_flat), adds_to),
+        (hidden, num_streams, vector_width(dy, x, dx), mix_width(num_streams, mix_flat), adds_to),
         flat(dy, lead, hidden),
         flat(x, lead, num_streams, hidden),
         mix_flat,
-        flat(dx, lead, num_streams, hidden),
+        None if dx is None else flat(dx, lead, num_streams, hidden),
         flat(dmix, lead, num_streams, 1),
-        flat(before, lead, num_streams, hidden) if before is not None and adds_to == 'before' else None,
     )
     return dmix
 
@@ -210,7 +208,7 @@ def apply_mix_bwd_(dy: Tensor, x: Tensor, mix: Tensor, dx: Mut) -> Tensor:
     Returns:
         Gradient of mix; deterministic.
     """
-    return launch_apply_bwd(dy, x, mix, dx, dx)
+    return launch_apply_bwd(dy, x, mix, dx, 'dx')
 
 
 @op(outputs='dx dmix')
@@ -226,7 +224,7 @@ def apply_mix_bwd(dy: Tensor, x: Tensor, mix: Tensor) -> tuple[Tensor, Tensor]:
         Gradients of x and of mix; deterministic.
     """
     dx = torch.empty_like(x)
-    return dx, launch_apply_bwd(dy, x, mix, dx, None)
+    return dx, launch_apply_bwd(dy, x, mix, dx, '')
 
 
 @op()

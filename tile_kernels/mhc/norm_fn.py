@@ -83,21 +83,35 @@ def project(
     return mul_parts, square_parts, ready
 
 
-def _bwd(
-    dmixes: Tensor, residual: Tensor, fn: Tensor, mixes: Tensor, rstd: Tensor, dresidual: Tensor, accumulate: bool
+def launch_norm_fn_bwd(
+    dmixes: Tensor,
+    residual: Tensor,
+    fn: Tensor,
+    mixes: Tensor,
+    rstd: Tensor,
+    dresidual: Tensor,
+    before: Tensor | None,
+    applied: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
+    """Gradient of fn, and that of residual added to `before` (which may be dresidual) in dresidual.
+
+    With `applied` (dlayer_input, pre) the gradient of residual through `apply_mix` is added as well.
+    """
     lead, k, num_mixes = check_projection(residual, fn)
+    num_streams, hidden = residual.shape[-2:]
     for name, x in (('dmixes', dmixes), ('mixes', mixes)):
         lead_of(x, name, 'num_mixes', F32, lead, num_mixes=num_mixes)
     lead_of(rstd, 'rstd', '', F32, lead)
     lead_of(dresidual, 'dresidual', 'num_streams hidden', BF16, lead)
     check.same_device(residual=residual, dmixes=dmixes, mixes=mixes, rstd=rstd, dresidual=dresidual)
+    adds_to = '' if before is None else 'dx' if before is dresidual else 'before'
     x = flat(residual, lead, k)
     num_tokens, columns = x.shape[0], padded(num_mixes)
     o_parts = fn.new_empty(num_tokens, 2 * columns, dtype=BF16)
     pull = fn.new_empty(num_tokens)
     fn_parts = fn.new_empty(2 * columns, k, dtype=BF16)
-    tiles = config_for(norm_fn_bwd_kernel, (k, columns, accumulate), num_tokens)['tiles']
+    static = (k, columns, adds_to, 0 if applied is None else hidden)
+    tiles = config_for(norm_fn_bwd_kernel, static, num_tokens)['tiles']
     dfn_parts = fn.new_empty(-(-num_tokens // (BLOCK_T * tiles)), columns, k)  # none without a token
     dfn = torch.empty_like(fn)
     launch(
@@ -114,13 +128,15 @@ def _bwd(
     )
     launch(
         norm_fn_bwd_kernel,
-        (k, columns, accumulate),
+        static,
         dfn_parts,
         x,
         o_parts,
         pull,
         fn_parts,
         flat(dresidual, lead, k),
+        flat(before, lead, k) if before is not None and adds_to == 'before' else None,
+        *(None, None) if applied is None else (flat(applied[0], lead, hidden), flat(applied[1], lead, num_streams, 1)),
         size=num_tokens,
     )
     launch(sum_dfn_kernel, (k, num_mixes), dfn, dfn_parts)
@@ -142,7 +158,7 @@ def norm_fn_bwd_(dmixes: Tensor, residual: Tensor, fn: Tensor, mixes: Tensor, rs
     Returns:
         Gradient of fn, float32; deterministic.
     """
-    return _bwd(dmixes, residual, fn, mixes, rstd, dresidual, True)
+    return launch_norm_fn_bwd(dmixes, residual, fn, mixes, rstd, dresidual, dresidual)
 
 
 @op(outputs='dresidual dfn')
@@ -160,7 +176,7 @@ def norm_fn_bwd(dmixes: Tensor, residual: Tensor, fn: Tensor, mixes: Tensor, rst
         Gradients of residual (bfloat16) and fn (float32); deterministic.
     """
     dresidual = torch.empty_like(residual)
-    return dresidual, _bwd(dmixes, residual, fn, mixes, rstd, dresidual, False)
+    return dresidual, launch_norm_fn_bwd(dmixes, residual, fn, mixes, rstd, dresidual, None)
 
 
 @op(outputs='mixes rstd', backward=norm_fn_bwd)

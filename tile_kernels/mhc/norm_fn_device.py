@@ -42,7 +42,7 @@ def tiles_of_bwd(k: int, num_tokens: int) -> int:
     return min(reversed(TILES), key=rounds)
 
 
-def choose_bwd(k: int, columns: int, accumulate: bool, num_tokens: int) -> dict:
+def choose_bwd(k: int, columns: int, adds_to: str, applied: int, num_tokens: int) -> dict:
     """See `tiles_of_bwd`; two blocks on an SM overlap, a third stage adds nothing."""
     return dict(tiles=tiles_of_bwd(k, num_tokens), num_stages=2)
 
@@ -230,8 +230,12 @@ def prepare_bwd_kernel(k: int, num_mixes: int, *, num_threads: int):
 
 
 @kernel(choose=choose_bwd, space=dict(tiles=TILES, num_stages=(1, 2, 3, 4)))
-def norm_fn_bwd_kernel(k: int, columns: int, accumulate: bool, *, tiles: int, num_stages: int):
-    """128 columns and a share of the tokens for each block: dx of every tile, and the part of dfn of all of them."""
+def norm_fn_bwd_kernel(k: int, columns: int, adds_to: str, applied: int, *, tiles: int, num_stages: int):
+    """128 columns and a share of the tokens for each block: dx of every tile, and the part of dfn of all of them.
+
+    `adds_to` is 'dx' or 'before' if the gradient of x is added to what is there. With `applied`, which is hidden, the
+    gradient that reaches x through `apply_mix` is added as well.
+    """
     block_k = BLOCK_N
     num_threads = 128 if columns <= 24 else 256  # dfn of eight streams does not fit in the registers of fewer
     width = block_k // 8
@@ -246,6 +250,9 @@ def norm_fn_bwd_kernel(k: int, columns: int, accumulate: bool, *, tiles: int, nu
         pull: T.Tensor((num_tokens,), T.float32),
         fn_parts: T.Tensor((2 * columns, k), T.bfloat16),
         dx: T.Tensor((num_tokens, k), T.bfloat16),
+        before: T.Tensor((num_tokens, k), T.bfloat16),
+        dlayer_input: T.Tensor((num_tokens, max(applied, 1)), T.bfloat16),
+        pre: T.Tensor((num_tokens, k // max(applied, 1), 1), T.float32),
     ):
         with T.Kernel(k // block_k, num_parts, threads=num_threads) as (pid_k, pid_t):
             x_shared = T.alloc_shared((BLOCK_T, block_k), T.bfloat16)
@@ -274,11 +281,20 @@ def norm_fn_bwd_kernel(k: int, columns: int, accumulate: bool, *, tiles: int, nu
                 T.gemm(x_shared, o_shared, dfn_frag, transpose_A=True, policy=T.GemmWarpPolicy.FullRow)
                 T.gemm(o_shared, high_shared, dx_frag, clear_accum=True)
                 T.gemm(o_shared, low_shared, dx_frag)
-                if accumulate:
+                if adds_to != '':
                     for i, j in T.Parallel(BLOCK_T, block_k):
-                        dx_shared[i, j] = T.if_then_else(row + i < num_tokens, dx[row + i, pid_k * block_k + j], 0)
+                        there = dx if adds_to == 'dx' else before
+                        dx_shared[i, j] = T.if_then_else(row + i < num_tokens, there[row + i, pid_k * block_k + j], 0)
                     for i, j in T.Parallel(BLOCK_T, block_k):
                         dx_frag[i, j] = dx_frag[i, j] + T.cast(dx_shared[i, j], T.float32)
+                if applied > 0:
+                    for i, j in T.Parallel(BLOCK_T, block_k):
+                        channel = (pid_k * block_k + j) % applied
+                        dx_shared[i, j] = T.if_then_else(row + i < num_tokens, dlayer_input[row + i, channel], 0)
+                    for i, j in T.Parallel(BLOCK_T, block_k):
+                        token = T.min(row + i, num_tokens - 1)
+                        share = pre[token, (pid_k * block_k + j) // applied, 0]
+                        dx_frag[i, j] = dx_frag[i, j] + share * T.cast(dx_shared[i, j], T.float32)
                 for i, j in T.Parallel(BLOCK_T, block_k):
                     dx_frag[i, j] = dx_frag[i, j] + pull_shared[i] * T.cast(x_shared[i, j], T.float32)
                 T.copy(dx_frag, dx_shared[0:BLOCK_T, 0:block_k])

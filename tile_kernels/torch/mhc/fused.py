@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tile_kernels.torch.mhc.mixes import sinkhorn, sinkhorn_bwd, split_mixes, split_mixes_bwd
 from tile_kernels.torch.mhc.projection import norm_fn, norm_fn_bwd_
-from tile_kernels.torch.mhc.streams import apply_mix, apply_mix_bwd_, post, post_bwd
+from tile_kernels.torch.mhc.streams import apply_mix, post, post_bwd
 
 
 def mix_and_apply_(
@@ -106,14 +106,15 @@ def _pre_bwd(
     sinkhorn_eps: float,
     post_mult: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of `pre`, that of residual collected in one tensor which is rounded whenever it is added to."""
-    collected = torch.zeros_like(residual) if dresidual is None else dresidual.clone()
-    dpre = apply_mix_bwd_(dlayer_input, residual, pre, collected)
+    """Gradients of `pre`, that of residual added to `dresidual` and rounded once."""
+    collected = torch.zeros_like(residual, dtype=torch.float32) if dresidual is None else dresidual.float()
+    dpre = (dlayer_input.float().unsqueeze(-2) * residual.float()).sum(-1, keepdim=True)
+    collected = collected + pre * dlayer_input.float().unsqueeze(-2)
     z = split_mixes(mixes, scale, base, residual.shape[-2])[2]
     dz = sinkhorn_bwd(dcomb, z, repeat, sinkhorn_eps)
     dmixes, dscale, dbase = split_mixes_bwd(dpre, dpost, dz, mixes, scale, base, post_mult)
     dfn = norm_fn_bwd_(dmixes, residual, fn, mixes, rstd, collected)
-    return collected, dfn, dscale, dbase
+    return collected.to(residual.dtype), dfn, dscale, dbase
 
 
 def post_pre(
