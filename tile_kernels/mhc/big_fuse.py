@@ -18,7 +18,7 @@ from torch import Tensor
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T, macro
+from tile_kernels.core.lang import T
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import Mut, op
 from tile_kernels.mhc._rows import (
@@ -31,14 +31,16 @@ from tile_kernels.mhc._rows import (
     flat,
     lead_of,
     load_streams,
+    load_vector,
+    post_to_vector,
     row_threads_for,
     store_vector,
     vector_width,
 )
 from tile_kernels.mhc.norm_fn import check_projection, project
-from tile_kernels.mhc.norm_fn_device import mul_of, rstd_from, sum_squares
+from tile_kernels.mhc.norm_fn_device import rstd_from
 from tile_kernels.mhc.post import post_
-from tile_kernels.mhc.project_slices import TILE, fits, padded
+from tile_kernels.mhc.project_slices import ABSENT, fits, padded
 from tile_kernels.mhc.sinkhorn import lanes_for, scale_matrix
 from tile_kernels.mhc.split_mixes import affine, num_mixes, sigmoid
 
@@ -47,7 +49,9 @@ BF16, F32 = torch.bfloat16, torch.float32
 # Config -------------------------------------------------------------------------------------
 
 
-def choose(hidden: int, num_streams: int, width: int, follows: bool, with_mixes: bool, num_tokens: int) -> dict:
+def choose(
+    hidden: int, num_streams: int, width: int, follows: bool, with_post: bool, with_mixes: bool, num_tokens: int
+) -> dict:
     """Small blocks: what the projection leaves of an SM is taken by several of them, which wait in turn."""
     return dict(row_threads=row_threads_for(hidden // width, 4))
 
@@ -55,35 +59,31 @@ def choose(hidden: int, num_streams: int, width: int, follows: bool, with_mixes:
 # Kernel -------------------------------------------------------------------------------------
 
 
-@macro
-def wait_for(ready, tile, slices):
-    """Until all slices of a tile have been projected."""
-    while T.atomic_load(ready[tile], memory_order='acquire') < slices:
-        T.evaluate(0)
-
-
 @kernel(choose=choose, space=dict(row_threads=ROW_THREADS), pass_configs=ROW_PASS_CONFIGS)
 def mix_and_apply_kernel(
-    hidden: int, num_streams: int, width: int, follows: bool, with_mixes: bool, *, row_threads: int
+    hidden: int, num_streams: int, width: int, follows: bool, with_post: bool, with_mixes: bool, *, row_threads: int
 ):
-    """Blocks of one token, and behind those of so many a block that carries them all through the chain of Sinkhorn.
+    """Blocks of one token, and behind them those that carry many through the chain of Sinkhorn.
 
-    With `follows` the kernel runs beside the projection (`project_slices`), which it may because that never waits.
+    With `follows` the kernel runs beside the projection (`project_slices`), which it may because that never waits. With
+    `with_post` the streams are post of output and residual, made once more: what the projection writes of them is not
+    sure to be there.
     """
-    num_vectors, vectors = hidden // width, 2
+    num_vectors = hidden // width
+    vectors = 1 if with_post else 2
     lanes = lanes_for(num_streams, num_streams)
     held = num_streams // lanes
     tokens = row_threads // lanes
     width_mixes = num_mixes(num_streams)
     columns = padded(width_mixes)
-    num_tokens, splits, num_tiles = T.dynamic('num_tokens'), T.dynamic('splits'), T.dynamic('num_tiles')
+    num_pairs = num_streams * num_streams
+    num_tokens, splits = T.dynamic('num_tokens'), T.dynamic('splits')
 
     @T.prim_func
     def mix_and_apply(
         residual: T.Tensor((num_tokens, num_streams, hidden), T.bfloat16),
         mul_parts: T.Tensor((splits, num_tokens, columns), T.float32),
         square_parts: T.Tensor((splits, num_tokens), T.float32),
-        ready: T.Tensor((num_tiles,), T.int32),
         scale: T.Tensor((3,), T.float32),
         base: T.Tensor((width_mixes,), T.float32),
         post: T.Tensor((num_tokens, num_streams, 1), T.float32),
@@ -92,6 +92,9 @@ def mix_and_apply_kernel(
         pre: T.Tensor((num_tokens, num_streams, 1), T.float32),
         mixes: T.Tensor((num_tokens, width_mixes), T.float32),
         rstd: T.Tensor((num_tokens,), T.float32),
+        output: T.Tensor((num_tokens, hidden), T.bfloat16),
+        post_mix: T.Tensor((num_tokens, num_streams, 1), T.float32),
+        comb_mix: T.Tensor((num_tokens, num_streams, num_streams), T.float32),
         repeat: T.int32,
         eps: T.float32,
         pre_eps: T.float32,
@@ -101,8 +104,13 @@ def mix_and_apply_kernel(
         with T.Kernel(num_tokens + T.ceildiv(num_tokens, tokens), threads=row_threads) as pid:
             T.annotate_min_blocks_per_sm(1024 // row_threads)  # 64 registers: the projection needs most of them
             x_local = T.alloc_local((vectors * num_streams, width), T.bfloat16)
+            output_local = T.alloc_local((1, width), T.bfloat16)
+            made_local = T.alloc_local((num_streams, width), T.bfloat16)
             y_local = T.alloc_local((1, width), T.bfloat16)
             mix_local = T.alloc_local((num_streams,), T.float32)
+            share_local = T.alloc_local((num_streams,), T.float32)
+            pair_local = T.alloc_local((num_pairs,), T.float32)
+            part_local = T.alloc_local((held,), T.float32)
             k_local = T.alloc_local((num_streams, held), T.float32)
             u_local = T.alloc_local((num_streams,), T.float32)
             v_local = T.alloc_local((held,), T.float32)
@@ -110,37 +118,50 @@ def mix_and_apply_kernel(
             b_local = T.alloc_local((held,), T.float32)
             pre_shared = T.alloc_shared((num_streams,), T.float32)
             tx = T.get_thread_binding()
-            first_token = pid // (tokens + 1) * tokens
-            own = pid % (tokens + 1)
 
-            if own == T.min(tokens, num_tokens - first_token):
-                token = T.min(first_token + tx // lanes, num_tokens - 1)  # shuffles need all lanes
+            if pid >= num_tokens:
+                mine = (pid - num_tokens) * tokens + tx // lanes
+                token = T.min(mine, num_tokens - 1)  # shuffles need all lanes
                 first = tx % lanes * held
+                square = T.alloc_var(T.float32, init=0.0)
                 if follows:
-                    wait_for(ready, token // TILE, splits)
-                factor = rstd_from(sum_squares(square_parts, token), num_streams * hidden, eps)
+                    T.pdl_sync()
+                T.clear(share_local)
                 T.clear(mix_local)
                 T.clear(k_local)
-                for s in T.unroll(splits, unroll_factor=1):
-                    for c in T.unroll(num_streams):
-                        mix_local[c] = mix_local[c] + mul_parts[s, token, num_streams + c]
+                for s in T.unroll(splits, unroll_factor=4):
+                    square = square + square_parts[s, token]
+                    for i in T.unroll(lanes):
+                        for e in T.vectorized(held):
+                            part_local[e] = mul_parts[s, token, num_streams + i * held + e]
+                        for e in T.unroll(held):
+                            mix_local[i * held + e] = mix_local[i * held + e] + part_local[e]
+                    if with_mixes:
+                        for i in T.unroll(lanes):
+                            for e in T.vectorized(held):
+                                part_local[e] = mul_parts[s, token, i * held + e]
+                            for e in T.unroll(held):
+                                share_local[i * held + e] = share_local[i * held + e] + part_local[e]
                     for i in T.unroll(num_streams):
-                        for c in T.unroll(held):
-                            j = 2 * num_streams + i * num_streams + first + c
-                            k_local[i, c] = k_local[i, c] + mul_parts[s, token, j]
+                        for e in T.vectorized(held):
+                            part_local[e] = mul_parts[s, token, 2 * num_streams + i * num_streams + first + e]
+                        for e in T.unroll(held):
+                            k_local[i, e] = k_local[i, e] + part_local[e]
+                factor = rstd_from(square, num_streams * hidden, eps)
                 for i in T.unroll(num_streams):
                     mix_local[i] = T.ieee_mul(mix_local[i], factor)
+                    share_local[i] = T.ieee_mul(share_local[i], factor)
                     for c in T.unroll(held):
                         k_local[i, c] = T.ieee_mul(k_local[i, c], factor)
                 if with_mixes:  # noqa: SIM102 - known when the kernel is built
-                    if first_token + tx // lanes < num_tokens:
+                    if mine < num_tokens:
                         if tx % lanes == 0:
                             rstd[token] = factor
                         for i in T.unroll(num_streams):
                             if i // held == tx % lanes:
-                                value = T.ieee_mul(mul_of(mul_parts, token, i), factor)
-                                mixes[token, i] = value
-                                pre[token, i, 0] = T.ieee_add(sigmoid(affine(value, scale[0], base[i])), pre_eps)
+                                z = affine(share_local[i], scale[0], base[i])
+                                pre[token, i, 0] = T.ieee_add(sigmoid(z), pre_eps)
+                                mixes[token, i] = share_local[i]
                                 mixes[token, num_streams + i] = mix_local[i]
                             for c in T.unroll(held):
                                 mixes[token, 2 * num_streams + i * num_streams + first + c] = k_local[i, c]
@@ -151,24 +172,31 @@ def mix_and_apply_kernel(
                         j = 2 * num_streams + i * num_streams + first + c
                         k_local[i, c] = affine(k_local[i, c], scale[2], base[j])
                 scale_matrix(k_local, a_local, b_local, u_local, v_local, lanes, held, 1.0, repeat, sinkhorn_eps)
-                if first_token + tx // lanes < num_tokens:
+                if mine < num_tokens:
                     for i in T.unroll(num_streams):
                         if i // held == tx % lanes:
                             post[token, i, 0] = mix_local[i]
                         for c in T.unroll(held):
                             comb[token, i, first + c] = k_local[i, c]
             else:
-                token = first_token + own
                 if tx < WARP:
                     j = T.min(tx, num_streams - 1)
                     total = T.alloc_var(T.float32, init=0.0)
-                    if follows:
-                        wait_for(ready, token // TILE, splits)
-                    for s in T.unroll(splits, unroll_factor=8):
-                        if tx == num_streams:
-                            total = total + square_parts[s, token]
-                        else:
-                            total = total + mul_parts[s, token, j]
+                    value = T.alloc_var(T.float32)
+                    missing = T.alloc_var(T.int32, init=1)
+                    while missing > 0:
+                        total = 0.0
+                        missing = 0
+                        for s in T.unroll(splits, unroll_factor=8):
+                            if tx == num_streams:
+                                value = T.atomic_load(square_parts[s, pid], memory_order='relaxed')
+                            else:
+                                value = T.atomic_load(mul_parts[s, pid, j], memory_order='relaxed')
+                            if follows:  # noqa: SIM102 - known when the kernel is built
+                                if T.reinterpret(value, T.uint32) == T.uint32(ABSENT):
+                                    missing = 1
+                            total = total + value
+                    T.sync_warp()
                     factor = rstd_from(T.shfl_sync(total, num_streams), num_streams * hidden, eps)
                     if tx < num_streams:
                         z = affine(T.ieee_mul(total, factor), scale[0], base[j])
@@ -176,17 +204,26 @@ def mix_and_apply_kernel(
                 T.sync_threads()
                 for c in T.unroll(num_streams):
                     mix_local[c] = pre_shared[c]
+                if with_post:
+                    for c in T.unroll(num_streams):
+                        share_local[c] = post_mix[pid, c, 0]
+                        for o in T.unroll(num_streams):
+                            pair_local[c * num_streams + o] = comb_mix[pid, c, o]
                 for part in T.serial(T.ceildiv(num_vectors, vectors * row_threads)):
                     index = part * vectors * row_threads + tx
                     for v in T.unroll(vectors):
                         if index + v * row_threads < num_vectors:
-                            load_streams(residual, token, index + v * row_threads, x_local, v * num_streams)
+                            load_streams(residual, pid, index + v * row_threads, x_local, v * num_streams)
+                            if with_post:
+                                load_vector(output, pid, 0, index, output_local, 0)
                     for v in T.unroll(vectors):
                         if index + v * row_threads < num_vectors:
-                            apply_to_vector(x_local, v * num_streams, mix_local, y_local)
-                            store_vector(y_local, 0, layer_input, token, 0, index + v * row_threads)
-            if follows:
-                T.pdl_sync()
+                            if with_post:
+                                post_to_vector(output_local, 0, x_local, 0, share_local, pair_local, made_local)
+                                apply_to_vector(made_local, 0, mix_local, y_local)
+                            else:
+                                apply_to_vector(x_local, v * num_streams, mix_local, y_local)
+                            store_vector(y_local, 0, layer_input, pid, 0, index + v * row_threads)
 
     return mix_and_apply
 
@@ -242,31 +279,36 @@ def mix_and_apply_(
     check.same_device(residual=residual, mul_parts=mul_parts, square_parts=square_parts)
     check.same_device(residual=residual, post=post, comb=comb, layer_input=layer_input)
     options = (repeat, eps, pre_eps, sinkhorn_eps, post_mult)
-    _launch(
-        residual, (mul_parts, square_parts, None), scale, base, (post.unsqueeze(-1), comb, layer_input), None, options
-    )
+    outputs = (post.unsqueeze(-1), comb, layer_input)
+    _launch(residual, (mul_parts, square_parts), False, scale, base, outputs, None, None, options)
 
 
 def _launch(
-    residual: Tensor, parts: tuple, scale: Tensor, base: Tensor, outputs: tuple, saved: tuple | None, options: tuple
+    residual: Tensor,
+    parts: tuple[Tensor, Tensor],
+    follows: bool,
+    scale: Tensor,
+    base: Tensor,
+    outputs: tuple[Tensor, ...],
+    saved: tuple[Tensor, ...] | None,
+    layer: tuple[Tensor, ...] | None,
+    options: tuple,
 ) -> None:
     """`mix_and_apply` of residual (num_tokens, n, hidden) and what `project` gives; `saved` is pre, mixes and rstd."""
-    mul_parts, square_parts, ready = parts
-    post, comb, layer_input = outputs
     num_streams, hidden = residual.shape[1:]
+    post, comb, layer_input = outputs
     launch(
         mix_and_apply_kernel,
-        (hidden, num_streams, vector_width(residual, layer_input), ready is not None, saved is not None),
+        (hidden, num_streams, vector_width(residual, layer_input), follows, layer is not None, saved is not None),
         residual,
-        mul_parts,
-        square_parts,
-        ready,
+        *parts,
         scale,
         base,
         post,
         comb,
         layer_input,
         *(saved or (None, None, None)),
+        *(layer or (None, None, None)),
         *options,
     )
 
@@ -305,25 +347,27 @@ def fused_pre(
     if with_mixes:
         saved = (fn.new_empty((*lead, num_streams, 1)), fn.new_empty((*lead, width)), fn.new_empty(lead))
     streams = flat(residual, lead, num_streams, hidden)
-    if layer is None or not fits(num_streams, width):
-        if layer is not None:
-            post_.fn(layer[0], residual, *layer[1:])
-            streams = flat(layer[-1], lead, num_streams, hidden)
-        parts = project(streams, fn)
-    else:
-        shapes = ((1, hidden), (num_streams, 1), (num_streams, num_streams), (num_streams, hidden))
+    follows, views = fits(num_streams, width), None
+    if layer is not None and not follows:
+        post_.fn(layer[0], residual, *layer[1:])
+        streams = flat(layer[-1], lead, num_streams, hidden)
+    if layer is not None and follows:
+        shapes = ((hidden,), (num_streams, 1), (num_streams, num_streams), (num_streams, hidden))
         views = tuple(flat(x, lead, *inner) for x, inner in zip(layer, shapes, strict=True))
-        parts = project(streams, fn, views)
-        streams = views[-1]
+    parts = project(streams, fn, views, follows)
+    outputs = (flat(post, lead, num_streams, 1), flat(comb, lead, num_streams, num_streams))
+    kept = None
+    if with_mixes:
+        kept = (flat(saved[0], lead, num_streams, 1), flat(saved[1], lead, width), flat(saved[2], lead))
     _launch(
         streams,
         parts,
+        follows,
         scale,
         base,
-        (flat(post, lead, num_streams, 1), flat(comb, lead, num_streams, num_streams), flat(layer_input, lead, hidden)),
-        (flat(saved[0], lead, num_streams, 1), flat(saved[1], lead, width), flat(saved[2], lead))
-        if with_mixes
-        else None,
+        (*outputs, flat(layer_input, lead, hidden)),
+        kept,
+        None if views is None else views[:3],
         options,
     )
     return layer_input, post, comb, *saved

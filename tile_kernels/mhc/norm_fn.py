@@ -31,7 +31,7 @@ from tile_kernels.mhc.norm_fn_device import (
     project_kernel,
     sum_dfn_kernel,
 )
-from tile_kernels.mhc.project_slices import TILE, WARPS, fits, padded, project_slices_kernel, slices_of
+from tile_kernels.mhc.project_slices import WARPS, fits, padded, project_slices_kernel, slices_of
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -58,12 +58,12 @@ def check_projection(residual: Tensor, fn: Tensor) -> tuple[tuple, int, int]:
 
 
 def project(
-    residual: Tensor, fn: Tensor, layer: tuple[Tensor, ...] | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    residual: Tensor, fn: Tensor, layer: tuple[Tensor, ...] | None = None, followed: bool = False
+) -> tuple[Tensor, Tensor]:
     """The parts of mul and of the sums of squares of residual (num_tokens, num_streams, hidden).
 
-    With `layer` (x, post_mix, comb_mix, y) they are those of y, which is written as post of all; only where `fits`. The
-    third result counts the slices of a tile that are done, if a kernel that follows may wait for it.
+    With `layer` (x, post_mix, comb_mix, y) they are those of y, which is written as post of all; with `followed` a
+    kernel may look for them at once (`project_slices`). Both only where `fits`.
     """
     (num_tokens, num_streams, hidden), (num_mixes, k) = residual.shape, fn.shape
     columns = padded(num_mixes)
@@ -72,15 +72,14 @@ def project(
         fn_parts = fn.new_empty(2 * columns, k, dtype=BF16)
         mul_parts, square_parts = fn.new_empty(splits, num_tokens, columns), fn.new_empty(splits, num_tokens)
         launch(project_kernel, (k, num_mixes), residual.view(num_tokens, k), fn, fn_parts, mul_parts, square_parts)
-        return mul_parts, square_parts, None
+        return mul_parts, square_parts
     slices = slices_of(hidden)
     fn_frags = fn.new_empty(slices, WARPS, 2 * num_streams, columns // 8, WARP, 8, dtype=BF16)
     mul_parts, square_parts = fn.new_empty(slices, num_tokens, columns), fn.new_empty(slices, num_tokens)
-    ready = fn.new_empty(-(-num_tokens // TILE), dtype=torch.int32)
-    static = (hidden, num_streams, num_mixes, layer is not None)
+    static = (hidden, num_streams, num_mixes, layer is not None, followed)
     rest = layer or (None, None, None, None)
-    launch(project_slices_kernel, static, residual, fn, fn_frags, mul_parts, square_parts, ready, *rest)
-    return mul_parts, square_parts, ready
+    launch(project_slices_kernel, static, residual, fn, fn_frags, mul_parts, square_parts, *rest)
+    return mul_parts, square_parts
 
 
 def launch_norm_fn_bwd(
@@ -192,7 +191,7 @@ def norm_fn(residual: Tensor, fn: Tensor, eps: float = 1e-6) -> tuple[Tensor, Te
         mixes (..., num_mixes) float32, and rstd (...) float32, which has no gradient.
     """
     lead, k, num_mixes = check_projection(residual, fn)
-    mul_parts, square_parts, _ = project(flat(residual, lead, *residual.shape[-2:]), fn)
+    mul_parts, square_parts = project(flat(residual, lead, *residual.shape[-2:]), fn)
     mixes, rstd = fn.new_empty((*lead, num_mixes)), fn.new_empty(lead)
     launch(
         normalise_kernel, (k, num_mixes), flat(mixes, lead, num_mixes), mul_parts, square_parts, flat(rstd, lead), eps

@@ -6,9 +6,10 @@
 A block stays: it owns a slice of `SLICE` channels of every stream, keeps their part of fn in shared memory, and takes
 every so many tiles of `TILE` tokens. A warp has 32 channels; a lane reads eight of them of every stream and nothing
 else, as its share of tensor core products (16 x 16 x 8) and for post alike: which channel is which k of a product is
-free as long as both sides agree. One more warp sums what the others have found, writes it, and counts the slices that
-are done in `ready`; so a kernel that follows may take a tile while it still is in the L2 cache. The sums over channels
-have one order, fixed by `hidden`. Memory bound: the floor is reading x, or what it is made of.
+free as long as both sides agree. One more warp sums what the others have found and writes it. A kernel that follows may
+take a token as soon as its parts are there, while the token still is in the L2 cache: where it looks, memory holds
+`ABSENT` before, so no counter and no fence is needed. The sums over channels have one order, fixed by `hidden`. Memory
+bound: the floor is reading x, or what it is made of.
 """
 
 from tile_kernels.core.jit import kernel
@@ -27,6 +28,9 @@ WIDTH = 8
 
 #: Bytes of shared memory of a block, and of fn in it: the rest is for tiles on their way.
 MAX_SHARED, MAX_FN = 222 << 10, 100 << 10
+
+#: The bits of a part that is not there yet: a NaN that no sum has.
+ABSENT = 0xFFFFFFFF
 
 #: d[16, 8] += a[16, 16] b[16, 8]: `low` and `high` are rows lane / 4 and lane / 4 + 8 of a, four elements each.
 PRODUCT = """
@@ -99,15 +103,15 @@ def request_tile(x, tile, channel, x_shared, stage, first):
 
     Nobody but the thread that asks will read `x_shared[stage, first + 2 c + r]`, so there is nobody to wait for.
     """
-    num_tokens, num_streams, hidden = x.shape
+    num_tokens, hidden = x.shape[0], x.shape[-1]
     tx = T.get_thread_binding()
     if channel < hidden:
         for r in T.unroll(2):
             token = T.min(tile * TILE + r * 8 + tx % WARP // 4, num_tokens - 1)
-            for c in T.unroll(num_streams):
+            for c in T.unroll(x.shape[1] if len(x.shape) == 3 else 1):
                 T.ptx_cp_async(
                     T.access_ptr(x_shared[stage, first + 2 * c + r, tx, 0], 'w', WIDTH),
-                    T.access_ptr(x[token, c, channel], 'r', WIDTH),
+                    T.access_ptr(x[token, c, channel] if len(x.shape) == 3 else x[token, channel], 'r', WIDTH),
                     WIDTH,
                 )
 
@@ -233,7 +237,7 @@ def take_coefficients(post_mix, comb_mix, tile, coef_shared, slot):
                 coef_shared[slot, row, column] = comb_mix[token, pair // num_streams, pair % num_streams]
 
 
-def choose(hidden: int, num_streams: int, num_mixes: int, with_post: bool, num_tokens: int) -> dict:
+def choose(hidden: int, num_streams: int, num_mixes: int, with_post: bool, followed: bool, num_tokens: int) -> dict:
     """As many tiles on their way as there is memory for."""
     stage = WARPS * WARP * 2 * (num_streams + with_post) * 16
     held = WARPS * CHANNELS * num_streams * 2 * padded(num_mixes) * 2 + 2 * WARPS * TILE * (padded(num_mixes) + 2) * 4
@@ -250,15 +254,20 @@ def choose(hidden: int, num_streams: int, num_mixes: int, with_post: bool, num_t
         'TL_ENABLE_LOWER_LDGSTG': True,
     },
 )
-def project_slices_kernel(hidden: int, num_streams: int, num_mixes: int, with_post: bool, *, num_stages: int):
-    """Fn as the lanes need it, then the blocks that stay; with `with_post` they make x of output and residual, in y."""
+def project_slices_kernel(
+    hidden: int, num_streams: int, num_mixes: int, with_post: bool, followed: bool, *, num_stages: int
+):
+    """Fn as the lanes need it, then the blocks that stay; with `with_post` they make x of output and residual, in y.
+
+    With `followed` the first `num_streams` products of a part and the sum of squares are `ABSENT` before.
+    """
     columns, steps = padded(num_mixes), 2 * num_streams
     pairs, slices = columns // 8, slices_of(hidden)
     num_threads, arrange_threads = (WARPS + 1) * WARP, 128
     arranged = slices * WARPS * steps * pairs * WARP
     width = num_streams + num_streams * num_streams
     slots = 2 * num_streams + (2 if with_post else 0)
-    num_tokens, num_tiles = T.dynamic('num_tokens'), T.dynamic('num_tiles')
+    num_tokens = T.dynamic('num_tokens')
 
     @T.prim_func
     def project_slices(
@@ -267,17 +276,22 @@ def project_slices_kernel(hidden: int, num_streams: int, num_mixes: int, with_po
         fn_frags: T.Tensor((slices, WARPS, steps, pairs, WARP, 8), T.bfloat16),
         mul_parts: T.Tensor((slices, num_tokens, columns), T.float32),
         square_parts: T.Tensor((slices, num_tokens), T.float32),
-        ready: T.Tensor((num_tiles,), T.int32),
-        output: T.Tensor((num_tokens, 1, hidden), T.bfloat16),
+        output: T.Tensor((num_tokens, hidden), T.bfloat16),
         post_mix: T.Tensor((num_tokens, num_streams, 1), T.float32),
         comb_mix: T.Tensor((num_tokens, num_streams, num_streams), T.float32),
         y: T.Tensor((num_tokens, num_streams, hidden), T.bfloat16),
     ):
-        with T.Kernel(T.ceildiv(T.max(arranged, num_tiles), arrange_threads), threads=arrange_threads) as pid:
+        num_tiles = T.ceildiv(num_tokens, TILE)
+        num_parts = slices * num_tokens if followed else 0
+        with T.Kernel(T.ceildiv(T.max(arranged, num_parts), arrange_threads), threads=arrange_threads) as pid:
             T.pdl_trigger()
             index = pid * arrange_threads + T.get_thread_binding()
-            if index < num_tiles:
-                ready[index] = 0
+            if followed:  # noqa: SIM102 - known when the kernel is built
+                if index < num_parts:
+                    absent = T.reinterpret(T.uint32(ABSENT), T.float32)
+                    square_parts[index // num_tokens, index % num_tokens] = absent
+                    for c in T.unroll(num_streams):
+                        mul_parts[index // num_tokens, index % num_tokens, c] = absent
             arrange_fn(fn, fn_frags, pid, num_streams, arrange_threads)
 
         groups = T.min(num_tiles, max(1, WAVE // slices))
@@ -338,9 +352,6 @@ def project_slices_kernel(hidden: int, num_streams: int, num_mixes: int, with_po
                             take_coefficients(post_mix, comb_mix, tile + groups, coef_shared, (step + 1) % 2)
                     if step > 0:
                         sum_parts(part_shared, (step - 1) % 2, tile - groups, slice_idx, mul_parts, square_parts)
-                        T.sync_warp()
-                        if lane == 0:
-                            T.atomic_add(ready[tile - groups], 1, memory_order='release')
                 T.sync_threads()
 
     return project_slices
