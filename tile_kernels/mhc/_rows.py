@@ -137,15 +137,18 @@ def apply_to_vector(x_local, slot, mix_local, y_local):
 @macro
 def post_to_vector(x_local, x_slot, residual_local, slot, post_local, comb_local, y_local):
     """`y[o] = post[o] x_local[x_slot] + sum_i comb[i, o] residual_local[slot + i]`, i ascending, rounded once."""
-    num_streams = post_local.shape[0]
-    for o in T.unroll(num_streams):
-        for e in T.unroll(x_local.shape[1]):
-            total = T.alloc_var(T.float32)
-            total = post_local[o] * T.cast(x_local[x_slot, e], T.float32)
-            for i in T.unroll(num_streams):
-                value = T.cast(residual_local[slot + i, e], T.float32)
-                total = T.ieee_fmaf(comb_local[i * num_streams + o], value, total)
-            y_local[o, e] = T.cast(total, y_local.dtype)
+    num_streams, width = post_local.shape[0], x_local.shape[1]
+    pair = min(width, 2)  # two elements of all streams at a time need the fewest registers
+    for first in T.unroll(width // pair):
+        for o in T.unroll(num_streams):
+            for half in T.unroll(pair):
+                e = first * pair + half
+                total = T.alloc_var(T.float32)
+                total = post_local[o] * T.cast(x_local[x_slot, e], T.float32)
+                for i in T.unroll(num_streams):
+                    value = T.cast(residual_local[slot + i, e], T.float32)
+                    total = T.ieee_fmaf(comb_local[i * num_streams + o], value, total)
+                y_local[o, e] = T.cast(total, y_local.dtype)
 
 
 @macro

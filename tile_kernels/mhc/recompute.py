@@ -45,6 +45,9 @@ BF16, F32 = torch.bfloat16, torch.float32
 #: Layers of one launch.
 MAX_LAYERS = 6
 
+#: Outputs of layers a thread has asked for ahead: registers for more would cost threads.
+AHEAD = 4
+
 #: What a layer has, in the order of the parameters.
 SLOTS = ('pre', 'layer_input', 'layer_output', 'post', 'comb', 'residual')
 
@@ -52,8 +55,14 @@ SLOTS = ('pre', 'layer_input', 'layer_output', 'post', 'comb', 'residual')
 
 
 def choose(hidden: int, num_streams: int, width: int, num_inputs: int, num_posts: int, num_tokens: int) -> dict:
-    """Small blocks of one vector for each thread: addresses of so many tensors would fill the registers of a second."""
-    return dict(row_threads=row_threads_for(hidden // width, 7), resident=4)
+    """Small blocks of one vector for each thread: addresses of so many tensors would fill the registers of a second.
+
+    As many threads on an SM as have registers for what they hold between layers.
+    """
+    return dict(
+        row_threads=row_threads_for(hidden // width, hidden // width // 64),
+        resident_threads=576 if num_streams <= 4 else 256,
+    )
 
 
 # Kernel -------------------------------------------------------------------------------------
@@ -77,7 +86,11 @@ def recall(mix_shared, layer, first, mix_local):
             mix_local[2 * v + e] = mix_shared[layer, first + 2 * v + e]
 
 
-@kernel(choose=choose, space=dict(row_threads=ROW_THREADS, resident=(4, 5, 6, 8)), pass_configs=ROW_PASS_CONFIGS)
+@kernel(
+    choose=choose,
+    space=dict(row_threads=ROW_THREADS, resident_threads=(256, 512, 576, 640)),
+    pass_configs=ROW_PASS_CONFIGS,
+)
 def recompute_kernel(
     hidden: int,
     num_streams: int,
@@ -86,7 +99,7 @@ def recompute_kernel(
     num_posts: int,
     *,
     row_threads: int,
-    resident: int,
+    resident_threads: int,
 ):
     """`num_inputs` layers get their input, the first `num_posts` of them end in a residual."""
     num_vectors = hidden // width
@@ -147,10 +160,10 @@ def recompute_kernel(
         residual5: streams(),
     ):
         with T.Kernel(num_tokens * parts, threads=row_threads) as pid:
-            T.annotate_min_blocks_per_sm(resident * 128 // row_threads)
+            T.annotate_min_blocks_per_sm(resident_threads // row_threads)
             x_local = T.alloc_local((num_streams, width), T.bfloat16)
             y_local = T.alloc_local((num_streams, width), T.bfloat16)
-            output_local = T.alloc_local((max(num_posts, 1), width), T.bfloat16)
+            output_local = T.alloc_local((AHEAD, width), T.bfloat16)
             mix_local = T.alloc_local((num_streams,), T.float32)
             comb_local = T.alloc_local((num_pairs,), T.float32)
             mix_shared = T.alloc_shared((num_inputs, 2 * num_streams + num_pairs), T.float32)
@@ -171,9 +184,9 @@ def recompute_kernel(
                     take_coefficients(token, l, combs[l], 2 * num_streams, mix_shared)
             if index < num_vectors:
                 load_streams(first, token, index, x_local, 0)
-                for l in (0, 1, 2, 3, 4, 5):
+                for l in (0, 1, 2, 3):
                     if l < num_posts:
-                        load_vector(outputs[l], token, 0, index, output_local, l)
+                        load_vector(outputs[l], token, 0, index, output_local, l % AHEAD)
             T.sync_threads()
             if index < num_vectors:
                 for l in (0, 1, 2, 3, 4, 5):
@@ -184,7 +197,9 @@ def recompute_kernel(
                     if l < num_posts:
                         recall(mix_shared, l, num_streams, mix_local)
                         recall(mix_shared, l, 2 * num_streams, comb_local)
-                        post_to_vector(output_local, l, x_local, 0, mix_local, comb_local, y_local)
+                        post_to_vector(output_local, l % AHEAD, x_local, 0, mix_local, comb_local, y_local)
+                        if l + AHEAD < num_posts:
+                            load_vector(outputs[l + AHEAD], token, 0, index, output_local, l % AHEAD)
                         store_streams(y_local, residuals[l], token, index)
                         for c in T.unroll(num_streams):
                             for e in T.vectorized(width):
