@@ -26,6 +26,46 @@ def test_many_processes_equal_one(world_size, sizes):
     torch.testing.assert_close(gate, layer.gate.weight.grad.float(), rtol=3e-2, atol=3e-1)
 
 
+def test_shared_experts_give_the_same_beside_the_exchange():
+    layer, tokens = workers.whole(num_shared_experts=2)
+    x = tokens.clone().requires_grad_()
+    y = layer(x)
+    y.backward(workers.gradient((40,), 0))
+    found = workers.spawn(workers.layer_of_many, 2, (40, 0), False, 2)
+    torch.testing.assert_close(found[0][0], y, rtol=0, atol=0)
+    torch.testing.assert_close(found[0][1], x.grad, rtol=2e-2, atol=2e-2)
+    for i, weight in enumerate(layer.shared_experts.parameters()):
+        torch.testing.assert_close(found[0][4 + i] + found[1][4 + i], weight.grad, rtol=2e-2, atol=2e-2)
+
+
+def test_shared_experts_work_while_tokens_travel():
+    found = workers.spawn(workers.order_of_work, 2)
+    for rank in (0, 1):
+        forward, backward = found[rank]
+        assert forward == ['start', 'shared', 'arrived', 'start', 'arrived']
+        assert backward.index('shared') < len(backward) - 1 and backward[-1] == 'arrived'
+        assert backward.count('start') == backward.count('arrived') == 2
+
+
+@pytest.mark.parametrize('wrap', ['ddp', 'fsdp', 'ddp, experts spread', 'fsdp, experts spread'])
+def test_it_works_inside_ddp_and_fsdp(wrap):
+    layer, tokens = workers.whole(num_shared_experts=1, dtype=torch.float32)
+    x = tokens.float().requires_grad_()
+    y = layer(x)
+    y.backward(workers.gradient((40,), 0).float())
+    found = workers.spawn(workers.around, 2, wrap)
+    torch.testing.assert_close(torch.cat([found[0][0], found[1][0]]), y, rtol=0, atol=0)
+    torch.testing.assert_close(torch.cat([found[0][1], found[1][1]]), x.grad, rtol=2e-2, atol=2e-2)
+    for name, parameter in layer.named_parameters():
+        if name.startswith('experts.') and 'spread' in wrap:
+            actual = torch.cat([found[rank][2][name] for rank in (0, 1)])  # of all tokens already: the sum
+        else:
+            actual = 2 * found[0][2][name]  # both average over the ranks
+            torch.testing.assert_close(found[0][2][name], found[1][2][name], rtol=0, atol=0)
+        bound = 3e-2 * parameter.grad.abs().max().item()
+        torch.testing.assert_close(actual, parameter.grad, rtol=0, atol=bound)
+
+
 def test_an_fp8_payload_changes_little():
     layer, tokens = workers.whole()
     y = layer(tokens).float()

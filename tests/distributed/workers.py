@@ -7,9 +7,14 @@ import tempfile
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from tile_kernels import ArgumentError, TileKernelsError
 from tile_kernels.distributed import MoEDistributed
+from tile_kernels.distributed.moe import _Exchange
 from tile_kernels.modeling import MoELayer
 
 
@@ -37,10 +42,10 @@ def _enter(rank, fn, world_size, store, results, args):
 NUM_EXPERTS, TOPK, HIDDEN, WIDTH = 12, 3, 128, 128
 
 
-def whole(seed=0):
+def whole(seed=0, **options):
     """The layer of one process, and the tokens of all ranks."""
     torch.manual_seed(seed)
-    layer = MoELayer(NUM_EXPERTS, TOPK, HIDDEN, intermediate_dim=WIDTH)
+    layer = MoELayer(NUM_EXPERTS, TOPK, HIDDEN, intermediate_dim=WIDTH, **options)
     return layer, torch.randn(40, HIDDEN, dtype=torch.bfloat16)
 
 
@@ -50,22 +55,86 @@ def share(rank, world_size, sizes):
     return slice(start, start + sizes[rank])
 
 
-def layer_of_many(rank, world_size, results, sizes, fp8):
-    """Forward and every gradient of the layer with its experts spread over the ranks."""
-    full, tokens = whole()
-    layer = MoELayer(NUM_EXPERTS, TOPK, HIDDEN, intermediate_dim=WIDTH, group=dist.group.WORLD, fp8_payload=fp8)
+def spread(rank, world_size, full, **options):
+    """A layer with the weights of a whole one and this rank's share of its experts."""
+    layer = MoELayer(NUM_EXPERTS, TOPK, HIDDEN, intermediate_dim=WIDTH, group=dist.group.WORLD, **options)
     local = NUM_EXPERTS // world_size
     mine = slice(rank * local, (rank + 1) * local)
-    with torch.no_grad():
-        layer.gate.weight.copy_(full.gate.weight)
-        layer.experts.gate_up_proj.copy_(full.experts.gate_up_proj[mine])
-        layer.experts.down_proj.copy_(full.experts.down_proj[mine])
+    weights = full.state_dict()
+    weights |= {name: weights[name][mine] for name in weights if name.startswith('experts.')}
+    layer.load_state_dict(weights)
+    return layer
+
+
+def gradient(sizes, rank):
+    """The part of a rank of the gradient of the whole result."""
+    torch.manual_seed(5)
+    return torch.randn(40, HIDDEN).bfloat16()[share(rank, len(sizes), sizes)]
+
+
+def layer_of_many(rank, world_size, results, sizes, fp8, shared=0):
+    """Forward and every gradient of the layer with its experts spread over the ranks."""
+    full, tokens = whole(num_shared_experts=shared)
+    layer = spread(rank, world_size, full, fp8_payload=fp8, num_shared_experts=shared)
     x = tokens[share(rank, world_size, sizes)].clone().requires_grad_()
     y = layer(x)
-    torch.manual_seed(5)
-    dy = torch.randn(40, HIDDEN).bfloat16()[share(rank, world_size, sizes)]
-    y.backward(dy)
-    results[rank] = [t.detach().clone() for t in (y, x.grad, layer.gate.weight.grad, layer.experts.gate_up_proj.grad)]
+    y.backward(gradient(sizes, rank))
+    found = [y, x.grad, layer.gate.weight.grad, layer.experts.gate_up_proj.grad]
+    found += [p.grad for p in layer.shared_experts.parameters()] if shared else []
+    results[rank] = [t.detach().clone() for t in found]
+
+
+def order_of_work(rank, world_size, results):
+    """What happens between the start of an exchange and the wait for it, forward and backward."""
+    full, tokens = whole(num_shared_experts=1)
+    layer = spread(rank, world_size, full, num_shared_experts=1)
+    said = []
+
+    def tell(owner, name, word):
+        before = getattr(owner, name)
+
+        def call(*args, **kwargs):
+            said.append(word)
+            return before(*args, **kwargs)
+
+        setattr(owner, name, call)
+
+    tell(_Exchange, 'start', 'start')
+    tell(_Exchange, 'arrived', 'arrived')
+    layer.shared_experts.register_forward_hook(lambda *_: said.append('shared'))
+    x = tokens.clone().requires_grad_()
+    y = layer(x)
+    forward = len(said)
+    layer.shared_experts.down_proj.weight.register_hook(lambda grad: said.append('shared'))
+    y.sum().backward()
+    results[rank] = (said[:forward], said[forward:])
+
+
+def around(rank, world_size, results, wrap):
+    """One step of a layer inside DDP or FSDP2, every rank with its own tokens; its gradients, gathered."""
+    full, tokens = whole(num_shared_experts=1, dtype=torch.float32)
+    sizes = (25, 15)
+    x = tokens[share(rank, world_size, sizes)].float().requires_grad_()
+    layer, model = full, full
+    if wrap == 'ddp':
+        model = DistributedDataParallel(layer)
+    elif wrap == 'fsdp':
+        fully_shard(layer, mesh=init_device_mesh('cpu', (world_size,)))
+    elif wrap == 'ddp, experts spread':
+        layer = spread(rank, world_size, full, num_shared_experts=1, dtype=torch.float32)
+        ignored = [name for name, _ in layer.named_parameters() if name.startswith('experts.')]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(layer, ignored)
+        model = DistributedDataParallel(layer)
+    elif wrap == 'fsdp, experts spread':
+        layer = model = spread(rank, world_size, full, num_shared_experts=1, dtype=torch.float32)
+        fully_shard(layer, mesh=init_device_mesh('cpu', (world_size,)), ignored_params=set(layer.experts.parameters()))
+    y = model(x)
+    y.backward(gradient(sizes, rank).float())
+    gradients = {}
+    for name, parameter in layer.named_parameters():
+        grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        gradients[name] = grad.detach().clone()
+    results[rank] = (y.detach().clone(), x.grad.clone(), gradients)
 
 
 def one_rank_leaves(rank, world_size, results):

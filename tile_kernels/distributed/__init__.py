@@ -1,5 +1,5 @@
 """Layers over several processes, on `torch.distributed`: NCCL on GPUs, gloo on CPUs."""
 
-from tile_kernels.distributed.moe import MoEDistributed, RoutedTokens
+from tile_kernels.distributed.moe import MoEDistributed, PendingTokens, RoutedTokens
 
-__all__ = ['MoEDistributed', 'RoutedTokens']
+__all__ = ['MoEDistributed', 'PendingTokens', 'RoutedTokens']

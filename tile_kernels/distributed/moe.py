@@ -52,7 +52,6 @@ class _Trip(NamedTuple):
     send_sizes: list[int]
     receive_sizes: list[int]
     arrivals: RoutingMap
-    num_tokens: int
 
 
 def _explained(fn: Callable) -> Callable:
@@ -66,45 +65,93 @@ def _explained(fn: Callable) -> Callable:
             raise
         except (RuntimeError, dist.DistBackendError) as error:
             raise TileKernelsError(
-                f'MoEDistributed.{fn.__name__}: the exchange failed on rank {self.rank} of {self.world_size}; another '
+                f'MoEDistributed: the exchange failed on rank {self.rank} of {self.world_size}; another '
                 f'rank has died, has left the layer or did not arrive in time ({str(error).splitlines()[0]})'
             ) from error
 
     return call
 
 
-class _Exchange(torch.autograd.Function):
-    """All-to-all of rows; gradients take the way back."""
+class _Exchange:
+    """One all-to-all of rows: begun, and finished when its result is needed. Gradients take the way back, likewise.
+
+    What runs between `begin` and `finish` runs while the rows travel; in the backward pass that is its own backward.
+    """
+
+    def __init__(self, send: list[int], receive: list[int], group: Any, fp8: bool = False) -> None:
+        self.send, self.receive, self.group, self.fp8 = send, receive, group, fp8
+        self.dtype: torch.dtype | None = None
+        self._flying: list[tuple[Tensor, Tensor, Any]] = []  # what was sent, where it arrives, the work to wait for
+
+    def begin(self, rows: Tensor) -> Tensor:
+        """Send the rows; what is returned is a token for `finish` and holds nothing yet."""
+        return _Begin.apply(rows, self)
+
+    def finish(self, token: Tensor) -> Tensor:
+        """The rows that have arrived."""
+        return _Finish.apply(token, self)
+
+    def start(self, rows: Tensor, back: bool = False) -> None:
+        """Issue the communication of one tensor of rows."""
+        send, receive = (self.receive, self.send) if back else (self.send, self.receive)
+        out = rows.new_empty(sum(receive), *rows.shape[1:])
+        rows = rows.contiguous()
+        self._flying.append((rows, out, dist.all_to_all_single(out, rows, receive, send, self.group, async_op=True)))
+
+    def arrived(self) -> list[Tensor]:
+        """Wait for all that was started."""
+        flying, self._flying = self._flying, []
+        for _, _, work in flying:
+            work.wait()
+        return [out for _, out, _ in flying]
+
+
+class _Begin(torch.autograd.Function):
+    """The first half of an exchange. The two halves hand each other the rows past autograd, whose shapes differ."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
-        ctx.sizes, ctx.group = (send, receive), group
-        return _all_to_all(rows, send, receive, group)
+    def forward(ctx: Any, rows: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange, exchange.dtype = exchange, rows.dtype
+        if exchange.fp8:
+            codes, sf = per_token_cast(rows, PAYLOAD)
+            exchange.start(codes.view(torch.uint8))
+            exchange.start(sf)
+        else:
+            exchange.start(rows)
+        return rows.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        send, receive = ctx.sizes
-        return _all_to_all(dy.contiguous(), receive, send, ctx.group), None, None, None
+    def backward(ctx: Any, dtoken: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.arrived()[0], None
 
 
-class _ExchangeFp8(torch.autograd.Function):
-    """The same with rows quantised on the way; gradients travel as they are."""
+class _Finish(torch.autograd.Function):
+    """The second half."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
-        ctx.sizes, ctx.group = (send, receive), group
-        codes, sf = per_token_cast(rows, PAYLOAD)
-        codes = _all_to_all(codes.view(torch.uint8), send, receive, group).view(codes.dtype)
-        sf = _all_to_all(sf, send, receive, group)
-        return dequantise(QuantTensor(codes, sf, PAYLOAD), rows.dtype)
+    def forward(ctx: Any, token: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        ctx.save_for_backward(token)
+        if not exchange.fp8:
+            return exchange.arrived()[0]
+        codes, sf = exchange.arrived()
+        return dequantise(QuantTensor(codes.view(PAYLOAD.data.torch), sf, PAYLOAD), exchange.dtype)
 
-    backward = _Exchange.backward
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        ctx.exchange.start(dy, back=True)
+        return torch.zeros_like(ctx.saved_tensors[0]), None
 
 
-def _all_to_all(rows: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
-    out = rows.new_empty(sum(receive), *rows.shape[1:])
-    dist.all_to_all_single(out, rows, receive, send, group=group)
-    return out
+class PendingTokens:
+    """Tokens on their way: `wait` gives what `route_tokens` gives. Work between the two hides the exchange."""
+
+    def __init__(self, router: MoEDistributed, exchange: _Exchange, token: Tensor, home: RoutingMap, arriving: Tensor):
+        self._router, self._exchange, self._token, self._home, self._arriving = router, exchange, token, home, arriving
+
+    def wait(self) -> RoutedTokens:
+        """The rows that have come to the experts of this rank."""
+        return self._router._receive(self._exchange, self._token, self._home, self._arriving)
 
 
 class MoEDistributed:
@@ -142,7 +189,6 @@ class MoEDistributed:
         self.num_local_experts = num_experts // self.world_size
         self._trip: _Trip | None = None
 
-    @_explained
     def route_tokens(self, hidden: Tensor, topk_indices: Tensor, topk_scores: Tensor | None = None) -> RoutedTokens:
         """Send the row of every slot to the rank of its expert; differentiable in `hidden`. All ranks call it together.
 
@@ -151,6 +197,11 @@ class MoEDistributed:
             topk_indices: (num_tokens, topk) int64 or int32 experts among all; -1: slot not routed.
             topk_scores: not used here; `gather_output` takes the weights.
         """
+        return self.send_tokens(hidden, topk_indices).wait()
+
+    @_explained
+    def send_tokens(self, hidden: Tensor, topk_indices: Tensor) -> PendingTokens:
+        """`route_tokens` without waiting for the rows: `wait` of the result does."""
         num_tokens, _ = check.shape(hidden, 'hidden', 'num_tokens hidden')
         check.shape(topk_indices, 'topk_indices', 'num_tokens topk', num_tokens=num_tokens, topk=self.topk)
         home = token_to_expert_map(topk_indices, self.num_experts)
@@ -158,16 +209,19 @@ class MoEDistributed:
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts.contiguous(), group=self.group)
         send_sizes, receive_sizes = counts.sum(1).tolist(), arriving.sum(1).tolist()
-
+        exchange = _Exchange(send_sizes, receive_sizes, self.group, self.fp8_payload)
         placed = home.pos_to_expert[: sum(send_sizes)]
-        rows = expand_to_fused(hidden, home.token_topk_to_pos, placed)
-        exchange = _ExchangeFp8 if self.fp8_payload else _Exchange
-        rows = exchange.apply(rows, send_sizes, receive_sizes, self.group)
+        token = exchange.begin(expand_to_fused(hidden, home.token_topk_to_pos, placed))
+        return PendingTokens(self, exchange, token, home, arriving)
 
-        experts = torch.arange(self.num_local_experts, device=hidden.device).repeat(self.world_size)
-        experts = experts.repeat_interleave(arriving.flatten().long(), output_size=sum(receive_sizes))
+    @_explained
+    def _receive(self, exchange: _Exchange, token: Tensor, home: RoutingMap, arriving: Tensor) -> RoutedTokens:
+        """Wait for the rows and bring them into the order of the experts."""
+        rows = exchange.finish(token)
+        experts = torch.arange(self.num_local_experts, device=rows.device).repeat(self.world_size)
+        experts = experts.repeat_interleave(arriving.flatten().long(), output_size=rows.shape[0])
         arrivals = token_to_expert_map(experts.unsqueeze(1), self.num_local_experts)
-        self._trip = _Trip(home, send_sizes, receive_sizes, arrivals, num_tokens)
+        self._trip = _Trip(home, exchange.send, exchange.receive, arrivals)
         rows = expand_to_fused(rows, arrivals.token_topk_to_pos, arrivals.pos_to_expert)
         return RoutedTokens(rows, arrivals.expert_end, arrivals.pos_to_expert)
 
@@ -187,5 +241,6 @@ class MoEDistributed:
         trip, self._trip = self._trip, None
         check.shape(expert_output, 'expert_output', 'num_rows out_hidden', num_rows=sum(trip.receive_sizes))
         rows = reduce_fused(expert_output, None, trip.arrivals.token_topk_to_pos)
-        rows = _Exchange.apply(rows, trip.receive_sizes, trip.send_sizes, self.group)
+        exchange = _Exchange(trip.receive_sizes, trip.send_sizes, self.group)
+        rows = exchange.finish(exchange.begin(rows))
         return reduce_fused(rows, topk_scores, trip.home.token_topk_to_pos)

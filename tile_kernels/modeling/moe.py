@@ -9,7 +9,7 @@ so nothing waits for it, and the layer can be compiled, captured in a CUDA graph
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,9 @@ from tile_kernels.moe.topk_gating import topk_gating
 from tile_kernels.quant.per_block_cast import per_block_cast
 from tile_kernels.quant.swiglu_backward import swiglu_backward
 from tile_kernels.quant.swiglu_forward import swiglu_forward
+
+if TYPE_CHECKING:
+    from tile_kernels.distributed import MoEDistributed
 
 ROWS_FP8 = QuantFormat.parse('e4m3_1x128_f32')
 WEIGHTS_FP8 = QuantFormat.parse('e4m3_128x128_f32')
@@ -272,16 +275,23 @@ class MoELayer(nn.Module):
         if self.training:
             with torch.no_grad():
                 self.tokens_per_expert += group_count(indices, self.num_experts)
-        y = self._through_experts(tokens, weights, indices)
-        if self.shared_experts is not None:
-            y = y + self.shared_experts(tokens)
+        if self.router is None:
+            y = self._through_experts(tokens, weights, indices)
+            y = y if self.shared_experts is None else y + self.shared_experts(tokens)
+        else:
+            y = self._through_ranks(self.router, tokens, weights, indices)
         return y.to(x.dtype).reshape(x.shape)
+
+    def _through_ranks(self, router: MoEDistributed, tokens: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+        """The same with experts of other ranks; the shared experts work while tokens travel."""
+        travelling = router.send_tokens(tokens, indices)
+        shared = None if self.shared_experts is None else self.shared_experts(tokens)
+        routed = travelling.wait()
+        y = router.gather_output(self.experts(routed.hidden, routed.expert_end), weights)
+        return y if shared is None else y + shared
 
     def _through_experts(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
         """The weighted sum of what the chosen experts make of each token."""
-        if self.router is not None:
-            routed = self.router.route_tokens(tokens, indices)
-            return self.router.gather_output(self.experts(routed.hidden, routed.expert_end), weights)
         routing = token_to_expert_map(indices, self.num_experts)
         if self.compute == 'fp8':
             rows = self.experts.forward_fp8(tokens, routing)
