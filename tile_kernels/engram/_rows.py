@@ -1,7 +1,7 @@
-"""Device code of the ops that own rows: a row is cut into slots of eight channels, `row_threads` threads share it.
+"""Device code of the ops that own rows: a row is cut into slots of 16 bytes, `row_threads` threads share it.
 
 Slot i of a row belongs to thread i % row_threads of them. A thread holds its slots in registers, `row_local[vectors,
-SLOT]`, so that every load of a row is under way before the first value is needed.
+slot]`, so that every load of a row is under way before the first value is needed.
 """
 
 from tile_kernels.core.lang import T, macro
@@ -9,7 +9,7 @@ from tile_kernels.core.lang import T, macro
 WARP = 32
 MAX_THREADS = 1024
 
-#: Channels that belong together: 16 bytes of bfloat16.
+#: Channels that belong together in a row of bfloat16: 16 bytes, as neighbouring threads access neighbouring ones.
 SLOT = 8
 
 #: Longest row; beyond it a thread would hold more than its registers.
@@ -24,10 +24,17 @@ ROW_PASS_CONFIGS = {
     'TL_ENABLE_LOWER_LDGSTG': True,
 }
 
+#: 2^x as the hardware has it, denormals flushed: what CUDA offers by name adds three instructions for them.
+FAST_EXP2 = """
+static __device__ __forceinline__ float ex2_approx(float x) {
+  float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y;
+}
+"""
 
-def row_layout(hidden: int, vectors: int) -> tuple[int, int]:
+
+def row_layout(hidden: int, vectors: int, slot: int = SLOT) -> tuple[int, int]:
     """Threads that share a row and slots each of them holds: `vectors`, or one more or less if too many would idle."""
-    slots = hidden // SLOT
+    slots = hidden // slot
     layouts = []
     for count in (vectors, vectors + 1, max(1, vectors - 1)):
         threads = min(-(-slots // (WARP * count)) * WARP, MAX_THREADS)
@@ -41,27 +48,34 @@ def resident_blocks(resident_threads: int, num_threads: int) -> int:
     return max(1, resident_threads // num_threads)
 
 
+def sigmoid_of(x):
+    """1 / (1 + exp(-x)) to a few units in the last place, where nothing promises bits; needs `FAST_EXP2`."""
+    return T.fast_rcp(T.float32(1.0) + T.call_extern('float32', 'ex2_approx', x * T.float32(-1.4426950408889634)))
+
+
 @macro
 def load_row(x, token, stream, row_threads, piece, row_local):
     """Read the slots of a thread of row (token, stream), `piece` channels in an access; zeros beyond the end."""
-    vectors, hidden = row_local.shape[0], x.shape[2]
-    if hidden % (SLOT * vectors * row_threads) != 0:
+    vectors, width = row_local.shape
+    hidden = x.shape[2]
+    if hidden % (width * vectors * row_threads) != 0:
         T.clear(row_local)
     for i in T.unroll(vectors):
         slot = i * row_threads + T.get_thread_binding() % row_threads
-        if slot < hidden // SLOT:
-            for p in T.unroll(SLOT // piece):
+        if slot < hidden // width:
+            for p in T.unroll(width // piece):
                 for e in T.vectorized(piece):
-                    row_local[i, p * piece + e] = x[token, stream, slot * SLOT + p * piece + e]
+                    row_local[i, p * piece + e] = x[token, stream, slot * width + p * piece + e]
 
 
 @macro
 def store_slot(slot_local, y, token, stream, slot, piece):
     """Write one slot of row (token, stream), `piece` channels in an access."""
-    if slot < y.shape[2] // SLOT:
-        for p in T.unroll(SLOT // piece):
+    width = slot_local.shape[0]
+    if slot < y.shape[2] // width:
+        for p in T.unroll(width // piece):
             for e in T.vectorized(piece):
-                y[token, stream, slot * SLOT + p * piece + e] = slot_local[p * piece + e]
+                y[token, stream, slot * width + p * piece + e] = slot_local[p * piece + e]
 
 
 @macro
@@ -76,16 +90,17 @@ def store_row(row_local, y, token, stream, row_threads):
 
 @macro
 def load_weights(weight, stream, row_threads, piece, weight_local):
-    """Read the float32 slots of a thread of row `stream`, bytes of `piece` channels in an access; zeros beyond."""
-    vectors, hidden, half = weight_local.shape[0], weight.shape[1], max(1, piece // 2)
-    if hidden % (SLOT * vectors * row_threads) != 0:
+    """Read the weights of the slots of a thread from row `stream`, `piece` of them in an access; zeros beyond."""
+    vectors, width = weight_local.shape
+    hidden = weight.shape[1]
+    if hidden % (width * vectors * row_threads) != 0:
         T.clear(weight_local)
     for i in T.unroll(vectors):
         slot = i * row_threads + T.get_thread_binding() % row_threads
-        if slot < hidden // SLOT:
-            for p in T.unroll(SLOT // half):
-                for e in T.vectorized(half):
-                    weight_local[i, p * half + e] = weight[stream, slot * SLOT + p * half + e]
+        if slot < hidden // width:
+            for p in T.unroll(width // piece):
+                for e in T.vectorized(piece):
+                    weight_local[i, p * piece + e] = weight[stream, slot * width + p * piece + e]
 
 
 @macro
@@ -109,3 +124,12 @@ def sum_over_row(sums, parts_shared, turn, row_threads):
         for w in T.unroll(row_warps):
             for j in T.unroll(count):
                 sums[j] = sums[j] + parts_shared[turn, warp // row_warps * row_warps + w, j]
+
+
+@macro
+def wait_for(row_local, zero, sums):
+    """Let the sums depend on rows that are needed after them, lest they are only then asked for; `zero` is 0."""
+    count = row_local.shape[0] * row_local.shape[1] * row_local.dtype.bits // 128
+    words = T.view(row_local, (count, 4), T.uint32)
+    for i in T.unroll(count):
+        sums[0] = T.reinterpret(T.reinterpret(sums[0], T.uint32) | (words[i, 0] & zero), T.float32)

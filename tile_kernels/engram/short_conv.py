@@ -7,9 +7,10 @@
     dx[b, t, c]      = sum_j weight[c, j] * da[b, t + (taps - 1 - j) * dilation, c]
     dweight[c, j]    = sum_bt da[b, t, c] * x[b, t - (taps - 1 - j) * dilation, c]
 
-A thread owns a few neighbouring channels of a run of tokens and walks along them with the last tokens in registers, so
-x is read once but for the tokens before a run. Gradients are found on the same walk, those of x `reach` tokens late;
-the sums over tokens are partial sums per run, added up in a fixed order. Memory bound.
+Tokens that lie `dilation` apart form a walk of their own: a warp takes `length` tokens of one, each lane `width`
+neighbouring channels, and needs no more of the past than the last taps - 1 tokens, which stay in registers. The next
+tokens are on their way while it computes. Gradients are found on the same walk, those of x taps - 1 steps late; the
+sums over tokens are partial sums of the walks of a block, added up in a fixed order. Memory bound.
 """
 
 import torch
@@ -19,197 +20,255 @@ from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, macro
-from tile_kernels.core.launch import launch
+from tile_kernels.core.launch import config_for, launch
 from tile_kernels.core.op import op
-from tile_kernels.engram._rows import SLOT
+from tile_kernels.engram._rows import FAST_EXP2, SLOT, WARP, resident_blocks, sigmoid_of
 from tile_kernels.engram.sum_partials import sum_of_partials
-
-#: Tokens of a run of the gradient; the sums over tokens come in so many pieces.
-RUN_BWD = 128
-
-#: Channels of a thread of the gradient, which holds more of each.
-SLOT_BWD = 4
 
 MAX_TAPS, MAX_REACH = 8, 32
 
-PASS_CONFIGS = {'TL_DISABLE_SAFE_MEMORY_ACCESS': True, 'TL_ENABLE_LOWER_LDGSTG': True}
+PASS_CONFIGS = {
+    'TL_DISABLE_SAFE_MEMORY_ACCESS': True,
+    'TL_DISABLE_THREAD_STORAGE_SYNC': True,
+    'TL_ENABLE_LOWER_LDGSTG': True,
+}
 
 # Config -------------------------------------------------------------------------------------
 
 
 def choose(channels: int, taps: int, dilation: int, size: int) -> dict:
-    """Long runs re-read less, short ones fill the GPU when there are few tokens; small blocks waste few registers."""
-    return dict(run=64 if size * channels >= 2**24 else 16, chunk=8, num_threads=64)
+    """Long walks re-read less, short ones fill the GPU when there are few tokens."""
+    return dict(width=4, chunk=4, length=64 if size * channels >= 2**24 else 4, warps=4, resident_threads=1024)
+
+
+def choose_bwd(channels: int, taps: int, dilation: int, size: int) -> dict:
+    """As `choose`; a thread holds more of each channel."""
+    return dict(width=4, chunk=4, length=64 if size * channels >= 2**24 else 8, warps=4, resident_threads=512)
+
+
+SPACE = dict(
+    width=(4, 8),
+    chunk=(4, 8),
+    length=(4, 8, 16, 32, 64, 128),
+    warps=(4, 8),
+    resident_threads=(384, 512, 640, 768, 1024),
+)
+
+
+def num_walks(num_tokens: int, dilation: int, length: int) -> int:
+    """Walks of a sequence."""
+    return -(-num_tokens // (dilation * length)) * dilation
 
 
 # Kernels ------------------------------------------------------------------------------------
 
 
 @macro
-def load_tokens(x, batch, first, count, slot, at, x_local):
-    """Read channels of tokens first .. first + count - 1 to x_local[at ..]; what is outside the sequence stays."""
-    width = x_local.shape[1]
+def load_tokens(x, batch, first, dilation, slot, x_local):
+    """Read channels of tokens first, first + dilation, ...; zeros outside of the sequence."""
+    count, width = x_local.shape
+    T.clear(x_local)
+    if slot < x.shape[2] // width:
+        for i in T.unroll(count):
+            if first + i * dilation >= 0 and first + i * dilation < x.shape[1]:
+                for e in T.vectorized(width):
+                    x_local[i, e] = x[batch, first + i * dilation, slot * width + e]
+
+
+@macro
+def widen(x_local, at, seen):
+    """Put tokens into the window, in float32."""
+    count, width = x_local.shape
+    pairs = T.view(x_local, (count, width // 2), T.uint32)
     for i in T.unroll(count):
-        if first + i >= 0 and first + i < x.shape[1]:
-            for e in T.vectorized(width):
-                x_local[at + i, e] = x[batch, first + i, slot * width + e]
+        for e in T.unroll(width // 2):  # a bfloat16 is the upper half of its float32
+            seen[at + i, 2 * e] = T.reinterpret(pairs[i, e] << T.uint32(16), T.float32)
+            seen[at + i, 2 * e + 1] = T.reinterpret(pairs[i, e] & T.uint32(0xFFFF0000), T.float32)
 
 
 @macro
 def load_taps(weight, slot, weight_local):
-    """Weights of the channels of a thread, `weight_local[taps, width]`."""
-    taps, width = weight_local.shape
+    """Weights of the channels of a thread, `weight_local[width * taps]`, channel by channel."""
+    count = weight_local.shape[0]
+    T.clear(weight_local)
+    if slot < weight.shape[0] // count:
+        for p in T.unroll(count // 4):
+            for e in T.vectorized(4):
+                weight_local[p * 4 + e] = weight[slot * count + p * 4 + e]
+
+
+@macro
+def convolve(seen, weight_local, at, a_local):
+    """Sum over the taps, the first of which meets seen[at]."""
+    width = a_local.shape[0]
+    taps = weight_local.shape[0] // width
     for e in T.unroll(width):
-        for j in T.unroll(taps):
-            weight_local[j, e] = weight[slot * width + e, j]
+        a_local[e] = weight_local[e * taps] * seen[at, e]
+        for j in T.unroll(taps - 1):
+            a_local[e] = a_local[e] + weight_local[e * taps + j + 1] * seen[at + j + 1, e]
 
 
 @macro
-def convolve(x_local, weight_local, at, dilation, a_local):
-    """Sum over the taps of the token in x_local[at]."""
-    taps, width = weight_local.shape
-    for e in T.unroll(width):
-        a_local[e] = T.float32(0.0)
-        for j in T.unroll(taps):
-            a_local[e] = a_local[e] + weight_local[j, e] * T.cast(x_local[at - (taps - 1 - j) * dilation, e], T.float32)
-
-
-@macro
-def sigmoid_of(a):
-    """1 / (1 + exp(-a)), to two units in the last place: an exact division would cost more than the memory."""
-    return T.fast_rcp(T.float32(1.0) + T.exp(-a))
-
-
-@macro
-def forget(x_local, count):
+def forget(seen, count):
     """Move on by `count` tokens."""
-    for i in T.unroll(x_local.shape[0] - count):
-        for e in T.unroll(x_local.shape[1]):
-            x_local[i, e] = x_local[i + count, e]
+    for i in T.unroll(seen.shape[0] - count):
+        for e in T.unroll(seen.shape[1]):
+            seen[i, e] = seen[i + count, e]
 
 
-@kernel(
-    choose=choose,
-    space=dict(run=(16, 32, 64, 128), chunk=(4, 8), num_threads=(64, 128)),
-    pass_configs=PASS_CONFIGS,
-)
-def short_conv_kernel(channels: int, taps: int, dilation: int, *, run: int, chunk: int, num_threads: int):
-    """`chunk` tokens are read at a time."""
-    reach = (taps - 1) * dilation
+@kernel(choose=choose, space=SPACE, pass_configs=PASS_CONFIGS)
+def short_conv_kernel(
+    channels: int, taps: int, dilation: int, *, width: int, chunk: int, length: int, warps: int, resident_threads: int
+):
+    """`chunk` tokens of a walk are read at a time."""
+    past = taps - 1
     batch_size, num_tokens = T.dynamic('batch_size'), T.dynamic('num_tokens')
 
     @T.prim_func
     def short_conv(
         x: T.Tensor((batch_size, num_tokens, channels), T.bfloat16),
-        weight: T.Tensor((channels, taps), T.float32),
+        weight: T.Tensor((channels * taps,), T.float32),
         y: T.Tensor((batch_size, num_tokens, channels), T.bfloat16),
     ):
+        walks = T.ceildiv(num_tokens, dilation * length) * dilation
         with T.Kernel(
-            T.ceildiv(channels // SLOT, num_threads), T.ceildiv(num_tokens, run), batch_size, threads=num_threads
+            T.ceildiv(channels // width, WARP), T.ceildiv(walks, warps), batch_size, threads=warps * WARP
         ) as (pid, part, batch):
-            x_local = T.alloc_local((reach + chunk, SLOT), T.bfloat16)
-            y_local = T.alloc_local((SLOT,), T.bfloat16)
-            weight_local = T.alloc_local((taps, SLOT), T.float32)
-            a_local = T.alloc_local((SLOT,), T.float32)
-            slot = pid * num_threads + T.get_thread_binding()
-            first = part * run
+            T.import_source(FAST_EXP2)
+            T.annotate_min_blocks_per_sm(resident_blocks(resident_threads, warps * WARP))
+            past_local = T.alloc_local((max(past, 1), width), T.bfloat16)
+            next_local = T.alloc_local((chunk, width), T.bfloat16)
+            seen = T.alloc_local((past + chunk, width), T.float32)
+            weight_local = T.alloc_local((width * taps,), T.float32)
+            a_local = T.alloc_local((width,), T.float32)
+            y_local = T.alloc_local((width,), T.bfloat16)
+            first = T.alloc_var(T.int32)  # variables, lest the divisions be widened to 64 bits with the addresses
+            steps = T.alloc_var(T.int32)
+            slot = pid * WARP + T.get_thread_binding() % WARP
+            walk = part * warps + T.get_thread_binding() // WARP
+            first = walk // dilation * (dilation * length) + walk % dilation
+            steps = T.max(0, T.min(length, T.ceildiv(num_tokens - first, dilation)))
 
-            if slot < channels // SLOT:
-                T.clear(x_local)
-                load_taps(weight, slot, weight_local)
-                load_tokens(x, batch, first - reach, reach, slot, 0, x_local)
-                for step in T.serial(T.ceildiv(T.min(run, num_tokens - first), chunk)):
-                    load_tokens(x, batch, first + step * chunk, chunk, slot, reach, x_local)
-                    for i in T.unroll(chunk):
-                        convolve(x_local, weight_local, reach + i, dilation, a_local)
-                        for e in T.vectorized(SLOT):
-                            y_local[e] = T.cast(a_local[e] * sigmoid_of(a_local[e]), T.bfloat16)
-                        if first + step * chunk + i < num_tokens:
-                            for e in T.vectorized(SLOT):
-                                y[batch, first + step * chunk + i, slot * SLOT + e] = y_local[e]
-                    forget(x_local, chunk)
+            load_tokens(x, batch, first, dilation, slot, next_local)
+            if past > 0:
+                load_tokens(x, batch, first - past * dilation, dilation, slot, past_local)
+                widen(past_local, 0, seen)
+            load_taps(weight, slot, weight_local)
+            for step in T.serial(T.ceildiv(steps, chunk)):
+                token = first + step * (chunk * dilation)
+                widen(next_local, past, seen)
+                if step * chunk + chunk < steps:
+                    load_tokens(x, batch, token + chunk * dilation, dilation, slot, next_local)
+                for i in T.unroll(chunk):
+                    convolve(seen, weight_local, i, a_local)
+                    for e in T.unroll(width):
+                        a_local[e] = a_local[e] * sigmoid_of(a_local[e])
+                    for e in T.vectorized(width):
+                        y_local[e] = T.cast(a_local[e], T.bfloat16)
+                    if step * chunk + i < steps and slot < channels // width:
+                        for e in T.vectorized(width):
+                            y[batch, token + i * dilation, slot * width + e] = y_local[e]
+                forget(seen, chunk)
 
     return short_conv
 
 
-@kernel(
-    choose=lambda *static: dict(chunk=8, num_threads=64),
-    space=dict(chunk=(4, 8), num_threads=(64, 128)),
-    pass_configs=PASS_CONFIGS,
-)
-def short_conv_bwd_kernel(channels: int, taps: int, dilation: int, *, chunk: int, num_threads: int):
-    """`dweight_partial[batch, part]` holds the sums over the tokens of a run of a sequence."""
-    reach = (taps - 1) * dilation
-    batch_size, num_tokens, num_runs = T.dynamic('batch_size'), T.dynamic('num_tokens'), T.dynamic('num_runs')
+@kernel(choose=choose_bwd, space=SPACE, pass_configs=PASS_CONFIGS)
+def short_conv_bwd_kernel(
+    channels: int, taps: int, dilation: int, *, width: int, chunk: int, length: int, warps: int, resident_threads: int
+):
+    """`dweight_partial[batch, part]` holds the sums over the tokens of `warps` walks of a sequence."""
+    past, count = taps - 1, width * taps
+    batch_size, num_tokens, num_parts = T.dynamic('batch_size'), T.dynamic('num_tokens'), T.dynamic('num_parts')
 
     @T.prim_func
     def short_conv_bwd(
         dy: T.Tensor((batch_size, num_tokens, channels), T.bfloat16),
         x: T.Tensor((batch_size, num_tokens, channels), T.bfloat16),
-        weight: T.Tensor((channels, taps), T.float32),
+        weight: T.Tensor((channels * taps,), T.float32),
         dx: T.Tensor((batch_size, num_tokens, channels), T.bfloat16),
-        dweight_partial: T.Tensor((batch_size, num_runs, channels, taps), T.float32),
+        dweight_partial: T.Tensor((batch_size, num_parts, channels * taps), T.float32),
     ):
-        with T.Kernel(T.ceildiv(channels // SLOT_BWD, num_threads), num_runs, batch_size, threads=num_threads) as (
+        with T.Kernel(T.ceildiv(channels // width, WARP), num_parts, batch_size, threads=warps * WARP) as (
             pid,
             part,
             batch,
         ):
-            x_local = T.alloc_local((reach + chunk, SLOT_BWD), T.bfloat16)
-            dy_local = T.alloc_local((chunk, SLOT_BWD), T.bfloat16)
-            da_local = T.alloc_local((reach + chunk, SLOT_BWD), T.float32)
-            dx_local = T.alloc_local((SLOT_BWD,), T.float32)
-            rounded = T.alloc_local((SLOT_BWD,), T.bfloat16)
-            weight_local = T.alloc_local((taps, SLOT_BWD), T.float32)
-            dweight_local = T.alloc_local((taps, SLOT_BWD), T.float32)
-            a_local = T.alloc_local((SLOT_BWD,), T.float32)
+            T.import_source(FAST_EXP2)
+            T.annotate_min_blocks_per_sm(resident_blocks(resident_threads, warps * WARP))
+            past_local = T.alloc_local((max(past, 1), width), T.bfloat16)
+            next_x = T.alloc_local((chunk, width), T.bfloat16)
+            next_dy = T.alloc_local((chunk, width), T.bfloat16)
+            seen = T.alloc_local((past + chunk, width), T.float32)
+            da = T.alloc_local((past + chunk, width), T.float32)
+            weight_local = T.alloc_local((count,), T.float32)
+            dweight_local = T.alloc_local((count,), T.float32)
+            a_local = T.alloc_local((width,), T.float32)
+            dx_local = T.alloc_local((width,), T.float32)
+            rounded = T.alloc_local((width,), T.bfloat16)
+            dweight_shared = T.alloc_shared((warps, WARP * count), T.float32)
             sigmoid = T.alloc_var(T.float32)
-            slot = pid * num_threads + T.get_thread_binding()
-            first = part * RUN_BWD
-            last = T.min(first + RUN_BWD, num_tokens)
+            first = T.alloc_var(T.int32)
+            steps = T.alloc_var(T.int32)
+            thread = T.get_thread_binding()
+            lane, warp = thread % WARP, thread // WARP
+            slot = pid * WARP + lane
+            walk = part * warps + warp
+            first = walk // dilation * (dilation * length) + walk % dilation
+            steps = T.max(0, T.min(length, T.ceildiv(num_tokens - first, dilation)))
 
-            if slot < channels // SLOT_BWD:
-                T.clear(x_local)
-                T.clear(da_local)
-                T.clear(dweight_local)
-                load_taps(weight, slot, weight_local)
-                load_tokens(x, batch, first - reach, reach, slot, 0, x_local)
-                for step in T.serial(T.ceildiv(last - first + reach, chunk)):
-                    token = first + step * chunk
-                    T.clear(dy_local)
-                    load_tokens(x, batch, token, chunk, slot, reach, x_local)
-                    load_tokens(dy, batch, token, chunk, slot, 0, dy_local)
-                    for i in T.unroll(chunk):
-                        convolve(x_local, weight_local, reach + i, dilation, a_local)
-                        for e in T.unroll(SLOT_BWD):
-                            sigmoid = sigmoid_of(a_local[e])
-                            da_local[reach + i, e] = (
-                                T.cast(dy_local[i, e], T.float32)
-                                * sigmoid
-                                * (T.float32(1.0) + a_local[e] * (T.float32(1.0) - sigmoid))
-                            )
-                        if token + i < last:
-                            for e in T.unroll(SLOT_BWD):
-                                for j in T.unroll(taps):
-                                    dweight_local[j, e] = dweight_local[j, e] + da_local[reach + i, e] * T.cast(
-                                        x_local[reach + i - (taps - 1 - j) * dilation, e], T.float32
-                                    )
-                        for e in T.unroll(SLOT_BWD):
-                            dx_local[e] = T.float32(0.0)
+            load_tokens(x, batch, first, dilation, slot, next_x)
+            load_tokens(dy, batch, first, dilation, slot, next_dy)
+            if past > 0:
+                load_tokens(x, batch, first - past * dilation, dilation, slot, past_local)
+                widen(past_local, 0, seen)
+            load_taps(weight, slot, weight_local)
+            T.clear(da)
+            T.clear(dweight_local)
+            for step in T.serial(T.ceildiv(steps + past, chunk)):
+                token = first + step * (chunk * dilation)
+                widen(next_x, past, seen)
+                widen(next_dy, past, da)
+                if step * chunk + chunk < steps + past:
+                    load_tokens(x, batch, token + chunk * dilation, dilation, slot, next_x)
+                    load_tokens(dy, batch, token + chunk * dilation, dilation, slot, next_dy)
+                for i in T.unroll(chunk):
+                    convolve(seen, weight_local, i, a_local)
+                    for e in T.unroll(width):
+                        sigmoid = sigmoid_of(a_local[e])
+                        da[past + i, e] = (
+                            da[past + i, e] * sigmoid * (T.float32(1.0) + a_local[e] * (T.float32(1.0) - sigmoid))
+                        )
+                    if step * chunk + i < steps:
+                        for e in T.unroll(width):
                             for j in T.unroll(taps):
-                                dx_local[e] = (
-                                    dx_local[e] + weight_local[j, e] * da_local[i + (taps - 1 - j) * dilation, e]
+                                dweight_local[e * taps + j] = (
+                                    dweight_local[e * taps + j] + da[past + i, e] * seen[i + j, e]
                                 )
-                        for e in T.vectorized(SLOT_BWD):
-                            rounded[e] = T.cast(dx_local[e], T.bfloat16)
-                        if token + i - reach >= first and token + i - reach < last:
-                            for e in T.vectorized(SLOT_BWD):
-                                dx[batch, token + i - reach, slot * SLOT_BWD + e] = rounded[e]
-                    forget(x_local, chunk)
-                    forget(da_local, chunk)
-                for e in T.unroll(SLOT_BWD):
-                    for j in T.unroll(taps):
-                        dweight_partial[batch, part, slot * SLOT_BWD + e, j] = dweight_local[j, e]
+                    for e in T.unroll(width):
+                        dx_local[e] = weight_local[e * taps] * da[past + i, e]
+                        for j in T.unroll(past):
+                            dx_local[e] = dx_local[e] + weight_local[e * taps + j + 1] * da[past + i - 1 - j, e]
+                    for e in T.vectorized(width):
+                        rounded[e] = T.cast(dx_local[e], T.bfloat16)
+                    at = step * chunk + i - past
+                    if at >= 0 and at < steps and slot < channels // width:
+                        for e in T.vectorized(width):
+                            dx[batch, token + (i - past) * dilation, slot * width + e] = rounded[e]
+                forget(seen, chunk)
+                forget(da, chunk)
+
+            for p in T.unroll(count // 4):
+                for e in T.vectorized(4):
+                    dweight_shared[warp, lane * count + p * 4 + e] = dweight_local[p * 4 + e]
+            T.sync_threads()
+            for r in T.unroll(T.ceildiv(count, warps)):
+                at = r * warps * WARP + thread
+                if at < WARP * count and pid * WARP * count + at < channels * taps:
+                    sigmoid = dweight_shared[0, at]
+                    for w in T.unroll(warps - 1):
+                        sigmoid = sigmoid + dweight_shared[w + 1, at]
+                    dweight_partial[batch, part, pid * WARP * count + at] = sigmoid
 
     return short_conv_bwd
 
@@ -254,11 +313,12 @@ def short_conv_bwd(dy: Tensor, x: Tensor, weight: Tensor, dilation: int = 1) -> 
     check.same_device(x=x, dy=dy)
     check.equal(check.vector_bytes(dy), 16, 'alignment of dy')
     dx = torch.empty_like(x)
-    num_runs = -(-num_tokens // RUN_BWD)
-    partial = weight.new_empty(batch_size, num_runs, channels, taps)
-    size = batch_size * num_tokens
-    launch(short_conv_bwd_kernel, (channels, taps, dilation), dy, x, weight, dx, partial, size=size)
-    return dx, sum_of_partials(partial.view(batch_size * num_runs, channels, taps))
+    static, size = (channels, taps, dilation), batch_size * num_tokens
+    config = config_for(short_conv_bwd_kernel, static, size)
+    num_parts = -(-num_walks(num_tokens, dilation, config['length']) // config['warps'])
+    partial = weight.new_empty(batch_size, num_parts, channels * taps)
+    launch(short_conv_bwd_kernel, static, dy, x, weight.view(-1), dx, partial, size=size)
+    return dx, sum_of_partials(partial.view(batch_size * num_parts, channels, taps))
 
 
 @op(outputs='y', backward=short_conv_bwd)
@@ -275,7 +335,7 @@ def short_conv(x: Tensor, weight: Tensor, dilation: int = 1) -> Tensor:
     """
     batch_size, num_tokens, channels, taps = _check(x, weight, dilation)
     y = torch.empty_like(x)
-    launch(short_conv_kernel, (channels, taps, dilation), x, weight, y, size=batch_size * num_tokens)
+    launch(short_conv_kernel, (channels, taps, dilation), x, weight.view(-1), y, size=batch_size * num_tokens)
     return y
 
 
