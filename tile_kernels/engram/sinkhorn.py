@@ -21,7 +21,6 @@ from tile_kernels.core.launch import launch
 from tile_kernels.core.op import Mut, op
 from tile_kernels.engram._rows import (
     ROW_PASS_CONFIGS,
-    SLOT,
     WARP,
     load_row,
     load_weights,
@@ -38,29 +37,20 @@ from tile_kernels.engram._sinkhorn import (
 )
 from tile_kernels.engram.sum_partials import sum_of_partials
 
-#: Slots of a row for each thread.
-VECTORS = 3
+#: Elements of a row for each thread.
+OWN = 24
 
 # Kernels ------------------------------------------------------------------------------------
 
 
 @macro
-def scale_row(x_local, row_scale, col_local, sums):
-    """Multiply the matrix by both scales, in place in float32; sums[0] = the sum of the squares."""
+def scale_row(raw_local, row_scale, col_local, x_local, sums):
+    """Multiply the matrix by both scales, in float32; sums[0] = the sum of the squares."""
     T.clear(sums)
     for i in T.unroll(x_local.shape[0]):
-        for e in T.unroll(SLOT):
-            x_local[i, e] = row_scale * x_local[i, e] * col_local[i, e]
+        for e in T.unroll(x_local.shape[1]):
+            x_local[i, e] = row_scale * T.cast(raw_local[i, e], T.float32) * col_local[i, e]
             sums[0] = sums[0] + x_local[i, e] * x_local[i, e]
-
-
-@macro
-def load_as_float(matrix, row, row_threads, piece, raw_local, x_local):
-    """Read the slots of a thread of a row and convert them."""
-    load_row(matrix, row, 0, row_threads, piece, raw_local)
-    for i in T.unroll(x_local.shape[0]):
-        for e in T.unroll(SLOT):
-            x_local[i, e] = T.cast(raw_local[i, e], T.float32)
 
 
 @kernel(
@@ -69,8 +59,13 @@ def load_as_float(matrix, row, row_threads, piece, raw_local, x_local):
     pass_configs=ROW_PASS_CONFIGS,
 )
 def sinkhorn_step_kernel(num_columns: int, dtype: torch.dtype, vector_bytes: int, *, resident_threads: int):
-    """Block p goes through the rows r with r % num_partials = p, `teams` of them at a time."""
-    row_threads, vectors = row_layout(num_columns, VECTORS)
+    """Block p goes through the rows r with r % num_partials = p, `teams` of them at a time.
+
+    It reads two rows ahead, or one where registers do not suffice for two.
+    """
+    width, piece = 16 // dtype.itemsize, vector_bytes // dtype.itemsize
+    row_threads, vectors = row_layout(num_columns, OWN // width, width)
+    ahead = (0, 1) if vectors * width <= 16 else (0,)
     teams = max(1, 256 // row_threads)
     num_threads = teams * row_threads
     num_rows, num_partials = T.dynamic('num_rows'), T.dynamic('num_partials')
@@ -86,63 +81,72 @@ def sinkhorn_step_kernel(num_columns: int, dtype: torch.dtype, vector_bytes: int
     ):
         with T.Kernel(num_partials, threads=num_threads) as pid:
             T.annotate_min_blocks_per_sm(resident_blocks(resident_threads, num_threads))
-            raw_local = T.alloc_local((vectors, SLOT), T.dtype(dtype))
-            x_local = T.alloc_local((vectors, SLOT), T.float32)
-            col_local = T.alloc_local((vectors, SLOT), T.float32)
-            square_local = T.alloc_local((vectors, SLOT), T.float32)
+            next_local = T.alloc_local((vectors, width), T.dtype(dtype))
+            second_local = T.alloc_local((vectors, width), T.dtype(dtype))
+            next_scale = T.alloc_local((2,), T.float32)
+            x_local = T.alloc_local((vectors, width), T.float32)
+            col_local = T.alloc_local((vectors, width), T.float32)
+            square_local = T.alloc_local((vectors, width), T.float32)
             sums = T.alloc_local((1,), T.float32)
             parts_shared = T.alloc_shared((2, num_threads // WARP, 1), T.float32)
-            square_shared = T.alloc_shared((teams, SLOT, row_threads), T.float32)
+            square_shared = T.alloc_shared((teams, width, row_threads), T.float32)
             scale = T.alloc_var(T.float32)
             inverse = T.alloc_var(T.float32)
             thread = T.get_thread_binding()
             team, lane = thread // row_threads, thread % row_threads
+            first, stride = pid + team * num_partials, teams * num_partials
 
-            load_weights(col_scale, 0, row_threads, vector_bytes // 2, col_local)
+            T.clear(next_local)
+            T.clear(second_local)
+            T.clear(next_scale)
             T.clear(square_local)
-            for i in T.serial(T.ceildiv(num_rows - pid, num_partials * teams)):
-                row = pid + (i * teams + team) * num_partials
-                scale = T.float32(0.0)
-                T.clear(x_local)
-                if row < num_rows:
-                    scale = row_scale[row]
-                    load_as_float(matrix, row, row_threads, vector_bytes // dtype.itemsize, raw_local, x_local)
-                scale_row(x_local, scale, col_local, sums)
-                sum_over_row(sums, parts_shared, i % 2, row_threads)
-                norm = T.sqrt(sums[0])
-                inverse = T.float32(1.0) / (norm + eps)
-                if row < num_rows:
-                    if lane == 0:
-                        row_norm[row] = norm
-                        row_scale[row] = scale * inverse
-                    for j in T.unroll(vectors):
-                        for e in T.unroll(SLOT):
-                            x_local[j, e] = x_local[j, e] * inverse
-                            square_local[j, e] = square_local[j, e] + x_local[j, e] * x_local[j, e]
+            for d in ahead:
+                if first + d * stride < num_rows:
+                    load_row(matrix, first + d * stride, 0, row_threads, piece, (next_local, second_local)[d])
+                    next_scale[d] = row_scale[first + d * stride]
+            load_weights(col_scale, 0, row_threads, vector_bytes // 4, col_local)
+            for i in T.serial(T.ceildiv(num_rows - pid, stride * len(ahead))):
+                for d in ahead:
+                    row = first + (i * len(ahead) + d) * stride
+                    scale = next_scale[d]
+                    scale_row((next_local, second_local)[d], scale, col_local, x_local, sums)
+                    later = row + len(ahead) * stride
+                    if later < num_rows:
+                        load_row(matrix, later, 0, row_threads, piece, (next_local, second_local)[d])
+                        next_scale[d] = row_scale[later]
+                    sum_over_row(sums, parts_shared, (i * len(ahead) + d) % 2, row_threads)
+                    norm = T.sqrt(sums[0])
+                    inverse = T.float32(1.0) / (norm + eps)
+                    if row < num_rows:
+                        if lane == 0:
+                            row_norm[row] = norm
+                            row_scale[row] = scale * inverse
+                        for j in T.unroll(vectors):
+                            for e in T.unroll(width):
+                                x_local[j, e] = x_local[j, e] * inverse
+                                square_local[j, e] = square_local[j, e] + x_local[j, e] * x_local[j, e]
 
             for j in T.unroll(vectors):
                 if teams > 1:
                     T.sync_threads()
-                    for e in T.unroll(SLOT):
+                    for e in T.unroll(width):
                         square_shared[team, e, lane] = square_local[j, e]
                     T.sync_threads()
                     for t in T.unroll(teams - 1):
-                        for e in T.unroll(SLOT):
+                        for e in T.unroll(width):
                             square_local[j, e] = square_local[j, e] + square_shared[t + 1, e, lane]
                 slot = j * row_threads + lane
-                if team == 0 and slot < num_columns // SLOT:
-                    for p in T.unroll(2):
-                        for e in T.vectorized(SLOT // 2):
-                            col_sumsq_partial[pid, slot * SLOT + p * (SLOT // 2) + e] = square_local[
-                                j, p * (SLOT // 2) + e
-                            ]
+                if team == 0 and slot < num_columns // width:
+                    for p in T.unroll(width // 4):
+                        for e in T.vectorized(4):
+                            col_sumsq_partial[pid, slot * width + p * 4 + e] = square_local[j, p * 4 + e]
 
     return sinkhorn_step
 
 
 @kernel(
-    choose=lambda *static: dict(block_rows=4, resident_threads=512),
-    space=dict(block_rows=(1, 4, 8), resident_threads=(512, 768, 1024)),
+    choose=lambda *static: dict(block_rows=1, resident_threads=768),
+    space=dict(block_rows=(1, 2, 4, 8), resident_threads=(512, 768, 1024)),
     pass_configs=ROW_PASS_CONFIGS,
 )
 def sinkhorn_finalize_kernel(
@@ -154,12 +158,12 @@ def sinkhorn_finalize_kernel(
     block_rows: int,
     resident_threads: int,
 ):
-    """A block goes through `block_rows` rows for each of its teams."""
-    row_threads, vectors = row_layout(num_columns, VECTORS)
+    """A block goes through `block_rows` rows for each of its teams, reading one row ahead."""
+    width, piece = 16 // dtype.itemsize, vector_bytes // dtype.itemsize
+    row_threads, vectors = row_layout(num_columns, OWN // width, width)
     teams = max(1, 256 // row_threads)
     num_threads = teams * row_threads
     num_rows = T.dynamic('num_rows')
-    out_piece = min(SLOT, 16 // out_dtype.itemsize)
 
     @T.prim_func
     def sinkhorn_finalize(
@@ -172,32 +176,36 @@ def sinkhorn_finalize_kernel(
     ):
         with T.Kernel(T.ceildiv(num_rows, teams * block_rows), threads=num_threads) as pid:
             T.annotate_min_blocks_per_sm(resident_blocks(resident_threads, num_threads))
-            raw_local = T.alloc_local((vectors, SLOT), T.dtype(dtype))
-            x_local = T.alloc_local((vectors, SLOT), T.float32)
-            col_local = T.alloc_local((vectors, SLOT), T.float32)
-            out_local = T.alloc_local((SLOT,), T.dtype(out_dtype))
+            next_local = T.alloc_local((vectors, width), T.dtype(dtype))
+            x_local = T.alloc_local((vectors, width), T.float32)
+            col_local = T.alloc_local((vectors, width), T.float32)
+            out_local = T.alloc_local((width,), T.dtype(out_dtype))
             sums = T.alloc_local((1,), T.float32)
             parts_shared = T.alloc_shared((2, num_threads // WARP, 1), T.float32)
             scale = T.alloc_var(T.float32)
+            next_scale = T.alloc_var(T.float32, init=0.0)
             thread = T.get_thread_binding()
             team, lane = thread // row_threads, thread % row_threads
+            first = pid * block_rows * teams + team
 
-            load_weights(col_scale, 0, row_threads, vector_bytes // 2, col_local)
+            T.clear(next_local)
+            if first < num_rows:
+                load_row(matrix, first, 0, row_threads, piece, next_local)
+                next_scale = row_scale[first]
+            load_weights(col_scale, 0, row_threads, vector_bytes // 4, col_local)
             for i in T.serial(block_rows):
-                row = (pid * block_rows + i) * teams + team
-                scale = T.float32(0.0)
-                T.clear(x_local)
-                if row < num_rows:
-                    scale = row_scale[row]
-                    load_as_float(matrix, row, row_threads, vector_bytes // dtype.itemsize, raw_local, x_local)
-                scale_row(x_local, scale, col_local, sums)
+                row = first + i * teams
+                scale_row(next_local, next_scale, col_local, x_local, sums)
+                if i + 1 < block_rows and row + teams < num_rows:
+                    load_row(matrix, row + teams, 0, row_threads, piece, next_local)
+                    next_scale = row_scale[row + teams]
                 sum_over_row(sums, parts_shared, i % 2, row_threads)
                 scale = alpha / (T.sqrt(sums[0]) + eps)
                 if row < num_rows:
                     for j in T.unroll(vectors):
-                        for e in T.vectorized(SLOT):
+                        for e in T.vectorized(width):
                             out_local[e] = T.cast(x_local[j, e] * scale, T.dtype(out_dtype))
-                        store_slot(out_local, out, row, 0, j * row_threads + lane, out_piece)
+                        store_slot(out_local, out, row, 0, j * row_threads + lane, min(width, 16 // out_dtype.itemsize))
 
     return sinkhorn_finalize
 

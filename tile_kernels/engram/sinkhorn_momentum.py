@@ -3,7 +3,8 @@
     m      <- fma(m, beta1, (1 - beta1) * g)                in float32; the buffer keeps it in its own dtype
     update  = fma(g, 1 - beta1, beta1 * m)                  with Nesterov, from the m not yet rounded; otherwise m
 
-A thread owns eight neighbouring elements. Memory bound: the floor is reading g and m and writing m and the update.
+A thread owns a few quads of elements; neighbours own neighbouring quads, so that whole sectors are written at a time.
+Memory bound: the floor is reading g and m and writing m and the update.
 """
 
 import torch
@@ -15,51 +16,83 @@ from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, macro
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import Mut, op
-from tile_kernels.engram._rows import SLOT
 from tile_kernels.engram._sinkhorn import DTYPES
+
+#: Neighbouring elements that a thread owns: 16 bytes of float32.
+QUAD = 4
 
 # Kernel -------------------------------------------------------------------------------------
 
 
 @macro
-def load_slot(x, first, piece, slot_local):
-    """Read eight neighbouring elements, `piece` in an access, or what is left of them at the end."""
-    if first + SLOT <= x.shape[0]:
-        for p in T.unroll(SLOT // piece):
-            for e in T.vectorized(piece):
-                slot_local[p * piece + e] = x[first + p * piece + e]
-    else:
-        T.clear(slot_local)
-        for e in T.unroll(SLOT):
-            if first + e < x.shape[0]:
-                slot_local[e] = x[first + e]
+def load_quads(x, first, stride, piece, whole, x_local):
+    """Read quads first, first + stride, ..., `piece` elements in an access, or one by one at the end of the tensor."""
+    if not whole:
+        T.clear(x_local)
+    for i in T.unroll(x_local.shape[0]):
+        if whole:
+            for p in T.unroll(QUAD // piece):
+                for e in T.vectorized(piece):
+                    x_local[i, p * piece + e] = x[first + i * stride + p * piece + e]
+        else:
+            for e in T.unroll(QUAD):
+                if first + i * stride + e < x.shape[0]:
+                    x_local[i, e] = x[first + i * stride + e]
 
 
 @macro
-def store_flat_slot(slot_local, x, first, piece):
-    """The inverse of `load_slot`."""
-    if first + SLOT <= x.shape[0]:
-        for p in T.unroll(SLOT // piece):
-            for e in T.vectorized(piece):
-                x[first + p * piece + e] = slot_local[p * piece + e]
-    else:
-        for e in T.unroll(SLOT):
-            if first + e < x.shape[0]:
-                x[first + e] = slot_local[e]
+def store_quads(x_local, x, first, stride, piece, whole):
+    """The inverse of `load_quads`."""
+    for i in T.unroll(x_local.shape[0]):
+        if whole:
+            for p in T.unroll(QUAD // piece):
+                for e in T.vectorized(piece):
+                    x[first + i * stride + p * piece + e] = x_local[i, p * piece + e]
+        else:
+            for e in T.unroll(QUAD):
+                if first + i * stride + e < x.shape[0]:
+                    x[first + i * stride + e] = x_local[i, e]
 
 
 @kernel(
-    choose=lambda *static: dict(num_threads=256),
-    space=dict(num_threads=(128, 256, 512)),
+    choose=lambda *static: dict(quads=4, num_threads=256),
+    space=dict(quads=(2, 4, 8), num_threads=(128, 256, 512)),
     pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True, 'TL_ENABLE_LOWER_LDGSTG': True},
 )
 def sinkhorn_momentum_kernel(
-    grad_dtype: torch.dtype, buffer_dtype: torch.dtype, vector_bytes: int, nesterov: bool, *, num_threads: int
+    grad_dtype: torch.dtype,
+    buffer_dtype: torch.dtype,
+    vector_bytes: int,
+    nesterov: bool,
+    *,
+    quads: int,
+    num_threads: int,
 ):
     """Accesses of at most `vector_bytes` bytes."""
     num_elements = T.dynamic('num_elements', 'int64')  # tables are large
-    grad_piece = min(SLOT, vector_bytes // grad_dtype.itemsize)
-    buffer_piece = min(SLOT, vector_bytes // buffer_dtype.itemsize)
+    grad_piece = min(QUAD, vector_bytes // grad_dtype.itemsize)
+    buffer_piece = min(QUAD, vector_bytes // buffer_dtype.itemsize)
+    stride, span = num_threads * QUAD, num_threads * QUAD * quads
+
+    @macro
+    def move(grad, momentum_buffer, update, keep, take, first, whole):
+        grad_local = T.alloc_local((quads, QUAD), T.dtype(grad_dtype))
+        buffer_local = T.alloc_local((quads, QUAD), T.dtype(buffer_dtype))
+        m_local = T.alloc_local((quads, QUAD), T.float32)
+        load_quads(grad, first, stride, grad_piece, whole, grad_local)
+        load_quads(momentum_buffer, first, stride, buffer_piece, whole, buffer_local)
+        for i in T.unroll(quads):
+            for e in T.unroll(QUAD):
+                g = T.cast(grad_local[i, e], T.float32)
+                m_local[i, e] = T.ieee_fmaf(T.cast(buffer_local[i, e], T.float32), keep, take * g)
+            for e in T.vectorized(QUAD):
+                buffer_local[i, e] = T.cast(m_local[i, e], T.dtype(buffer_dtype))
+        store_quads(buffer_local, momentum_buffer, first, stride, buffer_piece, whole)
+        if nesterov:
+            for i in T.unroll(quads):
+                for e in T.unroll(QUAD):
+                    m_local[i, e] = T.ieee_fmaf(T.cast(grad_local[i, e], T.float32), take, keep * m_local[i, e])
+        store_quads(m_local, update, first, stride, QUAD, whole)
 
     @T.prim_func
     def sinkhorn_momentum(
@@ -69,24 +102,13 @@ def sinkhorn_momentum_kernel(
         keep: T.float32,
         take: T.float32,
     ):
-        with T.Kernel(T.ceildiv(num_elements, num_threads * SLOT), threads=num_threads) as pid:
-            grad_local = T.alloc_local((SLOT,), T.dtype(grad_dtype))
-            buffer_local = T.alloc_local((SLOT,), T.dtype(buffer_dtype))
-            m_local = T.alloc_local((SLOT,), T.float32)
-            first = (T.cast(pid, 'int64') * num_threads + T.get_thread_binding()) * SLOT
-            if first < num_elements:
-                load_slot(grad, first, grad_piece, grad_local)
-                load_slot(momentum_buffer, first, buffer_piece, buffer_local)
-                for e in T.unroll(SLOT):
-                    g = T.cast(grad_local[e], T.float32)
-                    m_local[e] = T.ieee_fmaf(T.cast(buffer_local[e], T.float32), keep, take * g)
-                for e in T.vectorized(SLOT):
-                    buffer_local[e] = T.cast(m_local[e], T.dtype(buffer_dtype))
-                store_flat_slot(buffer_local, momentum_buffer, first, buffer_piece)
-                if nesterov:
-                    for e in T.unroll(SLOT):
-                        m_local[e] = T.ieee_fmaf(T.cast(grad_local[e], T.float32), take, keep * m_local[e])
-                store_flat_slot(m_local, update, first, 4)
+        with T.Kernel(T.ceildiv(num_elements, span), threads=num_threads) as pid:
+            begin = T.cast(pid, 'int64') * span
+            first = begin + T.get_thread_binding() * QUAD
+            if begin + span <= num_elements:
+                move(grad, momentum_buffer, update, keep, take, first, True)
+            else:
+                move(grad, momentum_buffer, update, keep, take, first, False)
 
     return sinkhorn_momentum
 
@@ -142,7 +164,8 @@ def _make(
 engram_sinkhorn_momentum_update.cases(
     make=_make,
     match='bitwise',
-    smoke=grid(shape=[(0, 4), (3, 256), (5, 67)], dtype=DTYPES, buffer_dtype=DTYPES)
+    smoke=grid(shape=[(17, 256), (5, 67)], dtype=DTYPES, buffer_dtype=DTYPES)  # more than a block, less than one
+    + grid(shape=[(0, 4)])
     + grid(shape=[(9,)], nesterov=[False], beta1=[0.3]),
     full=grid(shape=[(4001, 1280)], dtype=DTYPES, buffer_dtype=DTYPES),
     bench=grid(shape=[(100003, 512)], dtype=DTYPES)
