@@ -16,6 +16,7 @@ from tile_kernels.torch import engram_weight_grad as weight_grad_ref
 from tile_kernels.torch.engram import make_offsets
 
 CLAMP, EPS = 1e-6, 1e-6
+DEVICES = ['cpu', pytest.param('cuda', marks=pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU'))]
 
 
 class PlainEngram(nn.Module):
@@ -174,8 +175,9 @@ class SmallModel(nn.Module):
         self.embed = nn.Embedding(self.VOCAB, self.HIDDEN)
         self.head = nn.Linear(self.HIDDEN, self.VOCAB)
         sizes = torch.tensor([[[211, 223], [227, 229]]], dtype=torch.int32)
-        self.sizes, self.offsets = sizes, make_offsets(sizes)
-        self.multipliers = torch.tensor([[7919, 104729, 1299709]])
+        self.register_buffer('sizes', sizes)
+        self.register_buffer('offsets', make_offsets(sizes))
+        self.register_buffer('multipliers', torch.tensor([[7919, 104729, 1299709]]))
         self.table = nn.Embedding(int(sizes.sum()), self.EMBED)
         self.engram = make_engram(modeling.Engram(self.HIDDEN, self.EMBED * 4, num_streams=2))
 
@@ -187,10 +189,10 @@ class SmallModel(nn.Module):
         return self.head(self.engram(streams, looked_up).float().mean(2))
 
 
-def train(make_engram, steps=25):
-    model = SmallModel(make_engram)
+def train(make_engram, device, steps=25):
+    model = SmallModel(make_engram).to(device)
     generator = torch.Generator().manual_seed(2)
-    text = torch.randint(SmallModel.VOCAB, (4, 33), generator=generator)  # nothing but the last tokens predicts it
+    text = torch.randint(SmallModel.VOCAB, (4, 33), generator=generator).to(device)  # only the last tokens predict it
     optimiser = torch.optim.Adam(model.parameters(), lr=0.03)
     losses = []
     for _ in range(steps):
@@ -202,8 +204,9 @@ def train(make_engram, steps=25):
     return losses
 
 
-def test_a_small_language_model_learns_like_its_plain_twin():
-    ours, plain = train(lambda layer: layer), train(PlainEngram)
+@pytest.mark.parametrize('device', DEVICES)
+def test_a_small_language_model_learns_like_its_plain_twin(device):
+    ours, plain = train(lambda layer: layer, device), train(PlainEngram, device)
     assert ours[-1] < 0.1 * ours[0]
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(plain), rtol=0.05, atol=0.03)
 

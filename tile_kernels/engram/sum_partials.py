@@ -4,8 +4,8 @@
     out   = s                                               `sum_of_partials`, `engram_sinkhorn_step_reduce`
     grad_weight_hidden += s * weight_embed,  grad_weight_embed += s * weight_hidden            `grad_w_reduce`
 
-A warp owns 128 neighbouring columns of every eighth partial sum; the eight warps of a block meet in shared memory.
-Memory bound: the floor is reading the partial sums.
+A few threads side by side own the columns of a block; groups of them share the partial sums, so that many are on their
+way at once, and meet by shuffles and in shared memory. Memory bound: the floor is reading the partial sums.
 """
 
 import torch
@@ -21,29 +21,27 @@ from tile_kernels.core.op import Mut, op
 WARP = 32
 WEIGHTS = (torch.bfloat16, torch.float32)
 
-#: Partial sums that a thread has in flight.
-IN_FLIGHT = 4
+#: Warps of a block, partial sums that a thread has in flight.
+WARPS, IN_FLIGHT = 16, 8
 
 # Config -------------------------------------------------------------------------------------
 
 
 def choose(width: int, weight_dtype: torch.dtype | None, grad_dtype: torch.dtype | None, num_columns: int) -> dict:
-    """Eight warps share the partial sums of a column: 128 of them are 16 loads for each thread."""
-    return dict(warps=8)
+    """Whole warps side by side, or fewer threads where few columns would leave SMs idle."""
+    return dict(lanes=32 if num_columns >= 8192 else 8)
 
 
 # Kernel -------------------------------------------------------------------------------------
 
 
-@kernel(
-    choose=choose,
-    space=dict(warps=(4, 8, 16)),
-    pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True},
-)
-def sum_partials_kernel(width: int, weight_dtype: torch.dtype | None, grad_dtype: torch.dtype | None, *, warps: int):
+@kernel(choose=choose, space=dict(lanes=(8, 16, 32)), pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True})
+def sum_partials_kernel(width: int, weight_dtype: torch.dtype | None, grad_dtype: torch.dtype | None, *, lanes: int):
     """`width` columns in an access; with weights, their gradients grow, without, the sums are written to `total`."""
+    groups = WARPS * WARP // lanes
     num_partials, num_columns = T.dynamic('num_partials'), T.dynamic('num_columns')
     weighted = weight_dtype is not None
+    block_columns = lanes * width
 
     @T.prim_func
     def sum_partials(
@@ -54,47 +52,53 @@ def sum_partials_kernel(width: int, weight_dtype: torch.dtype | None, grad_dtype
         grad_weight_hidden: T.Tensor((num_columns,), T.dtype(grad_dtype or torch.float32)),
         grad_weight_embed: T.Tensor((num_columns,), T.dtype(grad_dtype or torch.float32)),
     ):
-        with T.Kernel(T.ceildiv(num_columns, WARP * width), threads=warps * WARP) as pid:
+        with T.Kernel(T.ceildiv(num_columns, block_columns), threads=WARPS * WARP) as pid:
+            T.pdl_sync()
             T.assume(num_columns % width == 0)
             part_local = T.alloc_local((IN_FLIGHT, width), T.float32)
             sum_local = T.alloc_local((width,), T.float32)
-            sum_shared = T.alloc_shared((warps, WARP, width), T.float32)
+            sum_shared = T.alloc_shared((WARPS, block_columns), T.float32)
+            before = T.alloc_local((4,), T.float32)
+            sum_all = T.alloc_var(T.float32)
             thread = T.get_thread_binding()
-            warp, lane = thread // WARP, thread % WARP
-            column = (pid * WARP + lane) * width
+            group, lane = thread // lanes, thread % lanes
+            column = pid * block_columns + lane * width
+            own = pid * block_columns + thread  # of the threads that hand on what was added up
 
+            if weighted and thread < block_columns and own < num_columns:
+                before[0] = T.cast(grad_weight_hidden[own], T.float32)
+                before[1] = T.cast(grad_weight_embed[own], T.float32)
+                before[2] = T.cast(weight_hidden[own], T.float32)
+                before[3] = T.cast(weight_embed[own], T.float32)
             T.clear(sum_local)
-            for i in T.serial(T.ceildiv(num_partials, warps * IN_FLIGHT)):
+            for i in T.serial(T.ceildiv(num_partials, groups * IN_FLIGHT)):
                 T.clear(part_local)
                 for f in T.unroll(IN_FLIGHT):
-                    row = (i * IN_FLIGHT + f) * warps + warp
+                    row = (i * IN_FLIGHT + f) * groups + group
                     if row < num_partials and column < num_columns:
                         for e in T.vectorized(width):
                             part_local[f, e] = partial[row, column + e]
                 for f in T.unroll(IN_FLIGHT):
                     for e in T.unroll(width):
                         sum_local[e] = sum_local[e] + part_local[f, e]
-            for e in T.vectorized(width):
-                sum_shared[warp, lane, e] = sum_local[e]
+            for e in T.unroll(width):
+                for step in tuple(s for s in (8, 16) if s >= lanes):
+                    sum_local[e] = sum_local[e] + T.shfl_xor(sum_local[e], step)
+            if thread % WARP < lanes:
+                for e in T.vectorized(width):
+                    sum_shared[thread // WARP, lane * width + e] = sum_local[e]
             T.sync_threads()
-            if warp == 0 and column < num_columns:
-                for w in T.unroll(warps - 1):
-                    for e in T.unroll(width):
-                        sum_local[e] = sum_local[e] + sum_shared[w + 1, lane, e]
-                for e in T.unroll(width):
-                    if weighted:
-                        at = column + e
-                        grad_weight_hidden[at] = grown(grad_weight_hidden[at], sum_local[e], weight_embed[at])
-                        grad_weight_embed[at] = grown(grad_weight_embed[at], sum_local[e], weight_hidden[at])
-                    else:
-                        total[column + e] = sum_local[e]
+            if thread < block_columns and own < num_columns:
+                sum_all = sum_shared[0, thread]
+                for w in T.unroll(WARPS - 1):
+                    sum_all = sum_all + sum_shared[w + 1, thread]
+                if weighted:
+                    grad_weight_hidden[own] = T.cast(before[0] + sum_all * before[3], grad_weight_hidden.dtype)
+                    grad_weight_embed[own] = T.cast(before[1] + sum_all * before[2], grad_weight_embed.dtype)
+                else:
+                    total[own] = sum_all
 
     return sum_partials
-
-
-def grown(gradient, total, weight):
-    """What a gradient becomes: gradient + total * weight, in float32."""
-    return T.cast(T.cast(gradient, T.float32) + total * T.cast(weight, T.float32), gradient.dtype)
 
 
 # Ops ----------------------------------------------------------------------------------------
