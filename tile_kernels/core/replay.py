@@ -17,8 +17,8 @@ body that does anything with tensors besides allocating, viewing and launching i
 while it is recorded, and the function answers BODY.
 
 A launch that sees a tensor in another shape or dtype gets the address of a struct that says so (the `DLTensor` of
-DLPack, as the kernel would be handed for a view): a copy of the recorded one with the new data pointer in it. A view
-made by PyTorch costs three times as much.
+DLPack, as the kernel would be handed for a view) with the data pointer of this call in it. A view made by PyTorch costs
+several times as much.
 """
 
 from __future__ import annotations
@@ -122,8 +122,6 @@ class _Writer:
         self.constants: dict[str, Any] = {
             'empty_strided': torch.empty_strided,
             'empty': torch.empty,
-            'address': ctypes.addressof,
-            'pointer': ctypes.c_void_p,
             'guard': _guard(list(self.inputs.values())),
             'MISS': MISS,
             'BODY': BODY,
@@ -168,18 +166,26 @@ class _Writer:
             if words is None:
                 return None
             calls.append(f'    {self._constant(bound, f"f{i}")}({", ".join(words)})')
-        return [*lines, *self._structs(), *calls, f'    return {self._result(result)}']
+        back = ['    free.append(s)'] if self.views else []
+        return [*lines, *self._structs(), *calls, *back, f'    return {self._result(result)}']
 
     def _structs(self) -> list[str]:
-        """Lines that make a copy of the structs of all views, with the data pointers of this call."""
+        """Lines that take the structs of all views, which no other call uses meanwhile, and set their data pointers."""
         if not self.views:
             return []
-        structs = (ctypes.c_uint64 * (_DL_WORDS * len(self.views)))(
-            *(word for *_, struct in self.views for word in struct)
-        )
-        copy = f'{self._constant(type(structs))}.from_buffer_copy({self._constant(bytes(structs))})'
-        return [f'    d = {copy}', '    a = address(d)'] + [
-            f'    d[{_DL_WORDS * i}] = {name}.data_ptr() + {offset}' for i, (name, offset, _) in enumerate(self.views)
+        words = [word for *_, struct in self.views for word in struct]
+
+        def new_structs() -> tuple:
+            structs = (ctypes.c_uint64 * len(words))(*words)
+            start = ctypes.addressof(structs)
+            return structs, *(ctypes.c_void_p(start + 8 * i) for i in range(0, len(words), _DL_WORDS))
+
+        self.constants |= {'free': [], 'new_structs': new_structs}
+        pointers = ', '.join(f'p{i}' for i in range(len(self.views)))
+        take = ['    try:', '        s = free.pop()', '    except IndexError:', '        s = new_structs()']
+        return [*take, f'    d, {pointers} = s'] + [
+            f'    d[{_DL_WORDS * i}] = {name}.data_ptr(){f" + {offset}" if offset else ""}'
+            for i, (name, offset, _) in enumerate(self.views)
         ]
 
     def _constant(self, value: Any, name: str | None = None) -> str:
@@ -229,7 +235,7 @@ class _Writer:
         ):  # how far apart two inputs are is not part of a call
             return None
         self.views.append((name, owners[name], self._struct(value)))
-        return f'pointer(a + {8 * _DL_WORDS * (len(self.views) - 1)})'
+        return f'p{len(self.views) - 1}'
 
     def _struct(self, value: Tensor) -> list[int]:
         """The words of the `DLTensor` of a tensor."""

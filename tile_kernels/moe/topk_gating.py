@@ -39,12 +39,12 @@ from tile_kernels.moe.topk_gating_bwd import topk_gating_bwd
 
 
 def choose(*static_and_size: object) -> dict:
-    """Few tokens spread over the SMs, one per block; from two waves of blocks on a warp ranks two rows at once."""
+    """Few tokens spread over the SMs, one per block; where many are left for each, a warp ranks two rows at once."""
     num_groups, num_topk_groups, _, _, size = static_and_size[-5:]
     if size <= 1024:
         return dict(num_warps=1, rows=1)
     grouped = num_topk_groups < num_groups  # then a warp has one row, and SMs hold few blocks of a single warp
-    return dict(num_warps=1, rows=2) if size >= 8192 and not grouped else dict(num_warps=4, rows=1)
+    return dict(num_warps=1, rows=2) if size >= 3072 and not grouped else dict(num_warps=4, rows=1)
 
 
 # Kernel -------------------------------------------------------------------------------------
