@@ -3,6 +3,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from tile_kernels import ArgumentError, QuantFormat, QuantTensor, knobs
+from tile_kernels.core.replay import MISS
 
 FMT = QuantFormat.parse('e4m3_1x32_f32')
 
@@ -36,6 +37,28 @@ def test_gradients_are_wired_by_name(sample):
     y = torch.randn(5, 32, requires_grad=True)
     sample.spread.operator(y, 3, 2.0).sum().backward()
     assert torch.equal(x.grad, y.grad)
+
+
+@pytest.mark.parametrize('call', [lambda op, x: op(), lambda op, x: op(x, wrong=1), lambda op, x: op(x, 3, 2.0, 1)])
+def test_wrong_calls_are_refused_by_python(sample, call):
+    with pytest.raises(TypeError, match='spread'):
+        call(sample.spread, torch.randn(5, 32))
+
+
+def test_calls_of_a_kind_are_replayed_however_they_are_written(sample, monkeypatch):
+    op, x, keys = sample.spread, torch.randn(5, 32), []
+    monkeypatch.setattr(op, '_run', lambda key, given: keys.append(key))
+    for call in (lambda: op(x, 3), lambda: op(mult=3, x=x), lambda: op(x, 3, factor=1.0)):
+        call()
+    assert len(set(keys)) == 1
+    with torch.no_grad():
+        op(x, 3)
+    op(x, 4)
+    op(x[:4], 3)
+    op(x, [3])
+    assert len(set(keys)) == 5 and keys[-1] is None
+    monkeypatch.setitem(op._replays, keys[0], [lambda t: MISS, lambda t: (t,)])
+    assert op(x, 3)[0] is x
 
 
 def test_outputs_without_gradient_are_not_differentiable(sample):

@@ -8,6 +8,7 @@ from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.launch import forced_config
 from tile_kernels.moe import ScoringFunc, topk_gate, topk_gating, topk_gating_bwd
+from tile_kernels.moe._macros import LOG1P_OVER_T, LOG2_E, estimate_error
 from tile_kernels.moe.scoring import SCORINGS
 from tile_kernels.moe.topk_gating import topk_gating_kernel
 from tile_kernels.moe.topk_gating_bwd import topk_gating_bwd_kernel
@@ -369,3 +370,14 @@ def test_errors_are_one_sentence(options, sentence):
 def test_the_backward_checks_its_arguments():
     with pytest.raises(ArgumentError, match=r'moe\.topk_gating_bwd: dweights must be float32'):
         topk_gating_bwd(torch.zeros(2, 4).half(), torch.zeros(2, 8), torch.zeros(2, 4, dtype=torch.int64))
+
+
+def test_estimated_roots_are_as_good_as_promised():
+    x = torch.cat([torch.linspace(-100, 100, 100001), torch.linspace(-4, 4, 100001)])
+    tail = torch.exp2(x.abs() * -LOG2_E)
+    ratio = torch.full_like(x, LOG1P_OVER_T[-1])
+    for c in LOG1P_OVER_T[-2::-1]:
+        ratio = ratio * tail + c
+    estimate = (tail * ratio + x.clamp(min=0)).sqrt()
+    exact = torch.nn.functional.softplus(x.double()).sqrt()
+    assert (estimate - exact).abs().max() < estimate_error(ScoringFunc.SQRTSOFTPLUS, False) / 2
