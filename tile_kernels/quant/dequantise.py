@@ -35,10 +35,13 @@ def _lane(fmt: QuantFormat, dtype: torch.dtype) -> int:
 
 
 def choose(hidden: int, fmt: QuantFormat, dtype: torch.dtype, vector_bytes: int, num_tokens: int) -> dict:
-    """Several vectors for each lane, so that many loads are in flight, unless that would leave the GPU half empty."""
+    """Two vectors for each lane, so that more loads are in flight, unless that would leave the GPU half empty.
+
+    With more of them, or in other rows, the writes of a page of memory lie further apart.
+    """
     lanes = num_tokens * -(-hidden // _lane(fmt, dtype))
-    vectors = 4 if lanes >= 4 << 18 else 2 if lanes >= 2 << 17 else 1
-    return dict(vectors=vectors, along=1, num_threads=256 if vectors > 1 else 128)
+    vectors = 2 if lanes >= 2 << 17 else 1
+    return dict(vectors=vectors, along=vectors, num_threads=128)
 
 
 # Kernel -------------------------------------------------------------------------------------

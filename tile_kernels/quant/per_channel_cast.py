@@ -67,13 +67,15 @@ def choose(
     resident_threads = 512 if kept_as_float32 else 768 if in_pieces else 1024
     flat = fmt.sf_block[0] == 32 and num_tokens * hidden < 1 << 22
     rows, num_threads, row_lanes = (4, 128, 16) if flat else (8, 128, 8) if gathered else (8, 256, 16)
-    panel = 8 if gathered else 0
+    lane, panel = LANE, 8 if gathered else 0
+    if gathered and isinstance(source, QuantFormat):  # longer pieces of rows cost more registers
+        lane, resident_threads = 2 * LANE, 768
     return dict(
         rows=rows,
         num_threads=num_threads,
         resident_threads=resident_threads,
         row_lanes=row_lanes,
-        lane=LANE,
+        lane=lane,
         panel=panel,
     )
 
@@ -117,6 +119,8 @@ def per_channel_cast_kernel(
     quantised = isinstance(source, QuantFormat)
     x_dtype = source.data.torch if quantised else source
     tile_m = tile_rows(rows, num_threads, fmt.sf_block[0] or (TILE_ROWS if task == 'cast' else 1), row_lanes)
+    if task == 'scale' and tile_m != TILE_ROWS:
+        raise ArgumentError(f'strips are made of tiles of {TILE_ROWS} rows, not of {tile_m}')
     height = fmt.sf_block[0] or tile_m
     tile_n = row_lanes * lane
     warps, tiles_n = height * row_lanes // (rows * WARP), -(-hidden // tile_n)

@@ -45,20 +45,24 @@ SECTOR = 32
 UNIT = 8
 
 #: More thread blocks than any matrix has tiles.
-ONE_TILE = 1 << 30
+ONE_TILE = 1 << 20
 
 
 # Config -------------------------------------------------------------------------------------
 
 
 def choose(hidden: int, fmt: QuantFormat, x_dtype: torch.dtype, vector_bytes: int, num_tokens: int) -> dict:
-    """Strips that all run together; rows that begin at sectors need no strips, so that blocks can take turns.
+    """Strips that all run together; rows that begin at sectors need none, so that blocks can take turns.
 
-    Rows in pieces, float16 and float32 rows need more registers.
+    A strip loads ahead, which takes registers. So do rows in pieces, float16 and float32 rows.
     """
     in_pieces = vector_bytes < LANE * x_dtype.itemsize or hidden % LANE > 0
     resident_threads = 512 if in_pieces or x_dtype is not torch.bfloat16 else 768
-    return dict(row_lanes=8, resident_threads=resident_threads, blocks=ONE_TILE if num_tokens % SECTOR == 0 else 768)
+    if num_tokens <= TILE_ROWS:
+        return dict(row_lanes=8, resident_threads=resident_threads, blocks=ONE_TILE, ahead=False)
+    if num_tokens % SECTOR == 0:
+        return dict(row_lanes=16, resident_threads=resident_threads, blocks=ONE_TILE, ahead=False)
+    return dict(row_lanes=8, resident_threads=512, blocks=512, ahead=True)
 
 
 # Kernel -------------------------------------------------------------------------------------
@@ -128,7 +132,7 @@ def store_end(y, tile_shared, col, top, length, last):
 
 @kernel(
     choose=choose,
-    space=dict(row_lanes=(8, 16), resident_threads=(512, 768, 896, 1024), blocks=(384, 768, 896, 1536, ONE_TILE)),
+    space=dict(row_lanes=(8, 16), resident_threads=(512, 768), blocks=(256, 512, 768, ONE_TILE), ahead=(False, True)),
     pass_configs={
         'TL_DISABLE_SAFE_MEMORY_ACCESS': True,
         'TL_DISABLE_SHARED_MEMORY_REUSE': True,
@@ -144,8 +148,12 @@ def per_channel_cast_and_transpose_kernel(
     row_lanes: int,
     resident_threads: int,
     blocks: int,
+    ahead: bool,
 ):
-    """One strip of `row_lanes` times 8 channels for each thread block; about `blocks` of them share all rows."""
+    """One strip of `row_lanes` times 8 channels for each thread block; about `blocks` of them share all rows.
+
+    `ahead`: the rows of the next tile are on their way while a tile is written.
+    """
     num_threads = TEAMS * row_lanes
     height, tile_n = fmt.sf_block[0], row_lanes * LANE
     warps, tiles_n = height * row_lanes // (ROWS * WARP), -(-hidden // tile_n)
@@ -182,9 +190,12 @@ def per_channel_cast_and_transpose_kernel(
             top = pid // tiles_n * (steps * TILE_ROWS)
             length = T.min(T.cast(num_tokens - top, T.int32), steps * TILE_ROWS)
 
+            if ahead:
+                load_rows(x, None, None, top + team * ROWS, x_dtype, slot, piece, hidden, x_local, None)
             for step in T.serial(T.ceildiv(length, TILE_ROWS)):
                 row = top + step * TILE_ROWS
-                load_rows(x, None, None, row + team * ROWS, x_dtype, slot, piece, hidden, x_local, None)
+                if not ahead:
+                    load_rows(x, None, None, row + team * ROWS, x_dtype, slot, piece, hidden, x_local, None)
                 channel_amax(x_local, amax, None, row_lanes)
                 if thread % WARP < row_lanes:
                     for e in T.vectorized(LANE):
@@ -198,6 +209,9 @@ def per_channel_cast_and_transpose_kernel(
                     encode_row(x_local, i, sf_inv, row_codes)
                     for e in T.vectorized(LANE):
                         codes[i, e] = row_codes[e]
+                if ahead:
+                    next_row = row + TILE_ROWS + team * ROWS
+                    load_rows(x, None, None, next_row, x_dtype, slot, piece, hidden, x_local, None)
                 turn(code_words, turned)
                 for e in T.unroll(LANE):
                     for w in T.vectorized(2):
