@@ -118,7 +118,7 @@ def store_end(y, tile_shared, col, top, length, last):
     shift = T.alloc_var(T.int32)
     offset = T.alloc_var(T.int32)
     warp, lane = T.get_thread_binding() // WARP, T.get_thread_binding() % WARP
-    for k in T.unroll(channels // num_warps, unroll_factor=8):
+    for k in T.unroll(channels // num_warps, unroll_factor=4):
         channel = k * num_warps + warp
         start = T.cast(col + channel, T.int64) * y.shape[1] + top
         shift = T.cast(start % SECTOR, T.int32)
