@@ -37,13 +37,13 @@ def row_threads_for(num_vectors: int, vectors: int = 8) -> int:
 
 
 #: What the configs of row-moving kernels may be.
-ROW_SPACE = dict(row_threads=(32, 64, 128, 256), vectors=(1, 2, 4, 8, 16), num_threads=(64, 128, 256, 512))
+ROW_SPACE = dict(row_threads=(32, 64, 128, 256), vectors=(1, 2, 4, 8), num_threads=(64, 128, 256, 512))
 
 
-def choose_rows(num_vectors: int, num_rows: int) -> dict:
+def choose_rows(num_vectors: int, num_rows: int, num_threads: int = 128) -> dict:
     """Many rows: all of a row in flight at once. Few: a vector for each thread, so that there are many small blocks."""
     if num_rows > 2048:
-        return dict(row_threads=row_threads_for(num_vectors), vectors=8, num_threads=256)
+        return dict(row_threads=row_threads_for(num_vectors), vectors=8, num_threads=num_threads)
     return dict(row_threads=min(row_threads_for(num_vectors, 2), 128), vectors=1, num_threads=128)
 
 

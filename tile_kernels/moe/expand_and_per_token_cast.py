@@ -28,7 +28,6 @@ from tile_kernels.moe._rows import (
     CONVERTED_ROW_PASS_CONFIGS,
     MAX_SHARE,
     ROW_SPACE,
-    SIDE_BY_SIDE,
     WARP,
     RowSplit,
     check_places,
@@ -38,8 +37,6 @@ from tile_kernels.moe._rows import (
     load_places,
     num_shares,
     place_of,
-    slots_at_once,
-    take_places,
 )
 from tile_kernels.moe._samples import random_places
 from tile_kernels.moe._sf_columns import FEW_PLACES, TILE_PLACES, gather_sf_columns, note_token, sf_type, tile_shape
@@ -64,7 +61,9 @@ GROUPS = (16, 32, 64, 128)
 
 def choose(hidden: int, fmt: QuantFormat, x_dtype: torch.dtype, piece: int, num_topk: int, num_expanded: int) -> dict:
     """Many rows: all of a row in flight before it is quantised. Few rows: many small blocks."""
-    return choose_rows(hidden // LANE, num_expanded) | dict(gather=fmt.col and num_expanded > FEW_PLACES)
+    return choose_rows(hidden // LANE, num_expanded, num_threads=256) | dict(
+        gather=fmt.col and num_expanded > FEW_PLACES
+    )
 
 
 def _sf_size(fmt: QuantFormat, num_groups: int) -> int:
@@ -100,33 +99,25 @@ def quantise_lanes(x_local, fmt, amax_floor, amax, sf, sf_inv, v_local, y_local,
 
 
 @macro
-def store_codes(code_local, y, pos_local, count, first, row_threads):
-    """Write the codes of the lanes first, first + row_threads, ... to `count` rows, in pieces that divide a row.
-
-    The rows grow side by side, as in `store_to_places`; -1 is no row.
-    """
+def store_codes(code_local, y, row, first, row_threads):
+    """Write the codes of the lanes first, first + row_threads, ... of a row, in pieces that divide its length."""
     vectors, width = code_local.shape
     piece = math.gcd(int(width), int(y.shape[1]))
     for v in T.unroll(vectors):
         for p in T.unroll(width // piece):
             if (first + v * row_threads) * width + p * piece < y.shape[1]:
-                for k in T.unroll(count):
-                    if pos_local[k] >= 0:
-                        for e in T.vectorized(piece):
-                            y[pos_local[k], (first + v * row_threads) * width + p * piece + e] = code_local[
-                                v, p * piece + e
-                            ]
+                for e in T.vectorized(piece):
+                    y[row, (first + v * row_threads) * width + p * piece + e] = code_local[v, p * piece + e]
 
 
 @macro
-def clear_codes(which, share, num_tokens, y, first, row_threads, zero_local, pos_local):
+def clear_codes(which, share, num_tokens, y, first, row_threads, zero_local):
     """Write zeros as codes of the places of a share whose bit is set."""
     T.clear(zero_local)
     if which != T.uint32(0):
         for i in T.serial(MAX_SHARE):
             if (which >> T.cast(i, T.uint32)) & T.uint32(1) != T.uint32(0):
-                pos_local[0] = T.cast(place_of(share, i, num_tokens, y.shape[0]), T.int32)
-                store_codes(zero_local, y, pos_local, 1, first, row_threads)
+                store_codes(zero_local, y, place_of(share, i, num_tokens, y.shape[0]), first, row_threads)
 
 
 @kernel(choose=choose, space=dict(**ROW_SPACE, gather=(False, True)), pass_configs=CONVERTED_ROW_PASS_CONFIGS)
@@ -187,7 +178,6 @@ def expand_and_per_token_cast_kernel(
             code_local = T.alloc_local((vectors, width), T.uint8)
             zero_local = T.alloc_local((vectors, width), T.uint8)
             place_local = T.alloc_local((T.ceildiv(num_topk, WARP),), T.int32)
-            pos_local = T.alloc_local((SIDE_BY_SIDE,), T.int32)
             sf_shared = T.alloc_shared((split.rows, part_slots), sf_register_dtype(fmt))
             sf_words_shared = T.view(sf_shared, (split.rows, part_words), sf_dtype)
             tx = T.get_thread_binding()
@@ -203,7 +193,7 @@ def expand_and_per_token_cast_kernel(
                     load_lane(x, x_local, v, token, first + v * row_threads, piece, hidden)
                 load_places(token_topk_to_pos, token, place_local)
             padding = find_padding(pos_to_expert, token, num_tokens)
-            clear_codes(padding, token, num_tokens, y, first, row_threads, zero_local, pos_local)
+            clear_codes(padding, token, num_tokens, y, first, row_threads, zero_local)
             if not gather:
                 clear_places(
                     padding,
@@ -225,9 +215,11 @@ def expand_and_per_token_cast_kernel(
                         )
                 if thread < part_slots - part_groups:
                     sf_shared[row, part_groups + thread] = T.cast(0, sf_shared.dtype)
-                for slot, count in slots_at_once(num_topk):
-                    take_places(place_local, slot, count, num_expanded, pos_local)
-                    store_codes(code_local, y, pos_local, count, first, row_threads)
+                for c in T.unroll(T.ceildiv(num_topk, WARP)):
+                    for k in T.unroll(T.min(num_topk - c * WARP, WARP), unroll_factor=16):
+                        pos = T.shfl_sync(place_local[c], k)
+                        if pos >= 0 and pos < num_expanded:
+                            store_codes(code_local, y, pos, first, row_threads)
             T.sync_threads()
             if token < num_tokens:
                 if gather:

@@ -51,7 +51,7 @@ def num_parts_for(num_tokens: int, hidden: int) -> int:
 def choose(num_experts: int, hidden: int, num_parts: int, packed: bool, size: int) -> dict:
     """Tiles that make a block for every SM, as large as that allows: a step of a large one reads less for a product."""
     if size <= FEW_TOKENS:
-        return dict(block_m=64, block_n=64, block_k=64, num_stages=6)
+        return dict(block_m=64, block_n=64, block_k=128, num_stages=4)
     if 2048 < size <= 4096:
         return dict(block_m=64, block_n=128, block_k=64, num_stages=6)
     if size <= 8192 or num_experts <= 128:
