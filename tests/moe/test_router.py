@@ -58,10 +58,11 @@ def test_many_tokens_and_none(path):
 
 def test_strided_and_unaligned_rows(path):
     x, weight = inputs(6, 24, 200)
-    for view in (x[:, :128], x[:, 1:129], x[::2, 8:136]):
-        assert torch.equal(
-            gate_logits(view, weight[:, :128].contiguous()), gate_logits(view.clone(), weight[:, :128].contiguous())
-        )
+    weight = weight[:, :128].contiguous()
+    for view in (x[:, :128], x[::2, 8:136]):
+        assert torch.equal(gate_logits(view, weight), gate_logits(view.clone(), weight))
+    unaligned = x[:, 1:129]  # another kernel, whose sums have another order
+    torch.testing.assert_close(gate_logits(unaligned, weight), gate_logits(unaligned.clone(), weight))
 
 
 def test_the_sum_is_cut_for_few_tokens_only():
