@@ -108,19 +108,3 @@ _CUDA_FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 for _name, _function in _CUDA_FUNCTIONS.items():
     extern(_name)(_function)
-
-
-@extern('add_product')
-def _add_product(d: Pointer, low: Pointer, high: Pointer, b: Pointer) -> None:
-    """d[16, 8] += a[16, 16] b[16, 8] for each warp, the three spread over its lanes as `mma.m16n8k16` takes them."""
-    frame = d._frame
-
-    def lanes(pointer: Pointer) -> np.ndarray:
-        shape = (frame.blocks, frame.threads)
-        parts = [np.broadcast_to(np.asarray(pointer.load(i), np.float32), shape) for i in range(4)]
-        return np.stack(parts, -1).reshape(frame.blocks, -1, 8, 16)  # block, warp, lane / 4, four of each of four lanes
-
-    a = np.concatenate([lanes(low), lanes(high)], 2)
-    product = (a @ lanes(b).swapaxes(2, 3)).reshape(frame.blocks, -1, 2, 8, 4, 2)  # half of rows, row, lane % 4, column
-    for i in range(4):
-        d.store(i, d.load(i) + product[:, :, i // 2, :, :, i % 2].reshape(frame.blocks, frame.threads))

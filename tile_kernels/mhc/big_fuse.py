@@ -5,11 +5,9 @@
     comb             = sinkhorn(z)                                      see `sinkhorn`
     layer_input      = apply_mix(residual, pre)                         see `apply_mix`
 
-The same bits as these four ops one after another: the arithmetic is theirs. The second kernel runs beside the
-projection and takes every tile of tokens as soon as that is done with it, so the residual is read from memory once and
-then from the L2 cache. It has two kinds of blocks: most own a token and need only pre of it, the others carry post and
-comb of many tokens through the chain of Sinkhorn. Memory bound: the floor is reading the residual and writing
-layer_input.
+The same bits as these four ops one after another: the arithmetic is theirs. The second kernel has two kinds of blocks
+that do not wait for each other: some carry post and comb of many tokens through the chain of Sinkhorn, the others need
+only pre. They take the tokens from the last to the first, since the projection has just left the last in the L2 cache.
 """
 
 import torch
@@ -31,16 +29,12 @@ from tile_kernels.mhc._rows import (
     flat,
     lead_of,
     load_streams,
-    load_vector,
-    post_to_vector,
     row_threads_for,
     store_vector,
     vector_width,
 )
 from tile_kernels.mhc.norm_fn import check_projection, project
-from tile_kernels.mhc.norm_fn_device import rstd_from
-from tile_kernels.mhc.post import post_
-from tile_kernels.mhc.project_slices import ABSENT, fits, padded
+from tile_kernels.mhc.norm_fn_device import padded, rstd_from
 from tile_kernels.mhc.sinkhorn import lanes_for, scale_matrix
 from tile_kernels.mhc.split_mixes import affine, num_mixes, sigmoid
 
@@ -49,34 +43,23 @@ BF16, F32 = torch.bfloat16, torch.float32
 # Config -------------------------------------------------------------------------------------
 
 
-def choose(
-    hidden: int, num_streams: int, width: int, follows: bool, with_post: bool, with_mixes: bool, num_tokens: int
-) -> dict:
-    """Small blocks: what the projection leaves of an SM is taken by several of them, which wait in turn."""
-    return dict(row_threads=row_threads_for(hidden // width, 4))
+def choose(hidden: int, num_streams: int, width: int, with_mixes: bool, num_tokens: int) -> dict:
+    """Two vectors for each thread, as `apply_mix`."""
+    return dict(row_threads=row_threads_for(hidden // width, 2))
 
 
 # Kernel -------------------------------------------------------------------------------------
 
 
 @kernel(choose=choose, space=dict(row_threads=ROW_THREADS), pass_configs=ROW_PASS_CONFIGS)
-def mix_and_apply_kernel(
-    hidden: int, num_streams: int, width: int, follows: bool, with_post: bool, with_mixes: bool, *, row_threads: int
-):
-    """Blocks of one token, and behind them those that carry many through the chain of Sinkhorn.
-
-    With `follows` the kernel runs beside the projection (`project_slices`), which it may because that never waits. With
-    `with_post` the streams are post of output and residual, made once more: what the projection writes of them is not
-    sure to be there.
-    """
-    num_vectors = hidden // width
-    vectors = 1 if with_post else 2
+def mix_and_apply_kernel(hidden: int, num_streams: int, width: int, with_mixes: bool, *, row_threads: int):
+    """Blocks that carry many tokens through the chain of Sinkhorn, then those of one token."""
+    num_vectors, vectors = hidden // width, 2
     lanes = lanes_for(num_streams, num_streams)
     held = num_streams // lanes
     tokens = row_threads // lanes
     width_mixes = num_mixes(num_streams)
     columns = padded(width_mixes)
-    num_pairs = num_streams * num_streams
     num_tokens, splits = T.dynamic('num_tokens'), T.dynamic('splits')
 
     @T.prim_func
@@ -92,25 +75,18 @@ def mix_and_apply_kernel(
         pre: T.Tensor((num_tokens, num_streams, 1), T.float32),
         mixes: T.Tensor((num_tokens, width_mixes), T.float32),
         rstd: T.Tensor((num_tokens,), T.float32),
-        output: T.Tensor((num_tokens, hidden), T.bfloat16),
-        post_mix: T.Tensor((num_tokens, num_streams, 1), T.float32),
-        comb_mix: T.Tensor((num_tokens, num_streams, num_streams), T.float32),
         repeat: T.int32,
         eps: T.float32,
         pre_eps: T.float32,
         sinkhorn_eps: T.float32,
         post_mult: T.float32,
     ):
-        with T.Kernel(num_tokens + T.ceildiv(num_tokens, tokens), threads=row_threads) as pid:
-            # 80 or 64 registers: the projection beside it needs most of them
-            T.annotate_min_blocks_per_sm((768 if with_post else 1024) // row_threads)
+        mix_blocks = T.ceildiv(num_tokens, tokens)
+        with T.Kernel(mix_blocks + num_tokens, threads=row_threads) as pid:
             x_local = T.alloc_local((vectors * num_streams, width), T.bfloat16)
-            output_local = T.alloc_local((1, width), T.bfloat16)
-            made_local = T.alloc_local((num_streams, width), T.bfloat16)
             y_local = T.alloc_local((1, width), T.bfloat16)
             mix_local = T.alloc_local((num_streams,), T.float32)
             share_local = T.alloc_local((num_streams,), T.float32)
-            pair_local = T.alloc_local((num_pairs,), T.float32)
             part_local = T.alloc_local((held,), T.float32)
             k_local = T.alloc_local((num_streams, held), T.float32)
             u_local = T.alloc_local((num_streams,), T.float32)
@@ -120,13 +96,11 @@ def mix_and_apply_kernel(
             pre_shared = T.alloc_shared((num_streams,), T.float32)
             tx = T.get_thread_binding()
 
-            if pid >= num_tokens:
-                mine = (pid - num_tokens) * tokens + tx // lanes
+            if pid < mix_blocks:
+                mine = pid * tokens + tx // lanes
                 token = T.min(mine, num_tokens - 1)  # shuffles need all lanes
                 first = tx % lanes * held
                 square = T.alloc_var(T.float32, init=0.0)
-                if follows:
-                    T.pdl_sync()
                 T.clear(share_local)
                 T.clear(mix_local)
                 T.clear(k_local)
@@ -180,24 +154,15 @@ def mix_and_apply_kernel(
                         for c in T.unroll(held):
                             comb[token, i, first + c] = k_local[i, c]
             else:
+                token = num_tokens - 1 - (pid - mix_blocks)
                 if tx < WARP:
                     j = T.min(tx, num_streams - 1)
                     total = T.alloc_var(T.float32, init=0.0)
-                    value = T.alloc_var(T.float32)
-                    missing = T.alloc_var(T.int32, init=1)
-                    while missing > 0:
-                        total = 0.0
-                        missing = 0
-                        for s in T.unroll(splits, unroll_factor=8):
-                            if tx == num_streams:
-                                value = T.atomic_load(square_parts[s, pid], memory_order='relaxed')
-                            else:
-                                value = T.atomic_load(mul_parts[s, pid, j], memory_order='relaxed')
-                            if follows:  # noqa: SIM102 - known when the kernel is built
-                                if T.reinterpret(value, T.uint32) == T.uint32(ABSENT):
-                                    missing = 1
-                            total = total + value
-                    T.sync_warp()
+                    for s in T.unroll(splits, unroll_factor=8):
+                        if tx == num_streams:
+                            total = total + square_parts[s, token]
+                        else:
+                            total = total + mul_parts[s, token, j]
                     factor = rstd_from(T.shfl_sync(total, num_streams), num_streams * hidden, eps)
                     if tx < num_streams:
                         z = affine(T.ieee_mul(total, factor), scale[0], base[j])
@@ -205,26 +170,15 @@ def mix_and_apply_kernel(
                 T.sync_threads()
                 for c in T.unroll(num_streams):
                     mix_local[c] = pre_shared[c]
-                if with_post:
-                    for c in T.unroll(num_streams):
-                        share_local[c] = post_mix[pid, c, 0]
-                        for o in T.unroll(num_streams):
-                            pair_local[c * num_streams + o] = comb_mix[pid, c, o]
                 for part in T.serial(T.ceildiv(num_vectors, vectors * row_threads)):
                     index = part * vectors * row_threads + tx
                     for v in T.unroll(vectors):
                         if index + v * row_threads < num_vectors:
-                            load_streams(residual, pid, index + v * row_threads, x_local, v * num_streams)
-                            if with_post:
-                                load_vector(output, pid, 0, index, output_local, 0)
+                            load_streams(residual, token, index + v * row_threads, x_local, v * num_streams)
                     for v in T.unroll(vectors):
                         if index + v * row_threads < num_vectors:
-                            if with_post:
-                                post_to_vector(output_local, 0, x_local, 0, share_local, pair_local, made_local)
-                                apply_to_vector(made_local, 0, mix_local, y_local)
-                            else:
-                                apply_to_vector(x_local, v * num_streams, mix_local, y_local)
-                            store_vector(y_local, 0, layer_input, pid, 0, index + v * row_threads)
+                            apply_to_vector(x_local, v * num_streams, mix_local, y_local)
+                            store_vector(y_local, 0, layer_input, token, 0, index + v * row_threads)
 
     return mix_and_apply
 
@@ -281,18 +235,16 @@ def mix_and_apply_(
     check.same_device(residual=residual, post=post, comb=comb, layer_input=layer_input)
     options = (repeat, eps, pre_eps, sinkhorn_eps, post_mult)
     outputs = (post.unsqueeze(-1), comb, layer_input)
-    _launch(residual, (mul_parts, square_parts), False, scale, base, outputs, None, None, options)
+    _launch(residual, (mul_parts, square_parts), scale, base, outputs, None, options)
 
 
 def _launch(
     residual: Tensor,
     parts: tuple[Tensor, Tensor],
-    follows: bool,
     scale: Tensor,
     base: Tensor,
     outputs: tuple[Tensor, ...],
     saved: tuple[Tensor, ...] | None,
-    layer: tuple[Tensor, ...] | None,
     options: tuple,
 ) -> None:
     """`mix_and_apply` of residual (num_tokens, n, hidden) and what `project` gives; `saved` is pre, mixes and rstd."""
@@ -300,7 +252,7 @@ def _launch(
     post, comb, layer_input = outputs
     launch(
         mix_and_apply_kernel,
-        (hidden, num_streams, vector_width(residual, layer_input), follows, layer is not None, saved is not None),
+        (hidden, num_streams, vector_width(residual, layer_input), saved is not None),
         residual,
         *parts,
         scale,
@@ -309,7 +261,6 @@ def _launch(
         comb,
         layer_input,
         *(saved or (None, None, None)),
-        *(layer or (None, None, None)),
         *options,
     )
 
@@ -325,18 +276,11 @@ def check_mixes(scale: Tensor, base: Tensor, num_streams: int, repeat: int, resi
 
 
 def fused_pre(
-    residual: Tensor,
-    fn: Tensor,
-    scale: Tensor,
-    base: Tensor,
-    with_mixes: bool,
-    options: tuple,
-    layer: tuple | None = None,
+    residual: Tensor, fn: Tensor, scale: Tensor, base: Tensor, with_mixes: bool, options: tuple
 ) -> tuple[Tensor, ...]:
     """Layer_input, post and comb, and `with_mixes` also pre, mixes and rstd, of residual (..., n, hidden).
 
-    With `layer` (x, post_mix, comb_mix, y) they are those of y, which is written as post of all. `options` are repeat,
-    eps, pre_eps, sinkhorn_eps and post_mult.
+    `options` are repeat, eps, pre_eps, sinkhorn_eps and post_mult.
     """
     lead, _, width = check_projection(residual, fn)
     num_streams, hidden = residual.shape[-2:]
@@ -348,29 +292,12 @@ def fused_pre(
     if with_mixes:
         saved = (fn.new_empty((*lead, num_streams, 1)), fn.new_empty((*lead, width)), fn.new_empty(lead))
     streams = flat(residual, lead, num_streams, hidden)
-    follows, views = fits(num_streams, width), None
-    if layer is not None and not follows:
-        post_.fn(layer[0], residual, *layer[1:])
-        streams = flat(layer[-1], lead, num_streams, hidden)
-    if layer is not None and follows:
-        shapes = ((hidden,), (num_streams, 1), (num_streams, num_streams), (num_streams, hidden))
-        views = tuple(flat(x, lead, *inner) for x, inner in zip(layer, shapes, strict=True))
-    parts = project(streams, fn, views, follows)
+    parts = project(streams, fn)
     outputs = (flat(post, lead, num_streams, 1), flat(comb, lead, num_streams, num_streams))
     kept = None
     if with_mixes:
         kept = (flat(saved[0], lead, num_streams, 1), flat(saved[1], lead, width), flat(saved[2], lead))
-    _launch(
-        streams,
-        parts,
-        follows,
-        scale,
-        base,
-        (*outputs, flat(layer_input, lead, hidden)),
-        kept,
-        None if views is None else views[:3],
-        options,
-    )
+    _launch(streams, parts, scale, base, (*outputs, flat(layer_input, lead, hidden)), kept, options)
     return layer_input, post, comb, *saved
 
 

@@ -22,16 +22,16 @@ from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.launch import config_for, launch
 from tile_kernels.core.op import Mut, op
-from tile_kernels.mhc._rows import STREAMS, WARP, check_streams, flat, lead_of, vector_width
+from tile_kernels.mhc._rows import STREAMS, check_streams, flat, lead_of, vector_width
 from tile_kernels.mhc.norm_fn_device import (
     BLOCK_T,
     norm_fn_bwd_kernel,
     normalise_kernel,
+    padded,
     prepare_bwd_kernel,
     project_kernel,
     sum_dfn_kernel,
 )
-from tile_kernels.mhc.project_slices import WARPS, fits, padded, project_slices_kernel, slices_of
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -57,28 +57,13 @@ def check_projection(residual: Tensor, fn: Tensor) -> tuple[tuple, int, int]:
     return lead, k, num_mixes
 
 
-def project(
-    residual: Tensor, fn: Tensor, layer: tuple[Tensor, ...] | None = None, followed: bool = False
-) -> tuple[Tensor, Tensor]:
-    """The parts of mul and of the sums of squares of residual (num_tokens, num_streams, hidden).
-
-    With `layer` (x, post_mix, comb_mix, y) they are those of y, which is written as post of all; with `followed` a
-    kernel may look for them at once (`project_slices`). Both only where `fits`.
-    """
-    (num_tokens, num_streams, hidden), (num_mixes, k) = residual.shape, fn.shape
-    columns = padded(num_mixes)
-    if not fits(num_streams, num_mixes):
-        splits = config_for(project_kernel, (k, num_mixes), num_tokens)['splits']
-        fn_parts = fn.new_empty(2 * columns, k, dtype=BF16)
-        mul_parts, square_parts = fn.new_empty(splits, num_tokens, columns), fn.new_empty(splits, num_tokens)
-        launch(project_kernel, (k, num_mixes), residual.view(num_tokens, k), fn, fn_parts, mul_parts, square_parts)
-        return mul_parts, square_parts
-    slices = slices_of(hidden)
-    fn_frags = fn.new_empty(slices, WARPS, 2 * num_streams, columns // 8, WARP, 8, dtype=BF16)
-    mul_parts, square_parts = fn.new_empty(slices, num_tokens, columns), fn.new_empty(slices, num_tokens)
-    static = (hidden, num_streams, num_mixes, layer is not None, followed)
-    rest = layer or (None, None, None, None)
-    launch(project_slices_kernel, static, residual, fn, fn_frags, mul_parts, square_parts, *rest)
+def project(residual: Tensor, fn: Tensor) -> tuple[Tensor, Tensor]:
+    """The parts of mul and of the sums of squares of residual (num_tokens, num_streams, hidden)."""
+    num_tokens, (num_mixes, k) = residual.shape[0], fn.shape
+    splits = config_for(project_kernel, (k, num_mixes), num_tokens)['splits']
+    fn_parts = fn.new_empty(2 * padded(num_mixes), k, dtype=BF16)
+    mul_parts, square_parts = fn.new_empty(splits, num_tokens, padded(num_mixes)), fn.new_empty(splits, num_tokens)
+    launch(project_kernel, (k, num_mixes), residual.view(num_tokens, k), fn, fn_parts, mul_parts, square_parts)
     return mul_parts, square_parts
 
 

@@ -2,7 +2,6 @@
 
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, macro
-from tile_kernels.mhc.project_slices import high_of, padded, round_to_tf32
 
 #: Channels of k in a step of the projection.
 BLOCK_K = 64
@@ -17,6 +16,11 @@ TILES = (1, 4, 8, 16, 24, 32, 64)
 WAVE = 264
 
 # Config -------------------------------------------------------------------------------------
+
+
+def padded(num_mixes: int) -> int:
+    """Columns of a tile of mixes: tensor cores take multiples of eight."""
+    return -(-num_mixes // 8) * 8
 
 
 def choose(k: int, num_mixes: int, num_tokens: int) -> dict:
@@ -48,6 +52,19 @@ def choose_bwd(k: int, columns: int, adds_to: str, applied: int, num_tokens: int
 
 
 # Forward ------------------------------------------------------------------------------------
+
+
+@macro
+def round_to_tf32(value):
+    """The nearest number of 11 significant bits, halves away from zero."""
+    bits = T.reinterpret(value, T.uint32)
+    return T.reinterpret((bits + T.uint32(0x1000)) & T.uint32(0xFFFFE000), T.float32)
+
+
+@macro
+def high_of(value):
+    """The first 8 significant bits."""
+    return T.reinterpret(T.reinterpret(value, T.uint32) & T.uint32(0xFFFF0000), T.float32)
 
 
 @macro

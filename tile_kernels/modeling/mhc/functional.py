@@ -131,7 +131,7 @@ def mhc_pre(
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """The input of a layer, and the coefficients that its output will be mixed with.
 
-    The residual is read once; where nothing needs a gradient the bits are the same.
+    With and without gradients the same kernels run, so the bits are the same.
 
     Args:
         residual: (..., n, hidden) bfloat16, contiguous.
@@ -179,7 +179,7 @@ def mhc_post_pre(
     sinkhorn_repeat: int = 10,
     n_splits: int = 16,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Post of one layer and pre of the next: the residual is read once and written once, with the same bits.
+    """Post of one layer and pre of the next, with the bits of the two; backward collects the gradient between them once.
 
     Args:
         x: (..., hidden) bfloat16; what the layer put out.
