@@ -179,7 +179,7 @@ def mhc_post_pre(
     sinkhorn_repeat: int = 10,
     n_splits: int = 16,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Post of one layer and pre of the next, with the bits of the two; backward collects the gradient between them once.
+    """Post of one layer and pre of the next, with the bits of the two; the gradient between them is written once.
 
     Args:
         x: (..., hidden) bfloat16; what the layer put out.
