@@ -27,7 +27,9 @@ SMALL_SHAPE = dict(num_experts=8, topk=2, hidden_dim=128, intermediate_dim=128)
 
 def route(layer: MoELayer, x: Tensor) -> tuple[Tensor, Tensor]:
     """Weights and experts of every token."""
-    weights, chosen = (x @ layer.gate.weight.T).float().softmax(-1).topk(layer.gate.topk)
+    weight = layer.gate.weight.T
+    logits = torch.mm(x, weight, out_dtype=torch.float32) if x.is_cuda else x.float() @ weight.float()
+    weights, chosen = logits.softmax(-1).topk(layer.gate.topk)
     return weights / weights.sum(-1, keepdim=True), chosen
 
 
@@ -142,7 +144,9 @@ def main() -> None:
             except Exception as failure:  # a variant that this PyTorch cannot run must not hide the others
                 print(f'{num_tokens:5d} tokens  {name:34s} failed: {str(failure).splitlines()[0]}', flush=True)
                 continue
-            words = '  '.join(f'{key} {record[key]}' for key in ('us', 'graph_us', 'host_us', 'launches') if key in record)
+            words = '  '.join(
+                f'{key} {record[key]}' for key in ('us', 'graph_us', 'host_us', 'launches') if key in record
+            )
             print(f'{num_tokens:5d} tokens  {name:34s} relative error {error:.4f}  {words}', flush=True)
             if args.json:
                 write_records(args.json, [record | context])

@@ -205,7 +205,13 @@ def cost_table(op: Op) -> str:
 
 def measured_section(op: Op, records: Iterable[Record]) -> str:
     """The measured times of an op, a heading included; nothing if there are none."""
-    heading = {'us': 'us', 'graph_us': 'us in a graph', 'gbps': 'GB/s', 'pct_of_copy': '% of copy', 'host_us': 'host us'}
+    heading = {
+        'us': 'us',
+        'graph_us': 'us in a graph',
+        'gbps': 'GB/s',
+        'pct_of_copy': '% of copy',
+        'host_us': 'host us',
+    }
     if op.case_set is not None and op.case_set.flops is not None:
         heading['tflops'] = 'TFLOP/s'
     rows = [

@@ -10,7 +10,17 @@ import torch
 
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T
-from tile_kernels.gemm._groups import EXPLICIT_BARRIERS, WARPGROUP, swizzled
+from tile_kernels.gemm._groups import (
+    EXPLICIT_BARRIERS,
+    LOADING_REGISTERS,
+    MULTIPLYING_REGISTERS,
+    WARPGROUP,
+    WARPGROUP_ROWS,
+    find_rows,
+    num_turns,
+    swizzled,
+    wastes_little,
+)
 
 BLOCK_ROWS = 64
 
@@ -19,7 +29,7 @@ BLOCK_ROWS = 64
 
 def choose(n: int, k: int, num_groups: int, dtype: torch.dtype, num_groups_: int) -> dict:
     """Wide tiles read each operand less often."""
-    return dict(block_n=128, block_k=256 if k % 256 == 0 else 128, ring=3)
+    return dict(block_n=128, block_k=256 if wastes_little(k, 256) else 128, ring=3)
 
 
 # Kernel -------------------------------------------------------------------------------------
@@ -35,81 +45,102 @@ def choose(n: int, k: int, num_groups: int, dtype: torch.dtype, num_groups_: int
 def grouped_gemm_dw_kernel(
     n: int, k: int, num_groups: int, dtype: torch.dtype, *, block_n: int, block_k: int, ring: int
 ):
-    """The last warpgroup loads, the others multiply 64 rows of the tile each."""
+    """The last warpgroup loads, the others multiply 64 rows of the tile each; see `grouped_gemm_kernel`."""
     num_rows = T.dynamic('num_rows')
     elem = T.dtype(dtype)
-    consumers = block_n // 64 * WARPGROUP
+    members, num_matrices = block_n // WARPGROUP_ROWS, max(num_groups, 1)
+    tiles_k, tiles_n = -(-k // block_k), -(-n // block_n)
+    share = block_k // members  # columns of a that one of the multiplying warpgroups clears
 
     @T.prim_func
     def grouped_gemm_dw(
         dd: T.Tensor((num_rows, n), elem),
         a: T.Tensor((num_rows, k), elem),
-        group_end: T.Tensor((num_groups,), T.int32),
-        db: T.Tensor((num_groups, n, k), elem),
+        group_end: T.Tensor((num_matrices,), T.int32),
+        db: T.Tensor((num_matrices, n, k), elem),
+        num_blocks: T.int32,
     ):
-        with T.Kernel(T.ceildiv(k, block_k), T.ceildiv(n, block_n), num_groups, threads=consumers + WARPGROUP) as (
-            pid_k,
-            pid_n,
-            group,
-        ):
-            dd_shared = T.alloc_shared((ring, BLOCK_ROWS, block_n), elem)
+        with T.Kernel(num_blocks, threads=(members + 1) * WARPGROUP) as pid:
+            dd_shared = T.alloc_shared((ring, members, BLOCK_ROWS, WARPGROUP_ROWS), elem)
             a_shared = T.alloc_shared((ring, BLOCK_ROWS, block_k), elem)
-            db_shared = T.alloc_shared((block_n, block_k), elem)
-            T.annotate_layout({db_shared: swizzled(db_shared)})
-            acc_frag = T.alloc_fragment((block_n, block_k), T.float32)
+            db_shared = [T.alloc_shared((WARPGROUP_ROWS, block_k), elem) for _ in range(members)]
+            T.annotate_layout({buffer: swizzled(buffer) for buffer in db_shared})
+            acc_frag = [T.alloc_fragment((WARPGROUP_ROWS, block_k), T.float32) for _ in range(members)]
             full = T.alloc_barrier([WARPGROUP] * ring)
-            free = T.alloc_barrier([consumers] * ring)
-            start = T.if_then_else(group > 0, group_end[T.max(group, 1) - 1], 0)
-            end = T.min(group_end[group], num_rows)
-            steps = T.ceildiv(T.max(end - start, 0), BLOCK_ROWS)
+            free = T.alloc_barrier([members * WARPGROUP] * ring)
+            rows = T.alloc_local((2,), T.int32)
+            used = T.alloc_local((1,), T.int32)
+            used[0] = 0
 
-            if T.get_thread_binding() >= consumers:
-                T.dec_max_nreg(24)
-                for step in T.serial(steps):
-                    slot = step % ring
-                    row = start + step * BLOCK_ROWS
-                    T.mbarrier_wait_parity(free[slot], (step // ring + 1) % 2)
-                    T.tma_copy(
-                        dd[row : row + BLOCK_ROWS, pid_n * block_n : pid_n * block_n + block_n],
-                        dd_shared[slot, :, :],
-                        barrier=full[slot],
-                    )
-                    T.tma_copy(
-                        a[row : row + BLOCK_ROWS, pid_k * block_k : pid_k * block_k + block_k],
-                        a_shared[slot, :, :],
-                        barrier=full[slot],
-                    )
-                    T.barrier_arrive(full[slot])
-            else:
-                T.inc_max_nreg(240)
-                T.clear(acc_frag)
-                for step in T.serial(steps):
-                    slot = step % ring
-                    T.mbarrier_wait_parity(full[slot], step // ring % 2)
-                    if start + (step + 1) * BLOCK_ROWS > end:
-                        for i, j in T.Parallel(BLOCK_ROWS, block_n):
-                            if start + step * BLOCK_ROWS + i >= end:
-                                dd_shared[slot, i, j] = 0
-                        for i, j in T.Parallel(BLOCK_ROWS, block_k):
-                            if start + step * BLOCK_ROWS + i >= end:
-                                a_shared[slot, i, j] = 0
-                        T.fence_proxy_async()
-                        T.sync_threads(8, consumers)
-                    T.wgmma_gemm(
-                        dd_shared[slot, :, :],
-                        a_shared[slot, :, :],
-                        acc_frag,
-                        transpose_A=True,
-                        policy=T.GemmWarpPolicy.FullRow,
-                    )
-                    T.wait_wgmma(1)
-                    if step > 0:
-                        T.barrier_arrive(free[(step - 1) % ring])
-                T.wait_wgmma(0)
-                T.copy(acc_frag, db_shared)
-                T.sync_threads(8, consumers)
-                for i, j in T.Parallel(block_n, block_k):
-                    if pid_n * block_n + i < n and pid_k * block_k + j < k:
-                        db[T.cast(group, 'int64'), pid_n * block_n + i, pid_k * block_k + j] = db_shared[i, j]
+            with T.ws(members):
+                if members > 1:
+                    T.dec_max_nreg(LOADING_REGISTERS)
+                for turn in T.serial(num_turns(num_matrices * tiles_n * tiles_k, num_blocks)):
+                    index = turn * num_blocks + pid
+                    find_rows(group_end, T.truncdiv(index, tiles_n * tiles_k), num_rows, num_groups, rows)
+                    n_start = T.truncmod(T.truncdiv(index, tiles_k), tiles_n) * block_n
+                    k_start = T.truncmod(index, tiles_k) * block_k
+                    for step in T.serial(T.ceildiv(rows[1] - rows[0], BLOCK_ROWS)):
+                        slot, row = T.truncmod(used[0], ring), rows[0] + step * BLOCK_ROWS
+                        T.mbarrier_wait_parity(free[slot], (T.truncdiv(used[0], ring) + 1) & 1)
+                        for member in (0, 1)[:members]:
+                            first = n_start + member * WARPGROUP_ROWS
+                            T.tma_copy(
+                                dd[row : row + BLOCK_ROWS, first : first + WARPGROUP_ROWS],
+                                dd_shared[slot, member, :, :],
+                                barrier=full[slot],
+                            )
+                        T.tma_copy(
+                            a[row : row + BLOCK_ROWS, k_start : k_start + block_k],
+                            a_shared[slot, :, :],
+                            barrier=full[slot],
+                        )
+                        T.barrier_arrive(full[slot])
+                        used[0] += 1
+            for member in (0, 1)[:members]:
+                with T.ws(member):
+                    if members > 1:
+                        T.inc_max_nreg(MULTIPLYING_REGISTERS)
+                    for turn in T.serial(num_turns(num_matrices * tiles_n * tiles_k, num_blocks)):
+                        index = turn * num_blocks + pid
+                        group = T.truncdiv(index, tiles_n * tiles_k)
+                        find_rows(group_end, group, num_rows, num_groups, rows)
+                        n_start = T.truncmod(T.truncdiv(index, tiles_k), tiles_n) * block_n + member * WARPGROUP_ROWS
+                        k_start = T.truncmod(index, tiles_k) * block_k
+                        T.clear(acc_frag[member])
+                        for step in T.serial(T.ceildiv(rows[1] - rows[0], BLOCK_ROWS)):
+                            slot = T.truncmod(used[0], ring)
+                            behind = rows[1] - rows[0] - step * BLOCK_ROWS  # first row of this step behind the group
+                            T.mbarrier_wait_parity(full[slot], T.truncdiv(used[0], ring) & 1)
+                            if behind < BLOCK_ROWS:
+                                for i, j in T.Parallel(BLOCK_ROWS, WARPGROUP_ROWS):
+                                    if i >= behind:
+                                        dd_shared[slot, member, i, j] = 0
+                                for i, j in T.Parallel(BLOCK_ROWS, share):
+                                    if i >= behind:
+                                        a_shared[slot, i, member * share + j] = 0
+                                T.fence_proxy_async()
+                                T.sync_threads(10, members * WARPGROUP)
+                            T.wgmma_gemm(
+                                dd_shared[slot, member, :, :], a_shared[slot, :, :], acc_frag[member], transpose_A=True
+                            )
+                            T.wait_wgmma(1)
+                            if step > 0:
+                                T.barrier_arrive(free[T.truncmod(used[0] - 1, ring)])
+                            used[0] += 1
+                        T.wait_wgmma(0)
+                        if rows[1] > rows[0]:
+                            T.barrier_arrive(free[T.truncmod(used[0] - 1, ring)])
+                        if group < num_matrices:
+                            T.tma_store_wait(0)
+                            T.sync_threads(8 + member, WARPGROUP)
+                            T.copy(acc_frag[member], db_shared[member])
+                            T.fence_proxy_async()
+                            T.sync_threads(8 + member, WARPGROUP)
+                            T.tma_copy(
+                                db_shared[member],
+                                db[group, n_start : n_start + WARPGROUP_ROWS, k_start : k_start + block_k],
+                            )
+                    T.tma_store_wait(0)
 
     return grouped_gemm_dw

@@ -15,8 +15,30 @@ from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
-from tile_kernels.gemm._groups import EXPLICIT_BARRIERS, WARPGROUP, check_operands, locate_tile, num_tiles, swizzled
-from tile_kernels.gemm.grouped_gemm import BLOCK_K, DTYPES, SUMS, _make
+from tile_kernels.gemm._groups import (
+    DENSE,
+    EXPLICIT_BARRIERS,
+    LOADING_REGISTERS,
+    MULTIPLYING_REGISTERS,
+    SUMS,
+    WARPGROUP,
+    WARPGROUP_ROWS,
+    check_product,
+    count_tiles,
+    has_warpgroups,
+    locate_tile,
+    num_tiles,
+    num_turns,
+    num_workers,
+    product_flops,
+    random_operands,
+    silu,
+    skip_steps,
+    store_rows,
+    swizzled,
+)
+from tile_kernels.gemm.grouped_gemm import BLOCK_K
+from tile_kernels.gemm.portable import portable_swiglu_kernel
 
 # Config -------------------------------------------------------------------------------------
 
@@ -25,7 +47,7 @@ def choose(width: int, k: int, num_groups: int, dtype: torch.dtype, num_rows: in
     """Wide tiles read each operand less often; with few rows a group, small ones waste fewer products."""
     if num_rows <= 64 * num_groups:
         return dict(block_m=64, block_n=64, ring=4)
-    return dict(block_m=128, block_n=128, ring=4)
+    return dict(block_m=128, block_n=128, ring=4 if num_groups <= 256 else 3)  # the counts of tiles take room, too
 
 
 # Kernel -------------------------------------------------------------------------------------
@@ -41,10 +63,12 @@ def choose(width: int, k: int, num_groups: int, dtype: torch.dtype, num_rows: in
 def grouped_gemm_swiglu_kernel(
     width: int, k: int, num_groups: int, dtype: torch.dtype, *, block_m: int, block_n: int, ring: int
 ):
-    """The last warpgroup loads, the others multiply 64 rows each."""
+    """The last warpgroup loads, the others multiply 64 rows each; see `grouped_gemm_kernel`."""
     num_rows = T.dynamic('num_rows')
     elem = T.dtype(dtype)
-    consumers = block_m // 64 * WARPGROUP
+    members = block_m // WARPGROUP_ROWS
+    per_sm = 3 - members  # thread blocks of an SM; a small tile leaves room for two
+    tiles_n, steps = -(-width // block_n), -(-k // BLOCK_K)
 
     @T.prim_func
     def grouped_gemm_swiglu(
@@ -52,76 +76,88 @@ def grouped_gemm_swiglu_kernel(
         b: T.Tensor((num_groups, 2 * width, k), elem),
         group_end: T.Tensor((num_groups,), T.int32),
         d: T.Tensor((num_rows, width), elem),
+        num_sms: T.int32,
     ):
-        with T.Kernel(
-            T.ceildiv(width, block_n), num_tiles(num_rows, num_groups, block_m), threads=consumers + WARPGROUP
-        ) as (pid_n, pid_m):
-            a_shared = T.alloc_shared((ring, block_m, BLOCK_K), elem)
-            gate_shared = T.alloc_shared((ring, block_n, BLOCK_K), elem)
-            up_shared = T.alloc_shared((ring, block_n, BLOCK_K), elem)
-            d_shared = T.alloc_shared((block_m, block_n), elem)
-            T.annotate_layout({d_shared: swizzled(d_shared)})
-            gate_frag = T.alloc_fragment((block_m, block_n), T.float32)
-            up_frag = T.alloc_fragment((block_m, block_n), T.float32)
+        with T.Kernel(num_sms * per_sm, threads=(members + 1) * WARPGROUP) as pid:
+            T.annotate_min_blocks_per_sm(per_sm)
+            num_blocks = num_sms * per_sm
+            a_shared = T.alloc_shared((ring, members, WARPGROUP_ROWS, BLOCK_K), elem)
+            b_shared = T.alloc_shared((2, ring, block_n, BLOCK_K), elem)
+            d_shared = [T.alloc_shared((WARPGROUP_ROWS, block_n), elem) for _ in range(members)]
+            T.annotate_layout({buffer: swizzled(buffer) for buffer in d_shared})
+            gate_frag = [T.alloc_fragment((WARPGROUP_ROWS, block_n), T.float32) for _ in range(members)]
+            up_frag = [T.alloc_fragment((WARPGROUP_ROWS, block_n), T.float32) for _ in range(members)]
+            first_shared = T.alloc_shared((num_groups + 1,), T.int32)
             full = T.alloc_barrier([WARPGROUP] * ring)
-            free = T.alloc_barrier([consumers] * ring)
-            tile = T.alloc_local((4,), T.int32)
-            locate_tile(group_end, pid_m, num_rows, num_groups, block_m, tile)
-            group, row, end = tile[0], tile[1], tile[2]
-            steps = tile[3] * T.ceildiv(k, BLOCK_K)
-            col = pid_n * block_n
+            free = T.alloc_barrier([members * WARPGROUP] * ring)
+            tile = T.alloc_local((5,), T.int32)
+            used = T.alloc_local((1,), T.int32)
+            used[0] = 0
+            if num_groups != DENSE:
+                count_tiles(group_end, first_shared, num_rows, num_groups, block_m, (members + 1) * WARPGROUP)
+            tiles = num_tiles(group_end, first_shared, num_rows, num_groups, block_m, tiles_n)
+            turns = num_turns(tiles, num_blocks)
 
-            if T.get_thread_binding() >= consumers:
-                T.dec_max_nreg(24)
-                for step in T.serial(steps):
-                    slot, depth = step % ring, step * BLOCK_K
-                    T.mbarrier_wait_parity(free[slot], (step // ring + 1) % 2)
-                    T.tma_copy(
-                        a[row : row + block_m, depth : depth + BLOCK_K], a_shared[slot, :, :], barrier=full[slot]
-                    )
-                    T.tma_copy(
-                        b[group, col : col + block_n, depth : depth + BLOCK_K],
-                        gate_shared[slot, :, :],
-                        barrier=full[slot],
-                    )
-                    T.tma_copy(
-                        b[group, width + col : width + col + block_n, depth : depth + BLOCK_K],
-                        up_shared[slot, :, :],
-                        barrier=full[slot],
-                    )
-                    T.barrier_arrive(full[slot])
-            else:
-                T.inc_max_nreg(240)
-                T.clear(gate_frag)
-                T.clear(up_frag)
-                for step in T.serial(steps):
-                    slot = step % ring
-                    T.mbarrier_wait_parity(full[slot], step // ring % 2)
-                    T.wgmma_gemm(
-                        a_shared[slot, :, :],
-                        gate_shared[slot, :, :],
-                        gate_frag,
-                        transpose_B=True,
-                        policy=T.GemmWarpPolicy.FullRow,
-                    )
-                    T.wgmma_gemm(
-                        a_shared[slot, :, :],
-                        up_shared[slot, :, :],
-                        up_frag,
-                        transpose_B=True,
-                        policy=T.GemmWarpPolicy.FullRow,
-                    )
-                    T.wait_wgmma(2)
-                    if step > 0:
-                        T.barrier_arrive(free[(step - 1) % ring])
-                T.wait_wgmma(0)
-                for i, j in T.Parallel(block_m, block_n):
-                    gate_frag[i, j] = gate_frag[i, j] / (1.0 + T.exp(-gate_frag[i, j])) * up_frag[i, j]
-                T.copy(gate_frag, d_shared)
-                T.sync_threads(8, consumers)
-                for i, j in T.Parallel(block_m, block_n):
-                    if row + i < end and col + j < width:
-                        d[row + i, col + j] = d_shared[i, j]
+            with T.ws(members):
+                if members > 1:
+                    T.dec_max_nreg(LOADING_REGISTERS)
+                for turn in T.serial(turns):
+                    index = turn * num_blocks + pid
+                    locate_tile(group_end, first_shared, index, num_rows, num_groups, block_m, tiles_n, tile)
+                    group, row, col = tile[0], tile[1], tile[4] * block_n
+                    for step in T.serial(tile[3] * steps):
+                        slot, depth = T.truncmod(used[0], ring), step * BLOCK_K
+                        T.mbarrier_wait_parity(free[slot], (T.truncdiv(used[0], ring) + 1) & 1)
+                        for member in (0, 1)[:members]:
+                            first = row + member * WARPGROUP_ROWS
+                            T.tma_copy(
+                                a[first : first + WARPGROUP_ROWS, depth : depth + BLOCK_K],
+                                a_shared[slot, member, :, :],
+                                barrier=full[slot],
+                            )
+                        for half in (0, 1):
+                            b_row = half * width + col
+                            T.tma_copy(
+                                b[group, b_row : b_row + block_n, depth : depth + BLOCK_K],
+                                b_shared[half, slot, :, :],
+                                barrier=full[slot],
+                            )
+                        T.barrier_arrive(full[slot])
+                        used[0] += 1
+            for member in (0, 1)[:members]:
+                with T.ws(member):
+                    if members > 1:
+                        T.inc_max_nreg(MULTIPLYING_REGISTERS)
+                    for turn in T.serial(turns):
+                        index = turn * num_blocks + pid
+                        locate_tile(group_end, first_shared, index, num_rows, num_groups, block_m, tiles_n, tile)
+                        row, end, col = tile[1] + member * WARPGROUP_ROWS, tile[2], tile[4] * block_n
+                        gate, up = gate_frag[member], up_frag[member]
+                        if row < end:
+                            T.clear(gate)
+                            T.clear(up)
+                            for step in T.serial(tile[3] * steps):
+                                slot = T.truncmod(used[0], ring)
+                                T.mbarrier_wait_parity(full[slot], T.truncdiv(used[0], ring) & 1)
+                                T.wgmma_gemm(
+                                    a_shared[slot, member, :, :], b_shared[0, slot, :, :], gate, transpose_B=True
+                                )
+                                T.wgmma_gemm(
+                                    a_shared[slot, member, :, :], b_shared[1, slot, :, :], up, transpose_B=True
+                                )
+                                T.wait_wgmma(2)
+                                if step > 0:
+                                    T.barrier_arrive(free[T.truncmod(used[0] - 1, ring)])
+                                used[0] += 1
+                            T.wait_wgmma(0)
+                            if tile[3] > 0:
+                                T.barrier_arrive(free[T.truncmod(used[0] - 1, ring)])
+                            for i, j in T.Parallel(WARPGROUP_ROWS, block_n):
+                                gate[i, j] = silu(gate[i, j]) * up[i, j]
+                            store_rows(gate, d_shared[member], d, row, end, col, width, block_n, member)
+                        else:
+                            skip_steps(full, free, used, tile[3] * steps, ring)
+                    T.tma_store_wait(0)
 
     return grouped_gemm_swiglu
 
@@ -141,12 +177,13 @@ def grouped_gemm_swiglu(a: Tensor, b: Tensor, group_end: Tensor) -> Tensor:
     Returns:
         (num_rows, width) of a's dtype; 0 in rows behind the last group.
     """
-    num_rows, k = check.shape(a, 'a', 'num_rows k', dtype=DTYPES)
-    num_groups, n, _ = check.shape(b, 'b', 'num_groups n k', dtype=a.dtype, k=k)
+    num_rows, num_groups, n, k = check_product(a, b, group_end)
     check.multiple(n, 16, 'the rows of a matrix of b')
-    check_operands(num_groups, group_end, (k,), a=a, b=b)
     d = a.new_empty(num_rows, n // 2)
-    launch(grouped_gemm_swiglu_kernel, (n // 2, k, num_groups, a.dtype), a, b, group_end, d)
+    if has_warpgroups(a):
+        launch(grouped_gemm_swiglu_kernel, (n // 2, k, num_groups, a.dtype), a, b, group_end, d, num_workers(a))
+    else:
+        launch(portable_swiglu_kernel, (n // 2, k, num_groups, a.dtype), a, b, group_end, d)
     return d
 
 
@@ -155,12 +192,13 @@ def grouped_gemm_swiglu(a: Tensor, b: Tensor, group_end: Tensor) -> Tensor:
 BF16 = torch.bfloat16
 
 grouped_gemm_swiglu.cases(
-    make=_make,
+    make=random_operands,
     match=SUMS,
     smoke=grid(num_rows=[0, 1, 150], n=[144], k=[72], num_groups=[3], dtype=[BF16])
     + grid(num_rows=[600], n=[64], k=[200], num_groups=[1, 5], dtype=[torch.float16], behind=[7]),
     full=grid(num_rows=[4001], n=[576, 2816], k=[1088, 2048], num_groups=[1, 7, 64, 300], dtype=[BF16]),
-    bench=grid(num_rows=[24576], n=[2816], k=[2048], num_groups=[64], dtype=[BF16])
-    + grid(num_rows=[8192], n=[4096], k=[7168], num_groups=[8], dtype=[BF16])
-    + grid(num_rows=[256], n=[4096], k=[7168], num_groups=[64], dtype=[BF16]),
+    bench=grid(num_rows=[24576], n=[2816], k=[2048], num_groups=[64], dtype=[BF16], whole=[True])
+    + grid(num_rows=[8192], n=[4096], k=[7168], num_groups=[8], dtype=[BF16], whole=[True])
+    + grid(num_rows=[256], n=[4096], k=[7168], num_groups=[64], dtype=[BF16], whole=[True]),
+    flops=product_flops,
 )

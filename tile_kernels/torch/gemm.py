@@ -49,3 +49,18 @@ def grouped_gemm_fp8_swiglu_cast(
     y_sf = y.abs().amax(-1).clamp(min=1e-4) / 448.0
     codes = (y / y_sf.unsqueeze(-1)).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
     return codes.flatten(1), y_sf
+
+
+def gemm(a: Tensor, b: Tensor) -> Tensor:
+    """D = A @ B.T, summed in float32."""
+    return (a.float() @ b.float().T).to(a.dtype)
+
+
+def gemm_bwd(dd: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of `gemm`."""
+    return (dd.float() @ b.float()).to(a.dtype), (dd.float().T @ a.float()).to(b.dtype)
+
+
+def gemm_fp8(a: Tensor, a_sf: Tensor, b: Tensor, b_sf: Tensor) -> Tensor:
+    """D = A @ B.T of e4m3 operands with scale factors."""
+    return gemm(_widen(a, a_sf, 1), _widen(b, b_sf, 128)).bfloat16()

@@ -1,0 +1,76 @@
+"""What the contract does not see of the dense product and of the kernels for other GPUs."""
+
+import sys
+
+import pytest
+import torch
+
+from tile_kernels import ArgumentError, knobs
+from tile_kernels.core.launch import tracing
+from tile_kernels.gemm import gemm, gemm_fp8, grouped_gemm, grouped_gemm_bwd, grouped_gemm_fp8, grouped_gemm_swiglu
+from tile_kernels.modeling import MoELayer
+
+DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.fixture(autouse=True)
+def interpreting():
+    with knobs(interpret=True):
+        yield
+
+
+def test_dense_is_a_group_of_all_rows():
+    torch.manual_seed(0)
+    a = torch.randn(200, 72, device=DEVICE, dtype=torch.bfloat16)
+    b = torch.randn(136, 72, device=DEVICE, dtype=torch.bfloat16)
+    end = torch.tensor([200], device=DEVICE, dtype=torch.int32)
+    assert torch.equal(gemm(a, b), grouped_gemm(a, b.unsqueeze(0), end))
+    codes, sf = (a.to(FP8), b.to(FP8)), (torch.rand(200, 1, device=DEVICE), torch.rand(2, 1, device=DEVICE))
+    codes = [torch.cat((x, x.new_zeros(x.shape[0], 8)), 1) for x in codes]  # rows of 16 bytes
+    dense = gemm_fp8(codes[0], sf[0], codes[1], sf[1])
+    assert torch.equal(dense, grouped_gemm_fp8(codes[0], sf[0], codes[1].unsqueeze(0), sf[1].unsqueeze(0), end))
+
+
+def test_dense_tiles_cover_every_band(monkeypatch):
+    """More rows of tiles than a band holds, and a last band that is lower."""
+    from tile_kernels.gemm import _groups
+
+    monkeypatch.setattr(_groups, 'BAND', 2)
+    a = torch.randn(5 * 128 - 9, 24, device=DEVICE, dtype=torch.bfloat16)  # a shape no other test builds
+    b = torch.randn(2 * 256 + 8, 24, device=DEVICE, dtype=torch.bfloat16)
+    torch.testing.assert_close(gemm(a, b), (a.float() @ b.float().T).bfloat16(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ('change', 'sentence'),
+    [
+        (lambda a, b: (a.float(), b), 'gemm.gemm: a must be bfloat16 or float16'),
+        (lambda a, b: (a, b.half()), 'gemm.gemm: b must be bfloat16'),
+        (lambda a, b: (a, b[:, :8].contiguous()), r'gemm.gemm: b must be \(n, k\) with k = 16'),
+        (lambda a, b: (a.T.contiguous().T, b), 'gemm.gemm: a must be contiguous'),
+        (lambda a, b: (a, b[:7].contiguous()), 'gemm.gemm: the bytes of a row of a must be a multiple of 16'),
+    ],
+)
+def test_bad_arguments_are_told(change, sentence):
+    operands = torch.zeros(32, 16, dtype=torch.bfloat16), torch.zeros(8, 16, dtype=torch.bfloat16)
+    with pytest.raises(ArgumentError, match=sentence):
+        gemm(*change(*operands))
+
+
+def test_other_gpus_run_other_kernels(monkeypatch):
+    for module in ('gemm', 'grouped_gemm', 'grouped_gemm_swiglu', 'grouped_gemm_fp8'):
+        monkeypatch.setattr(sys.modules[f'tile_kernels.gemm.{module}'], 'has_warpgroups', lambda x: False)
+    a, b = torch.zeros(8, 16, dtype=torch.bfloat16), torch.zeros(2, 16, 16, dtype=torch.bfloat16)
+    end = torch.tensor([4, 8], dtype=torch.int32)
+    layer = MoELayer(4, 2, 128, compute='fp8').eval()
+    layer.experts.prepare_fp8()
+    with torch.no_grad(), tracing() as launches:
+        gemm(a, b[0])
+        grouped_gemm(a, b, end)
+        grouped_gemm_bwd(a, a, b, end)
+        grouped_gemm_swiglu(a, b, end)
+        layer(torch.zeros(20, 128, dtype=torch.bfloat16))
+    products = [launch.kernel for launch in launches if launch.kernel.__module__.startswith('tile_kernels.gemm')]
+    assert len(products) == 7 and all(kernel.name.startswith('portable_') for kernel in products)
+    assert all(kernel.supports(arch) for kernel in products for arch in ('sm_80', 'sm_89', 'sm_100a', 'sm_120a'))
