@@ -168,7 +168,7 @@ def test_a_block_goes_through_many_tokens(inputs, monkeypatch, num_partials, ahe
     expected = twins.gate_bwd_partial(*given)
     for module in ('tile_kernels.engram.gate_bwd', 'tile_kernels.torch.engram.gate'):
         monkeypatch.setattr(importlib.import_module(module), 'num_partials_for', lambda *shape: num_partials)
-    with forced_config(gate_bwd_kernel, vectors=2, resident_threads=512, ahead=ahead, single=False):
+    with forced_config(gate_bwd_kernel, vectors=2, resident_threads=512, ahead=ahead):
         *grads, partial = engram_gate_bwd(*given)
     assert partial.shape == (num_partials, 4, 256)
     for actual, wanted in zip((*grads, partial.sum(0)), (*expected[:3], expected[3].sum(0)), strict=True):

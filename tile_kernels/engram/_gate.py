@@ -48,23 +48,15 @@ def bwd_config(hidden: int) -> dict:
     """
     if hidden <= 4096:
         return dict(vectors=2, resident_threads=576, ahead=False)
-    if hidden <= 5120:
-        return dict(vectors=3, resident_threads=576, ahead=False)
-    if hidden <= 6144:
-        return dict(vectors=4, resident_threads=384, ahead=False)
-    return dict(vectors=4, resident_threads=384, ahead=hidden <= 8192)
-
-
-def max_partials(num_streams: int, hidden: int) -> int:
-    """Blocks of a stream that run all at once."""
-    config = bwd_config(hidden)
-    row_threads, _ = row_layout(hidden, config['vectors'])
-    return max(1, BUSY_SMS * resident_blocks(config['resident_threads'], row_threads) // num_streams)
+    return dict(vectors=4, resident_threads=384, ahead=6144 < hidden <= 8192)
 
 
 def num_partials_for(num_tokens: int, num_streams: int, hidden: int) -> int:
-    """Partial sums of the weight gradient: one for every block of a stream, none without a token."""
-    return torch.sym_min(num_tokens, max_partials(num_streams, hidden))
+    """Partial sums of the weight gradient: blocks of a stream that run all at once, none without a token."""
+    config = bwd_config(hidden)
+    row_threads, _ = row_layout(hidden, config['vectors'])
+    most = max(1, BUSY_SMS * resident_blocks(config['resident_threads'], row_threads) // num_streams)
+    return torch.sym_min(num_tokens, most)
 
 
 def as_bytes(image_token_mask: Tensor | None) -> Tensor | None:

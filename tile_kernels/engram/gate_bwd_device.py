@@ -2,19 +2,17 @@
 
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, macro
-from tile_kernels.engram._gate import bwd_config, max_partials
+from tile_kernels.engram._gate import bwd_config
 from tile_kernels.engram._rows import (
     ROW_PASS_CONFIGS,
     SLOT,
     WARP,
     load_row,
-    load_weights,
     resident_blocks,
     row_layout,
     store_row,
     store_slot,
     sum_over_row,
-    wait_for,
 )
 
 #: Longest row whose weights fit into shared memory beside the partial sum.
@@ -27,8 +25,8 @@ HALF = SLOT // 2
 
 
 def choose(hidden: int, num_streams: int, piece: int, masked: bool, residual: bool, size: int) -> dict:
-    """The number of partial sums belongs to it, so both are decided in one place; few short rows go without a loop."""
-    return bwd_config(hidden) | dict(single=hidden <= 4096 and size <= max_partials(num_streams, hidden))
+    """The number of partial sums belongs to it, so both are decided in one place."""
+    return bwd_config(hidden)
 
 
 # Kernel -------------------------------------------------------------------------------------
@@ -71,14 +69,6 @@ def load_half_slot(weight, stream, slot, p, piece, half_local):
         for q in T.unroll(HALF // width):
             for e in T.vectorized(width):
                 half_local[q * width + e] = weight[stream, slot * SLOT + p * HALF + q * width + e]
-
-
-@macro
-def store_half_slot(half_local, dweight_partial, part, stream, slot, p):
-    """Half p of a slot of a partial sum."""
-    if slot < dweight_partial.shape[2] // SLOT:
-        for e in T.vectorized(HALF):
-            dweight_partial[part, stream, slot * SLOT + p * HALF + e] = half_local[e]
 
 
 @macro
@@ -179,7 +169,7 @@ def gradients_of_half(dy_local, x_local, k_local, j, p, weight_local, slope, x_s
 
 @kernel(
     choose=choose,
-    space=dict(vectors=(2, 3, 4), resident_threads=(384, 512, 576), ahead=(False, True), single=(False, True)),
+    space=dict(vectors=(2, 3, 4), resident_threads=(384, 512, 576), ahead=(False, True)),
     pass_configs=ROW_PASS_CONFIGS,
 )
 def gate_bwd_kernel(
@@ -192,14 +182,10 @@ def gate_bwd_kernel(
     vectors: int,
     resident_threads: int,
     ahead: bool,
-    single: bool,
 ):
-    """`piece` channels in an access; `zero` is 0, which the compiler must not know.
-
-    A block with a `single` token needs its weights once and writes its share of dw as it is.
-    """
+    """`piece` channels in an access."""
     row_threads, vectors = row_layout(hidden, vectors)
-    staged = hidden <= MAX_STAGED and not single
+    staged = hidden <= MAX_STAGED
     share = -(-hidden // (SLOT * num_streams))  # slots of dv for each stream's block
     rounds = -(-share // row_threads)
     num_tokens, num_partials = T.dynamic('num_tokens'), T.dynamic('num_partials')
@@ -224,7 +210,6 @@ def gate_bwd_kernel(
         dv: T.StridedTensor((num_tokens, 1, hidden), (dv_pitch, T.dynamic('dv_stream_pitch'), 1), T.bfloat16),
         dweight_partial: T.Tensor((num_partials, num_streams, hidden), T.float32),
         clamp_value: T.float32,
-        zero: T.uint32,
     ):
         with T.Kernel(num_partials * num_streams, threads=row_threads) as pid:
             T.assume(k_pitch % piece == 0)
@@ -244,13 +229,12 @@ def gate_bwd_kernel(
             next_v = T.alloc_local((vectors, SLOT), T.bfloat16)
             next_saved = T.alloc_local((num_streams + 5,), T.float32)
             streams_local = T.alloc_local((rounds, num_streams, SLOT), T.bfloat16)
-            weights_local = T.alloc_local((vectors, SLOT), T.float32)
             weight_local = T.alloc_local((HALF,), T.float32)
             dweight_local = T.alloc_local((HALF,), T.float32)
             sums = T.alloc_local((1,), T.float32)
             parts_shared = T.alloc_shared((2, row_threads // WARP, 1), T.float32)
             weight_shared = T.alloc_shared((vectors if staged else 1, 2, row_threads, HALF), T.float32)
-            dweight_shared = T.alloc_shared((1 if single else vectors, 2, row_threads, HALF), T.float32)
+            dweight_shared = T.alloc_shared((vectors, 2, row_threads, HALF), T.float32)
             image = T.alloc_var(T.int32, init=0)
             slope = T.alloc_var(T.float32)
             x_scale = T.alloc_var(T.float32)
@@ -265,15 +249,14 @@ def gate_bwd_kernel(
                     masked, (next_dy, next_x, next_k, next_v), next_saved,
                 )  # fmt: skip
             T.clear(dweight_local)
-            if not single:
-                for j in T.unroll(vectors):
-                    for p in T.unroll(2):
-                        for e in T.vectorized(HALF):
-                            dweight_shared[j, p, thread, e] = dweight_local[e]
+            for j in T.unroll(vectors):
+                for p in T.unroll(2):
+                    for e in T.vectorized(HALF):
+                        dweight_shared[j, p, thread, e] = dweight_local[e]
             if staged:
                 stage_weights(weight_fused, stream, row_threads, piece, weight_shared)
 
-            for i in T.serial(1 if single else T.ceildiv(num_tokens - part, num_partials)):
+            for i in T.serial(T.ceildiv(num_tokens - part, num_partials)):
                 token = part + i * num_partials
                 if not ahead:
                     load_token(
@@ -287,14 +270,10 @@ def gate_bwd_kernel(
                         row_threads, piece, masked, (next_dy, next_x, next_k, next_v), next_saved,
                     )  # fmt: skip
                 load_streams(dy, token, stream, share, row_threads, piece, streams_local)
-                if single:
-                    load_weights(weight_fused, stream, row_threads, max(1, piece // 2), weights_local)
                 if masked:
                     image = T.cast(saved[4 + num_streams], T.int32)
 
                 dot_rows(dy_local, v_local, sums)
-                if single:
-                    wait_for(weights_local, zero, sums)
                 sum_over_row(sums, parts_shared, i % 2, row_threads)
                 slope = gate_slope(sums[0], saved[3], saved[0], saved[1], saved[2], clamp_value, hidden)
                 x_scale = saved[0] * saved[1] * saved[1] * (1.0 / hidden)
@@ -303,49 +282,32 @@ def gate_bwd_kernel(
                     T.clear(k_local)
                     if not residual:
                         T.clear(dy_local)
-                    if single:
-                        T.clear(dweight_local)
-                        for j in T.unroll(vectors):
-                            for p in T.unroll(2):
-                                store_half_slot(
-                                    dweight_local, dweight_partial, part, stream, j * row_threads + thread, p
-                                )
                 else:
                     for j in T.unroll(vectors):
                         for p in T.unroll(2):
-                            if single:
-                                for e in T.unroll(HALF):
-                                    weight_local[e] = weights_local[j, p * HALF + e]
-                            elif staged:
+                            if staged:
                                 for e in T.vectorized(HALF):
                                     weight_local[e] = weight_shared[j, p, thread, e]
                             else:
                                 load_half_slot(weight_fused, stream, j * row_threads + thread, p, piece, weight_local)
-                            if single:
-                                T.clear(dweight_local)
-                            else:
-                                for e in T.vectorized(HALF):
-                                    dweight_local[e] = dweight_shared[j, p, thread, e]
+                            for e in T.vectorized(HALF):
+                                dweight_local[e] = dweight_shared[j, p, thread, e]
                             gradients_of_half(
                                 dy_local, x_local, k_local, j, p, weight_local, slope, x_scale, k_scale, residual,
                                 dweight_local,
                             )  # fmt: skip
-                            if single:
-                                store_half_slot(
-                                    dweight_local, dweight_partial, part, stream, j * row_threads + thread, p
-                                )
-                            else:
-                                for e in T.vectorized(HALF):
-                                    dweight_shared[j, p, thread, e] = dweight_local[e]
+                            for e in T.vectorized(HALF):
+                                dweight_shared[j, p, thread, e] = dweight_local[e]
                 store_row(dy_local, dx, token, stream, row_threads)
                 store_row(k_local, dk, token, stream, row_threads)
                 store_value_gradient(streams_local, saved, image, dv, token, stream, share, row_threads)
 
-            if not single:
-                for j in T.unroll(vectors):
+            for j in T.unroll(vectors):
+                if j * row_threads + thread < hidden // SLOT:
                     for p in T.unroll(2):
                         for e in T.vectorized(HALF):
-                            dweight_local[e] = dweight_shared[j, p, thread, e]
-                        store_half_slot(dweight_local, dweight_partial, part, stream, j * row_threads + thread, p)
+                            dweight_partial[part, stream, (j * row_threads + thread) * SLOT + p * HALF + e] = (
+                                dweight_shared[j, p, thread, e]
+                            )
 
     return gate_bwd
