@@ -73,19 +73,21 @@ def _high(value):
 
 @macro
 def philox(counter, seed, words):
-    """Four random words."""
+    """Four random words for `counter` and for each that follows it, `words[counters, 4]`; they share a key."""
     key = T.alloc_local((2,), T.uint32)
     product = T.alloc_local((2,), T.uint64)
-    words[0], words[1] = _low(counter), _high(counter)
-    words[2], words[3] = T.uint32(0), T.uint32(0)
+    for k in T.unroll(words.shape[0]):
+        words[k, 0], words[k, 1] = _low(counter + T.uint64(k)), _high(counter + T.uint64(k))
+        words[k, 2], words[k, 3] = T.uint32(0), T.uint32(0)
     key[0], key[1] = _low(seed), _high(seed)
     for _ in T.unroll(ROUNDS):
-        product[0] = T.cast(words[0], T.uint64) * T.uint64(MULTIPLIERS[0])
-        product[1] = T.cast(words[2], T.uint64) * T.uint64(MULTIPLIERS[1])
-        words[0] = _high(product[1]) ^ words[1] ^ key[0]
-        words[1] = _low(product[1])
-        words[2] = _high(product[0]) ^ words[3] ^ key[1]
-        words[3] = _low(product[0])
+        for k in T.unroll(words.shape[0]):
+            product[0] = T.cast(words[k, 0], T.uint64) * T.uint64(MULTIPLIERS[0])
+            product[1] = T.cast(words[k, 2], T.uint64) * T.uint64(MULTIPLIERS[1])
+            words[k, 0] = _high(product[1]) ^ words[k, 1] ^ key[0]
+            words[k, 1] = _low(product[1])
+            words[k, 2] = _high(product[0]) ^ words[k, 3] ^ key[1]
+            words[k, 3] = _low(product[0])
         key[0] = key[0] + T.uint32(KEY_STEPS[0])
         key[1] = key[1] + T.uint32(KEY_STEPS[1])
 
@@ -113,11 +115,10 @@ def normal_pair(first, second, values, place):
     square = T.ieee_mul(angle, angle)
     sin = T.ieee_add(angle, T.ieee_mul(angle, T.ieee_mul(square, _polynomial(SIN, square))))
     cos = T.ieee_add(T.float32(1.0), T.ieee_mul(square, _polynomial(COS, square)))
-    quarter = T.cast(second >> T.uint32(30), T.int32)
-    across, up = T.if_then_else(quarter % 2 == 1, -sin, cos), T.if_then_else(quarter % 2 == 1, cos, sin)
-    sign = T.if_then_else(quarter > 1, T.float32(-1.0), T.float32(1.0))
-    values[place] = T.ieee_mul(radius, across * sign)
-    values[place + 1] = T.ieee_mul(radius, up * sign)
+    odd = (second & T.uint32(1 << 30)) != T.uint32(0)  # quarters of a turn; the upper bit is half of one: a sign
+    radius = T.reinterpret(T.reinterpret(radius, T.uint32) ^ (second & T.uint32(1 << 31)), T.float32)
+    values[place] = T.ieee_mul(radius, T.if_then_else(odd, -sin, cos))
+    values[place + 1] = T.ieee_mul(radius, T.if_then_else(odd, cos, sin))
 
 
 @kernel(pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True, 'TL_ENABLE_LOWER_LDGSTG': True})
@@ -129,16 +130,15 @@ def normal_kernel(dtype: torch.dtype, width: int):
     @T.prim_func
     def normal(out: T.Tensor((count,), T.dtype(dtype)), seed: T.int64, offset: T.int64):
         with T.Kernel(T.ceildiv(count, num_threads * OWN), threads=num_threads) as pid:
-            words = T.alloc_local((4,), T.uint32)
+            words = T.alloc_local((OWN // 4, 4), T.uint32)
             values = T.alloc_local((OWN,), T.float32)
             rounded = T.alloc_local((OWN,), T.dtype(dtype))
             block = T.alloc_var(T.int64)
             block = T.cast(pid, T.int64) * num_threads + T.get_thread_binding()
+            philox(T.cast(offset + block * (OWN // 4), T.uint64), T.cast(seed, T.uint64), words)
             for k in T.unroll(OWN // 4):
-                counter = T.cast(offset + block * (OWN // 4) + k, T.uint64)
-                philox(counter, T.cast(seed, T.uint64), words)
-                normal_pair(words[0], words[1], values, 4 * k)
-                normal_pair(words[2], words[3], values, 4 * k + 2)
+                normal_pair(words[k, 0], words[k, 1], values, 4 * k)
+                normal_pair(words[k, 2], words[k, 3], values, 4 * k + 2)
             for e in T.vectorized(OWN):
                 rounded[e] = T.cast(values[e], T.dtype(dtype))
             if block * OWN + OWN <= count:
