@@ -105,3 +105,32 @@ def test_numbers_of_numpy_are_numbers():
     np = pytest.importorskip('numpy')
     assert moe.topk_gate(X.float(), np.int64(2)).shape == (4, 2)
     assert torch.equal(quant.norm_forward(X, None, np.float32(1e-6))[0], X)
+
+
+def test_layers_name_themselves():
+    from tile_kernels.modeling import EngramGateLayer, MHCPipeline, MoELayer
+
+    layer, pipeline = MoELayer(4, 2, 64), MHCPipeline(4, 64)
+    for sentence, call in {
+        'MoELayer: num_experts must be at least 1, got -4': lambda: MoELayer(-4, 2, 64),
+        'MoELayer: topk must be at most 4, got 9': lambda: MoELayer(4, 9, 64),
+        "MoELayer: scoring must be one of sigmoid, .*, got 'x'": lambda: MoELayer(4, 2, 64, scoring='x'),
+        'MoELayer: x must be a tensor, got None': lambda: layer(None),
+        'MoELayer: gate_weight must be .* with num_experts = 4': lambda: layer(X[:, :64], torch.zeros(5, 64)),
+        'MHCPipeline: num_connections must be one of 2, 4, 8, got 3': lambda: MHCPipeline(3, 64),
+        'MHCPipeline: residual must be .* with mhc_mult = 4': lambda: pipeline(STREAMS, lambda x: x),
+        'MHCPipeline.head: residual must be .* with mhc_mult = 4': lambda: pipeline.head(STREAMS),
+        r'EngramGateLayer: hidden must be \(..., 64\), got float32\[\]': lambda: EngramGateLayer(64, 8)(
+            torch.tensor(1.0)
+        ),
+    }.items():
+        with pytest.raises(ArgumentError, match=f'^{sentence}'):
+            call()
+
+
+def test_settings_are_checked():
+    with pytest.raises(ArgumentError, match=r'^config.set_amax_clamp_for_quant: clamp_min_value must be at least'):
+        config.set_amax_clamp_for_quant('e4m3', False, -1.0)
+    if not torch.cuda.is_available():
+        with pytest.raises(UnsupportedError, match=r'^config.get_device_num_sms: needs a GPU, found none$'):
+            config.get_num_sms()

@@ -16,9 +16,15 @@ _kept = {'pdl': False, 'deterministic': False}
 _FLOORS = {False: dict(AMAX_FLOOR), True: dict(AMAX_FLOOR_E4M3_SF)}
 
 
+def _current_device(function: str) -> int:
+    if not torch.cuda.is_available():
+        raise UnsupportedError(f'config.{function}: needs a GPU, found none')
+    return torch.cuda.current_device()
+
+
 def get_device_num_sms() -> int:
     """Multiprocessors of the current CUDA device."""
-    return num_sms_of(torch.cuda.current_device())
+    return num_sms_of(_current_device('get_device_num_sms'))
 
 
 def set_num_sms(num_sms: int) -> None:
@@ -35,7 +41,8 @@ def get_num_sms() -> int:
 
 def get_max_smem_per_sm() -> int:
     """Shared memory of one multiprocessor of the current device, in bytes."""
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_multiprocessor
+    device = _current_device('get_max_smem_per_sm')
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
 
 
 def is_ascend() -> bool:
@@ -103,6 +110,7 @@ def get_amax_clamp_for_quant(fmt: str, use_e4m3_sf: bool) -> float:
 def set_amax_clamp_for_quant(fmt: str, use_e4m3_sf: bool, clamp_min_value: float) -> None:
     """Change the smallest amax a block of `fmt` is scaled by; takes effect at the next call, nothing is recompiled."""
     check.one_of(fmt, ('e4m3', 'e2m1'), 'fmt')
+    check.at_least(clamp_min_value, torch.finfo(torch.float32).tiny, 'clamp_min_value')
     (AMAX_FLOOR_E4M3_SF if use_e4m3_sf else AMAX_FLOOR)[fmt] = clamp_min_value
     knobs.touch()
 

@@ -116,3 +116,9 @@ def test_gradients_against_float64(with_key):
 def test_errors_name_what_is_wrong(call, sentence):
     with pytest.raises(ArgumentError, match=f'transform.apply_rotary: {sentence}'):
         call(torch.randn(4, 2, 16))
+
+
+def test_no_angles_at_all_give_nan():
+    query = torch.randn(3, 2, 64)
+    apply_rotary(query, torch.zeros(0, 64))
+    assert bool(query.isnan().all())

@@ -30,7 +30,10 @@ def _caller(op: str) -> str:
         package, _, rest = frame.f_globals.get('__name__', '').partition('.')
         family, function = rest.partition('.')[0], frame.f_code.co_name
         inside = package == 'tile_kernels' and family not in _INTERNAL
-        if inside and not function.startswith(('_', '<')):
+        if inside and frame.f_code.co_varnames[:1] == ('self',):  # a method: the user knows the class
+            owner = type(frame.f_locals['self']).__name__
+            name = owner if function.startswith('_') or function == 'forward' else f'{owner}.{function}'
+        elif inside and not function.startswith(('_', '<')):
             name = f'{family}.{function}'
         elif not name and package != 'tile_kernels':
             name = function

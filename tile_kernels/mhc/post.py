@@ -238,6 +238,7 @@ def post_bwd(
     """
     lead, num_streams, hidden = check_post(x, residual, post_mix, comb_mix)
     lead_of(dy, 'dy', 'num_streams hidden', BF16, lead, num_streams=num_streams, hidden=hidden)
+    check.same_device(residual=residual, dy=dy)
     dx, dresidual = torch.empty_like(x), torch.empty_like(residual)
     dpost_mix, dcomb_mix = torch.empty_like(post_mix), torch.empty_like(comb_mix)
     post_flat, comb_flat = flat(post_mix, lead, num_streams, 1), flat(comb_mix, lead, num_streams, num_streams)

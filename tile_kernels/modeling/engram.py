@@ -228,6 +228,7 @@ class EngramGateLayer(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Scores of each token, (..., num_experts), for (..., hidden_size)."""
-        check.tensor(hidden, 'hidden')
+        if check.tensor(hidden, 'hidden').shape[-1:] != self.weight.shape[1:]:
+            check.fail('hidden', f'must be (..., {self.weight.shape[1]})', check.describe(hidden))
         output, _ = engram_gate_forward(hidden.reshape(-1, hidden.shape[-1]), self.weight, self.gate_weight, self.eps)
         return output.view(*hidden.shape[:-1], -1)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from tile_kernels.core import check
-from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.formats import QuantFormat
 from tile_kernels.gemm import (
     grouped_gemm,
@@ -30,6 +29,7 @@ from tile_kernels.moe.gate_logits import gate_logits
 from tile_kernels.moe.group_count import aux_fi, group_count
 from tile_kernels.moe.reduce import reduce_fused
 from tile_kernels.moe.routing import RoutingMap, token_to_expert_map
+from tile_kernels.moe.scoring import SCORINGS
 from tile_kernels.moe.topk_gating import topk_gating
 from tile_kernels.quant.per_block_cast import per_block_cast
 from tile_kernels.quant.swiglu_backward import swiglu_backward
@@ -224,8 +224,10 @@ class MoELayer(nn.Module):
     ) -> None:
         super().__init__()
         intermediate_dim = hidden_dim if intermediate_dim is None else intermediate_dim
+        check.at_least(num_experts, 1, 'num_experts')
         check.at_least(topk, 1, 'topk')
         check.at_most(topk, num_experts, 'topk')
+        check.one_of(scoring, SCORINGS, 'scoring')
         for name, width in dict(hidden_dim=hidden_dim, intermediate_dim=intermediate_dim).items():
             check.multiple(width, 128 if compute == 'fp8' else 8, name)
         check.one_of(compute, ('bf16', 'fp8'), 'compute')
@@ -268,8 +270,11 @@ class MoELayer(nn.Module):
             x: (..., hidden_dim).
             gate_weight: (num_experts, hidden_dim) to score with instead of the layer's own.
         """
-        if x.shape[-1] != self.hidden_dim:
-            raise ArgumentError(f'MoELayer: x must be (..., {self.hidden_dim}), got {check.describe(x)}')
+        if check.tensor(x, 'x').shape[-1:] != (self.hidden_dim,):
+            check.fail('x', f'must be (..., {self.hidden_dim})', check.describe(x))
+        if gate_weight is not None:
+            known = dict(num_experts=self.num_experts, hidden_dim=self.hidden_dim)
+            check.shape(gate_weight, 'gate_weight', 'num_experts hidden_dim', **known)
         tokens = x.reshape(-1, self.hidden_dim).to(torch.bfloat16)
         weights, indices = self.gate(tokens, gate_weight)
         if self.training:

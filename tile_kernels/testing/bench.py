@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from tile_kernels.core.errors import UnsupportedError
+from tile_kernels.core.errors import ArgumentError, UnsupportedError
 from tile_kernels.testing.numeric import count_bytes
 from tile_kernels.testing.params import dtype_to_str, format_param_id, get_cast_params, make_param_id, make_param_key
 from tile_kernels.testing.poison import unpoisoned
@@ -144,6 +144,10 @@ def benchmark_kernel(
         `BenchResult` with `mean`, `median`, `p20`, `p80` in ms, `gbps`, `tflops` and `pct_of_copy`.
     """
     kwargs = kwargs or {}
+    if isinstance(args, torch.Tensor):
+        raise ArgumentError(
+            'testing.benchmark_kernel: args must be a tuple of arguments, got a tensor; write args=(x,)'
+        )
     result = fn(*args, **kwargs)
     device = _device_of(args, kwargs, result) if device is None else torch.device(device)
     if num_bytes is None:

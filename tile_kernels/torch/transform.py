@@ -19,7 +19,8 @@ def _angles(
         positions = torch.arange(x.shape[-3], device=x.device).expand(x.shape[:-2])
     row = positions.long() + seqlen_offset
     known = (row >= 0) & (row < cos_sin_cache.shape[0])
-    found = cos_sin_cache[torch.where(known, row, 0)] if cos_sin_cache.shape[0] else row.new_empty(()).float()
+    padded = torch.nn.functional.pad(cos_sin_cache, (0, 0, 0, 1))  # there may be no angles at all
+    found = padded[torch.where(known, row, 0)]
     cos, sin = torch.where(known.unsqueeze(-1), found, torch.nan).unsqueeze(-2).chunk(2, dim=-1)
     return cos, -sin if conjugate else sin
 
