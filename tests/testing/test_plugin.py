@@ -170,3 +170,27 @@ def test_memory_is_poisoned_in_tests(run):
 def test_repetition_comes_from_pytest_repeat(run):
     pytest.importorskip('pytest_repeat')
     run('def test_once(): pass', '-p', 'pytest_repeat', '--count', '3').assert_outcomes(passed=3)
+
+
+def test_the_parts_can_be_loaded_by_name(run, pytester):
+    """As the conftest files of TileKernels' suites do, in a project that has not switched the plugin on."""
+    names = ('benchmark', 'gpu_mem', 'precompile', 'random', 'tilelang_warning', 'xdist_failfast')
+    pytester.makeconftest(f'pytest_plugins = {[f"tile_kernels.testing.pytest.{name}" for name in names]}')
+    result = run(
+        """
+        import pytest
+        import torch
+
+        before = torch.initial_seed()
+
+        def test_seeded():
+            assert torch.initial_seed() != before
+
+        @pytest.mark.benchmark
+        def test_measures():
+            raise AssertionError('not asked for')
+        """,
+        ini='',
+        own_process=True,
+    )
+    result.assert_outcomes(passed=1, skipped=1)

@@ -64,7 +64,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip benchmarks unless asked for."""
-    if config.getoption('run_benchmark') or not _active(config):
+    if _active(config):
+        skip_benchmarks(config, items)
+
+
+def skip_benchmarks(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests marked `benchmark` unless `--run-benchmark` was given."""
+    if config.getoption('run_benchmark', False):
         return
     skip = pytest.mark.skip(reason='benchmarks run with --run-benchmark')
     for item in items:
@@ -90,12 +96,15 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 @pytest.fixture(autouse=True)
 def tile_kernels_seed(request: pytest.FixtureRequest) -> int | None:
     """Seed torch and random from `--seed` and the id of the test, so that a failure reproduces alone."""
-    if not _active(request.config):
-        return None
+    return seed_test(request) if _active(request.config) else None
+
+
+def seed_test(request: pytest.FixtureRequest) -> int:
+    """Seed torch and random; returns the seed."""
     import torch
 
     digest = hashlib.sha256(request.node.nodeid.encode()).digest()
-    value = (int(request.config.getoption('seed') or 0) + int.from_bytes(digest[:4], 'little')) % 2**31
+    value = (int(request.config.getoption('seed', 0) or 0) + int.from_bytes(digest[:4], 'little')) % 2**31
     torch.manual_seed(value)
     random.seed(value)
     return value

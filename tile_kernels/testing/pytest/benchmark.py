@@ -1,0 +1,10 @@
+"""Skip tests marked `benchmark` unless `--run-benchmark` is given."""
+
+import pytest
+
+from tile_kernels.testing.plugin import skip_benchmarks
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip benchmarks unless asked for."""
+    skip_benchmarks(config, items)

@@ -1,0 +1,1 @@
+"""Accepted: `tile-kernels precompile` compiles ahead of time; tests compile what they run."""

@@ -1,0 +1,1 @@
+"""Accepted: TileLang's warnings reach pytest as they are."""

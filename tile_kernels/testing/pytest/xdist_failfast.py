@@ -1,0 +1,1 @@
+"""Accepted: `pytest -x` stops all workers of pytest-xdist."""
