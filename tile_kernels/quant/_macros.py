@@ -83,11 +83,12 @@ def _e2m1_halves(word: Any, j: int) -> Any:
     return pick_bytes(uppers, T.uint32(0), 4, first, 4, first + 1) | signs & T.uint32(0x80008000)
 
 
-def lane_max(x_local: Any, i: Any) -> Any:
-    """Largest magnitude of the channels of one lane, NaN if no channel is a number; 16-bit channels two at a time."""
+def lane_max(x_local: Any, *rows: Any) -> Any:
+    """Largest magnitude of the channels of rows of a lane, NaN if none is a number; 16-bit channels two at a time."""
     if x_local.dtype == 'float32':
-        return functools.reduce(T.max, (T.abs(x_local[i, j]) for j in range(LANE)))
-    words = (T.abs2(T.reinterpret(lane_pairs(x_local)[i, j], f'{x_local.dtype}x2')) for j in range(LANE // 2))
+        return functools.reduce(T.max, (T.abs(x_local[i, j]) for i in rows for j in range(LANE)))
+    pairs = (lane_pairs(x_local)[i, j] for i in rows for j in range(LANE // 2))
+    words = (T.abs2(T.reinterpret(pair, f'{x_local.dtype}x2')) for pair in pairs)
     both = T.reinterpret(functools.reduce(T.max2, words), T.uint32)
     if x_local.dtype == 'bfloat16':
         return T.max(float_of(both << T.uint32(16)), float_of(both & T.uint32(0xFFFF0000)))

@@ -55,18 +55,26 @@ def find_owned_rows(psum, alignment, row, real):
     """
     num_experts = psum.shape[0]
     expert = T.alloc_var(T.int32)
+    begin = T.alloc_var(T.int32)  # where the rows before those of the expert end
+    end = T.alloc_var(T.int32)
+    offset = T.alloc_var(T.int32)  # of a row from the last row that an expert may begin at
     warp_row = T.shfl_sync(row, 0)
     expert = 0
     for k in T.serial(T.ceildiv(num_experts, WARP)):
         other = k * WARP + T.get_thread_binding() % WARP
         before = T.if_then_else(other < num_experts, psum[other], INT_MAX) <= warp_row
         expert = expert + T.cast(T.popcount(T.ballot(before)), T.int32)
+    begin = T.if_then_else(expert > 0, psum[expert - 1], 0)
+    end = T.if_then_else(expert < num_experts, psum[expert], INT_MAX)
+    offset = T.truncmod(row, alignment)
     for i in T.unroll(real.shape[0]):
-        while T.if_then_else(expert < num_experts, psum[expert], INT_MAX) <= row + i:
+        while end <= row + i:
             expert = expert + 1
-        start = T.if_then_else(expert > 0, T.truncdiv(psum[expert - 1] + alignment - 1, alignment) * alignment, 0)
-        if expert == num_experts or row + i < start:
+            begin = end
+            end = T.if_then_else(expert < num_experts, psum[expert], INT_MAX)
+        if expert == num_experts or begin > row + i - offset:
             real[i] = 0
+        offset = T.Select(offset + 1 < alignment, offset + 1, 0)
 
 
 @macro
@@ -107,11 +115,18 @@ def weight_tensor(kind: str, num_tokens: Any) -> Any:
 
 @macro
 def load_half(x, x_local, i, row, offset, slot, piece, hidden):
-    """Read the channels of lane `slot` of the half of a row that starts at column `offset`."""
+    """Read the channels of lane `slot` of the half of a row that starts at column `offset`, those below `hidden`."""
     for p in T.unroll(LANE // piece):
-        if slot * LANE + p * piece < hidden:
+        if hidden is None or slot * LANE + p * piece < hidden:
             for e in T.vectorized(piece):
                 x_local[i, p * piece + e] = x[row, offset + slot * LANE + p * piece + e]
+
+
+@macro
+def clear_lane(x_local):
+    """Zeros for all channels of a lane, as words: fp8 zeros would be converted one by one."""
+    words = T.view(x_local, (x_local.shape[0], LANE * x_local.dtype.bits // 32), T.uint32)
+    T.clear(words)
 
 
 @macro
@@ -147,19 +162,17 @@ def widen_lane(x_local, i, v_local):
 
 
 @macro
-def divide_lane(gate, peak, sigmoid, silu):
-    """`sigmoid = 1 / t` and `silu = gate / t` with t = 1 + exp(-gate), as IEEE divisions; `peak` bounds |gate|."""
-    t = T.alloc_local((LANE,), T.float32)
-    for j in T.unroll(LANE):
-        t[j] = T.float32(1.0) + T.exp(-gate[j])
-        sigmoid[j] = T.fast_rcp(t[j])
-        sigmoid[j] = T.ieee_fmaf(sigmoid[j], T.ieee_fmaf(-t[j], sigmoid[j], T.float32(1.0)), sigmoid[j])
-        silu[j] = gate[j] * sigmoid[j]
-        silu[j] = T.ieee_fmaf(-T.ieee_fmaf(t[j], silu[j], -gate[j]), sigmoid[j], silu[j])
-    if peak > T.float32(GATE_LIMIT):
-        for j in T.unroll(LANE):
-            sigmoid[j] = T.ieee_fdiv(T.float32(1.0), t[j])
-            silu[j] = T.ieee_fdiv(gate[j], t[j])
+def inverse_of(t):
+    """`1 / t`, correctly rounded if no exponent is extreme."""
+    guess = T.fast_rcp(t)
+    return T.ieee_fmaf(guess, T.ieee_fmaf(-t, guess, T.float32(1.0)), guess)
+
+
+@macro
+def quotient_of(gate, t, inverse):
+    """`gate / t`, correctly rounded if no exponent is extreme and `inverse` is `1 / t`."""
+    guess = gate * inverse
+    return T.ieee_fmaf(-T.ieee_fmaf(t, guess, -gate), inverse, guess)
 
 
 def clamp_gate(gate: Any, clamp_value: Any) -> Any:
@@ -181,32 +194,66 @@ def clamp_lane(gate, up, clamp_value):
 
 
 @macro
-def activate_lane(gate_local, up_local, i, weight, clamped, clamp_value, counts, act_local):
-    """`act[i] = (silu(gate) * up) * weight` in float32.
+def activate_lanes(gate_local, up_local, weight, real, row_step, clamped, clamp_value, counts, act_local):
+    """`act = (silu(gate) * up) * weight` in float32 of every vector of a lane.
 
-    `weight` may be None; `counts` is None, or three numbers that count what was clamped. Few lanes have anything to
-    count, and counting costs more than to ask whether this one has.
+    `weight[i * row_step]` is that of vector i (None if there are none); `counts` is None, or three numbers that count
+    what was clamped in real rows. Few lanes have a number to clamp, fewer a gate that needs the long division: whether
+    one has is asked once for all its vectors, because any of it costs more than to ask.
+    """
+    vectors = range(int(gate_local.shape[0]))
+    peak, up_peak = lane_max(gate_local, *vectors), lane_max(up_local, *vectors)
+    if counts is not None and T.max(peak, up_peak) > clamp_value:
+        for i in vectors:
+            count_lane(gate_local, up_local, i, real[i * row_step], clamp_value, counts)
+    if peak > T.float32(GATE_LIMIT):
+        for i in vectors:
+            activate_lane(gate_local, up_local, i, clamped, clamp_value, True, act_local)
+    elif clamped and T.max(peak, up_peak) > clamp_value:
+        for i in vectors:
+            activate_lane(gate_local, up_local, i, True, clamp_value, False, act_local)
+    else:
+        for i in vectors:
+            activate_lane(gate_local, up_local, i, False, clamp_value, False, act_local)
+    if weight is not None:
+        for i in vectors:
+            for j in T.unroll(LANE):
+                act_local[i, j] = act_local[i, j] * weight[i * row_step]
+
+
+@macro
+def activate_lane(gate_local, up_local, i, clamped, clamp_value, extreme, act_local):
+    """`act = silu(gate) * up` of vector i.
+
+    The quotient of a gate of 16 bits needs no exact inverse: there are few such gates, and all of them were tried.
     """
     gate = T.alloc_local((LANE,), T.float32)
     up = T.alloc_local((LANE,), T.float32)
-    sigmoid = T.alloc_local((LANE,), T.float32)
-    silu = T.alloc_local((LANE,), T.float32)
+    t = T.alloc_var(T.float32)
+    few_gates = gate_local.dtype != 'float32' and not clamped
     widen_lane(gate_local, i, gate)
     widen_lane(up_local, i, up)
-    if counts is not None:
-        if T.max(lane_max(gate_local, i), lane_max(up_local, i)) > clamp_value:
-            for j in T.unroll(LANE):
-                counts[0] += T.Select(gate[j] > clamp_value, 1, 0)
-                counts[1] += T.Select(up[j] > clamp_value, 1, 0)
-                counts[2] += T.Select(up[j] < -clamp_value, 1, 0)
-            clamp_lane(gate, up, clamp_value)
-    elif clamped:
+    if clamped:
         clamp_lane(gate, up, clamp_value)
-    divide_lane(gate, lane_max(gate_local, i), sigmoid, silu)
     for j in T.unroll(LANE):
-        act_local[i, j] = silu[j] * up[j]
-        if weight is not None:
-            act_local[i, j] = act_local[i, j] * weight
+        t = T.float32(1.0) + T.exp(-gate[j])
+        if extreme:
+            act_local[i, j] = T.ieee_fdiv(gate[j], t) * up[j]
+        else:
+            act_local[i, j] = quotient_of(gate[j], t, T.fast_rcp(t) if few_gates else inverse_of(t)) * up[j]
+
+
+@macro
+def count_lane(gate_local, up_local, i, real, clamp_value, counts):
+    """Count what is clamped of vector i, if its row is real (1, else 0)."""
+    gate = T.alloc_local((LANE,), T.float32)
+    up = T.alloc_local((LANE,), T.float32)
+    widen_lane(gate_local, i, gate)
+    widen_lane(up_local, i, up)
+    for j in T.unroll(LANE):
+        counts[0] += T.Select(gate[j] > clamp_value, real, 0)
+        counts[1] += T.Select(up[j] > clamp_value, real, 0)
+        counts[2] += T.Select(up[j] < -clamp_value, real, 0)
 
 
 @macro

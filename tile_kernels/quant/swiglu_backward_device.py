@@ -6,6 +6,7 @@ half and is reduced by shuffles, or it may hold the end of one half and the begi
 merged in shared memory.
 """
 
+import functools
 import math
 
 import torch
@@ -25,16 +26,19 @@ from tile_kernels.quant._macros import (
     store_sf,
 )
 from tile_kernels.quant._swiglu_macros import (
+    GATE_LIMIT,
     WARP,
     clamp_gate,
     clamp_up,
+    clear_lane,
     clear_sf_of_padding,
-    divide_lane,
     find_places,
     find_real_rows,
     flat,
+    inverse_of,
     load_half,
     load_weights,
+    quotient_of,
     round_lane,
     scale_groups,
     store_half,
@@ -72,10 +76,14 @@ def choose(
     zero_slots: bool,
     num_tokens: int,
 ) -> dict:
-    """Two rows at a time, six loads for each lane, where there are rows enough and two fit into the registers."""
-    many = num_tokens * -(-hidden // LANE) >= 2 << 17
+    """Two rows at a time, six loads for each lane, where there are rows enough and two fit into the registers.
+
+    A cast needs more of these. What is neither weighted nor cast computes little: it takes more rows to gain by two.
+    """
+    lanes = num_tokens * -(-hidden // LANE)
     fits = isinstance(source, QuantFormat) or source.itemsize == 2
-    return dict(rows=2 if many and fits else 1, block_threads=128, resident_threads=768)
+    many = lanes >= (2 << 17 if weights or fmt is not None else 16 << 17)
+    return dict(rows=2 if many and fits else 1, block_threads=128, resident_threads=1024 if fmt is None else 768)
 
 
 # Kernel -------------------------------------------------------------------------------------
@@ -92,29 +100,46 @@ def widen_source(codes, i, factor, v_local):
 
 @macro
 def gradients_lane(gate, up, dy, weight, clamped, clamp_value, grad, y_local, dot, i):
-    """`grad` = gradients of gate and up of a lane, y its activation; adds to `dot[i]`, the gradient of the weight."""
-    peak = T.alloc_var(T.float32)
-    clamped_gate = T.alloc_local((LANE,), T.float32)
-    clamped_up = T.alloc_local((LANE,), T.float32)
-    sigmoid = T.alloc_local((LANE,), T.float32)
-    silu = T.alloc_local((LANE,), T.float32)
+    """`grad` = gradients of gate and up of a lane, y its activation; adds to `dot[i]`, the gradient of the weight.
+
+    Few lanes have a number to clamp, fewer a gate that needs the long division; they are computed apart.
+    """
+    peak, up_peak = (functools.reduce(T.max, (T.abs(half[j]) for j in range(LANE))) for half in (gate, up))
+    if peak > T.float32(GATE_LIMIT):
+        _gradients(gate, up, dy, weight, clamped, clamp_value, True, grad, y_local, dot, i)
+    elif clamped and T.max(peak, up_peak) > clamp_value:
+        _gradients(gate, up, dy, weight, True, clamp_value, False, grad, y_local, dot, i)
+    else:
+        _gradients(gate, up, dy, weight, False, clamp_value, False, grad, y_local, dot, i)
+
+
+@macro
+def _gradients(gate, up, dy, weight, clamped, clamp_value, extreme, grad, y_local, dot, i):
+    clamped_gate = T.alloc_var(T.float32)
+    clamped_up = T.alloc_var(T.float32)
+    t = T.alloc_var(T.float32)
+    sigmoid = T.alloc_var(T.float32)
+    silu = T.alloc_var(T.float32)
     g = T.alloc_var(T.float32)
-    peak = T.float32(0.0)
     for j in T.unroll(LANE):
-        clamped_gate[j] = clamp_gate(gate[j], clamp_value) if clamped else gate[j]
-        clamped_up[j] = clamp_up(up[j], clamp_value) if clamped else up[j]
-        peak = T.max(peak, T.abs(clamped_gate[j]))
-    divide_lane(clamped_gate, peak, sigmoid, silu)
-    for j in T.unroll(LANE):
-        y_local[0, j] = silu[j] * clamped_up[j]
+        clamped_gate = clamp_gate(gate[j], clamp_value) if clamped else gate[j]
+        clamped_up = clamp_up(up[j], clamp_value) if clamped else up[j]
+        t = T.float32(1.0) + T.exp(-clamped_gate)
+        if extreme:
+            sigmoid = T.ieee_fdiv(T.float32(1.0), t)
+            silu = T.ieee_fdiv(clamped_gate, t)
+        else:
+            sigmoid = inverse_of(t)
+            silu = quotient_of(clamped_gate, t, sigmoid)
+        y_local[0, j] = silu * clamped_up
         dot[i] = T.ieee_fmaf(dy[j], y_local[0, j], dot[i])
         g = dy[j]
         if weight is not None:
             y_local[0, j] = y_local[0, j] * weight
             g = g * weight
-        g = g * sigmoid[j]
-        grad[0, j] = (g * clamped_up[j]) * T.ieee_fmaf(clamped_gate[j], T.float32(1.0) - sigmoid[j], T.float32(1.0))
-        grad[1, j] = g * clamped_gate[j]
+        g = g * sigmoid
+        grad[0, j] = (g * clamped_up) * T.ieee_fmaf(clamped_gate, T.float32(1.0) - sigmoid, T.float32(1.0))
+        grad[1, j] = g * clamped_gate
         if clamped:
             grad[0, j] = T.Select(gate[j] > clamp_value, T.float32(0.0), grad[0, j])
             grad[1, j] = T.Select(T.abs(up[j]) > clamp_value, T.float32(0.0), grad[1, j])
@@ -180,19 +205,23 @@ def store_weight_gradient(kind, dweights, pos_to_token_topk, row, value):
 @macro
 def clear_unused_slots(token_topk_to_pos, dweights, pid, num_blocks, num_threads):
     """Weights of slots that no row has: their gradient is 0."""
-    num_slots = dweights.shape[0] * dweights.shape[1]
-    for k in T.serial(T.ceildiv(num_slots, num_blocks * num_threads)):
-        slot = (k * num_blocks + pid) * num_threads + T.get_thread_binding()
-        if slot < num_slots:
-            unused = flat(token_topk_to_pos)[slot] < 0
-            if unused:
-                flat(dweights)[slot] = T.float32(0.0)
+    slot = T.alloc_var(T.int32)
+    slot = pid * num_threads + T.get_thread_binding()
+    while slot < dweights.shape[0] * dweights.shape[1]:
+        unused = flat(token_topk_to_pos)[slot] < 0
+        if unused:
+            flat(dweights)[slot] = T.float32(0.0)
+        slot = slot + num_blocks * num_threads
 
 
 @kernel(
     choose=choose,
     space=dict(rows=(1, 2), block_threads=(128, 256), resident_threads=(512, 768, 1024)),
-    pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True},
+    pass_configs={
+        'TL_DISABLE_SAFE_MEMORY_ACCESS': True,
+        'TL_DISABLE_SHARED_MEMORY_REUSE': True,  # amaxes and sums never meet in shared memory,
+        'TL_DISABLE_THREAD_STORAGE_SYNC': True,  # so that it takes one barrier for each
+    },
 )
 def swiglu_backward_kernel(
     hidden: int,
@@ -229,6 +258,8 @@ def swiglu_backward_kernel(
     slots_shape = (T.dynamic('num_sources'), T.dynamic('num_topk'))
     weights_shape = slots_shape if weights == 'map' else (num_tokens,)
     num_blocks = T.ceildiv(num_tokens, block_rows)
+    # every lane has channels, and a row past the end may repeat the last one, because nothing of it is stored
+    full = layout == '' and hidden % (LANE * team_threads) == 0
 
     @T.prim_func
     def swiglu_backward(
@@ -284,21 +315,23 @@ def swiglu_backward_kernel(
 
             for turn in T.serial(turns):
                 slot = turn * team_threads + lane
-                T.clear(gate_local)
-                T.clear(up_local)
-                T.clear(dy_local)
-                for i in T.unroll(rows):
-                    if real[i] != 0:
-                        load_half(x, gate_local, i, row + i, 0, slot, x_piece, hidden)
-                        load_half(x, up_local, i, row + i, hidden, slot, x_piece, hidden)
-                        load_half(dy, dy_local, i, row + i, 0, slot, dy_piece, hidden)
-                if dequantising:
+                if not full:
+                    clear_lane(gate_local)
+                    clear_lane(up_local)
+                    clear_lane(dy_local)
                     T.clear(gate_factor)
                     T.clear(up_factor)
-                    for i in T.unroll(rows):
-                        if real[i] != 0 and slot * LANE < hidden:
-                            gate_factor[i] = sf_value(x_sf, x_fmt, row + i, slot * LANE // x_fmt.sf_block[1])
-                            up_factor[i] = sf_value(x_sf, x_fmt, row + i, (hidden + slot * LANE) // x_fmt.sf_block[1])
+                for i in T.unroll(rows):
+                    if full or (real[i] != 0 and slot * LANE < hidden):
+                        source_row = T.min(row + i, num_tokens - 1) if full else row + i
+                        load_half(x, gate_local, i, source_row, 0, slot, x_piece, None if full else hidden)
+                        load_half(x, up_local, i, source_row, hidden, slot, x_piece, None if full else hidden)
+                        load_half(dy, dy_local, i, source_row, 0, slot, dy_piece, None if full else hidden)
+                        if dequantising:
+                            gate_factor[i] = sf_value(x_sf, x_fmt, source_row, slot * LANE // x_fmt.sf_block[1])
+                            up_factor[i] = sf_value(
+                                x_sf, x_fmt, source_row, (hidden + slot * LANE) // x_fmt.sf_block[1]
+                            )
 
                 for i in T.unroll(rows):
                     widen_source(gate_local, i, gate_factor if dequantising else None, gate)
