@@ -4,7 +4,7 @@ from typing import Any
 
 from tile_kernels.core.formats import QuantFormat
 from tile_kernels.core.lang import T, macro
-from tile_kernels.quant._blocks import ROW_LANES, WARP, bytes_of_words, sf_value
+from tile_kernels.quant._blocks import ROW_LANES, WARP, sf_value
 from tile_kernels.quant._macros import (
     LANE,
     amax_to_sf,
@@ -18,8 +18,7 @@ from tile_kernels.quant._macros import (
     shuffle_steps,
 )
 
-#: A transposed tile belongs to 256 threads of 8 rows by 8 channels. Its rows are written in pieces of 16 bytes.
-TURNING_ROWS, TURNING_THREADS = 8, 256
+#: Rows of a transposed result that begin at multiples of so many bytes are written in such pieces.
 VECTOR_BYTES = 16
 
 #: Units of 8 bytes that shared memory moves at a time, to or from as many threads.
@@ -224,25 +223,6 @@ def turn(words, turned):
             turned[4 * quarter + 3, half] = column[3]
 
 
-@macro
-def turn_and_store(y, codes, group, lane, tile_shared, pid_m, pid_n, store_bytes):
-    """Write the 8 x 8 codes of each of the 256 threads of a tile to the transposed `y`.
-
-    `tile_shared` is (channels, units, 2) words: eight rows of a channel are one unit of 8 bytes.
-    """
-    turned = T.alloc_local((LANE, 2), T.uint32)
-    turn(T.view(codes, (8, 2), T.uint32), turned)
-    for e in T.unroll(LANE):
-        for w in T.vectorized(2):
-            tile_shared[lane * LANE + e, spread(tile_shared, lane * LANE + e, group), w] = turned[e, w]
-    T.sync_threads()
-
-    if store_bytes == VECTOR_BYTES:
-        _store_vectors(y, tile_shared, pid_m, pid_n)
-    else:
-        _store_shifted(y, tile_shared, pid_m, pid_n)
-
-
 def spread(tile_shared: Any, channel: Any, unit: Any) -> Any:
     """Where a unit of a channel lies in its row of shared memory.
 
@@ -259,20 +239,25 @@ def _vector_of_tile(tile_shared: Any, k: int) -> tuple:
     If two channels are read at a time, they are channels of neighbouring lanes, whose units lie in different banks.
     """
     vectors = tile_shared.shape[1] // 2
-    index = k * TURNING_THREADS + T.get_thread_binding()
+    index = k * _turning_threads(tile_shared) + T.get_thread_binding()
     channel = index // vectors
     if 2 * vectors == BANK_UNITS:
         channel = channel // (2 * LANE) * 2 * LANE + channel % 2 * LANE + channel // 2 % LANE
     return channel, index % vectors
 
 
+def _turning_threads(tile_shared: Any) -> int:
+    """Threads of a tile, each with a unit of each of 8 channels."""
+    return tile_shared.shape[0] // LANE * tile_shared.shape[1]
+
+
 @macro
-def _store_vectors(y, tile_shared, pid_m, pid_n):
+def store_vectors(y, tile_shared, pid_m, pid_n):
     """Write a turned tile to rows that begin at multiples of 16 bytes."""
     channels, units, _ = tile_shared.shape
     out_words = T.alloc_local((VECTOR_BYTES // 4,), T.uint32)
     out = T.view(out_words, (VECTOR_BYTES,), y.dtype)
-    for k in T.unroll(channels * units // 2 // TURNING_THREADS):
+    for k in T.unroll(channels * units // 2 // _turning_threads(tile_shared)):
         channel, vector = _vector_of_tile(tile_shared, k)
         if pid_n * channels + channel < y.shape[0] and pid_m * units * 8 + vector * VECTOR_BYTES < y.shape[1]:
             for half in T.unroll(2):
@@ -282,101 +267,3 @@ def _store_vectors(y, tile_shared, pid_m, pid_n):
             for e in T.vectorized(VECTOR_BYTES):
                 # written out: through a variable its divisibility, hence the vector store, would be lost
                 y[pid_n * channels + channel, pid_m * units * 8 + vector * VECTOR_BYTES + e] = out[e]
-
-
-@macro
-def _store_shifted(y, tile_shared, pid_m, pid_n):
-    """Write a turned tile to rows that begin at any byte, as the aligned vectors of the rows.
-
-    The tile's part of a row begins `shift` bytes after a multiple of 16. Taken as a ring, it is made of vectors that
-    are aligned in memory; the last of them holds the first and last bytes of the part, which lie in the two vectors of
-    memory that this tile shares with its neighbours. Tiles are tall, because these ends are what costs.
-    """
-    channels, units, _ = tile_shared.shape
-    tile_m, size = units * 8, y.shape[0] * y.shape[1]
-    y_vectors = T.Tensor((T.ceildiv(size, VECTOR_BYTES), VECTOR_BYTES), T.uint8, y.data)
-    y_bytes = T.Tensor((size,), T.uint8, y.data)
-    start = T.alloc_var(T.int64)
-    shift = T.alloc_var(T.int32)
-    first = T.alloc_var(T.int32)  # byte of the part at which a vector begins
-    rows_left = T.alloc_var(T.int32)
-    out_words = T.alloc_local((VECTOR_BYTES // 4,), T.uint32)
-    out = T.view(out_words, (VECTOR_BYTES,), T.uint8)
-    rows_left = T.min(T.cast(y.shape[1] - pid_m * tile_m, T.int32), tile_m)
-    for k in T.unroll(channels * units // 2 // TURNING_THREADS):
-        channel, vector = _vector_of_tile(tile_shared, k)
-        start = T.cast(pid_n * channels + channel, T.int64) * y.shape[1] + pid_m * tile_m
-        first = (vector + 1) * VECTOR_BYTES - T.cast(start % VECTOR_BYTES, T.int32)
-        if pid_n * channels + channel < y.shape[0]:
-            _load_vector(tile_shared, channel, first, out_words)
-            if first + VECTOR_BYTES <= rows_left:
-                for e in T.vectorized(VECTOR_BYTES):
-                    y_vectors[start // VECTOR_BYTES + vector + 1, e] = out[e]
-            elif rows_left < tile_m:
-                for e in T.unroll(VECTOR_BYTES):
-                    if (first + e) % tile_m < rows_left:
-                        y_bytes[start + (first + e) % tile_m] = out[e]
-
-    thread = T.get_thread_binding()
-    lanes = channels // LANE
-    channel = thread % lanes * LANE + thread // lanes  # neighbours read other banks
-    if rows_left == tile_m and thread < channels and pid_n * channels + channel < y.shape[0]:
-        start = T.cast(pid_n * channels + channel, T.int64) * y.shape[1] + pid_m * tile_m
-        shift = T.cast(start % VECTOR_BYTES, T.int32)
-        _load_vector(tile_shared, channel, tile_m - shift, out_words)
-        _store_ends(y, out_words, start // VECTOR_BYTES, shift, tile_m)
-
-
-@macro
-def _load_vector(tile_shared, channel, first, out_words):
-    """16 bytes of the ring of a channel, from byte `first` on: three units, moved to where the vector begins."""
-    units = T.alloc_local((3, 2), T.uint32)
-    words = T.view(units, (6,), T.uint32)
-    for u in T.unroll(3):
-        for w in T.vectorized(2):
-            unit = spread(tile_shared, channel, (first // 8 + u) % tile_shared.shape[1])
-            units[u, w] = tile_shared[channel, unit, w]
-    for w in T.unroll(5):
-        words[w] = T.if_then_else(first & 4 != 0, words[w + 1], words[w])
-    selector = T.uint32(0x3210) + T.uint32(0x1111) * T.cast(first & 3, T.uint32)
-    for w in T.unroll(4):
-        out_words[w] = bytes_of_words(words[w], words[w + 1], selector)
-
-
-@macro
-def _store_ends(y, words, before, shift, tile_m):
-    """Write the last vector of the ring: its first `shift` bytes end the part of the row, the others begin it.
-
-    `before` is the vector of memory in which the part begins. Cut into halves, one half of the vector lies wholly on
-    one side of `shift`; what remains is cut again, so that stores of 8, 4, 2, 1 and 1 bytes write all of it.
-    """
-    size = y.shape[0] * y.shape[1]
-    y_pairs = T.Tensor((T.ceildiv(size, 8), 2), T.uint32, y.data)
-    y_words = T.Tensor((T.ceildiv(size, 4),), T.uint32, y.data)
-    y_halves = T.Tensor((T.ceildiv(size, 2),), T.uint16, y.data)
-    y_bytes = T.Tensor((size,), T.uint8, y.data)
-    pair = T.alloc_local((2,), T.uint32)
-    rest = T.alloc_local((2,), T.uint32)
-    for w in T.unroll(2):
-        pair[w] = T.if_then_else(shift & 8 != 0, words[w], words[2 + w])
-        rest[w] = T.if_then_else(shift & 8 != 0, words[2 + w], words[w])
-    for w in T.vectorized(2):
-        y_pairs[_place(before, shift, tile_m, 8), w] = pair[w]
-    y_words[_place(before, shift, tile_m, 4)] = T.if_then_else(shift & 4 != 0, rest[0], rest[1])
-    rest[0] = T.if_then_else(shift & 4 != 0, rest[1], rest[0])
-    y_halves[_place(before, shift, tile_m, 2)] = T.cast(_half(rest[0], shift & 2 == 0, 16), T.uint16)
-    rest[0] = _half(rest[0], shift & 2 != 0, 16)
-    y_bytes[_place(before, shift, tile_m, 1)] = T.cast(_half(rest[0], shift & 1 == 0, 8), T.uint8)
-    y_bytes[before * VECTOR_BYTES + shift] = T.cast(_half(rest[0], shift & 1 != 0, 8), T.uint8)
-
-
-def _place(before: Any, shift: Any, tile_m: int, size: int) -> Any:
-    """Where the half of `size` bytes goes that `shift` does not cut, counted in such halves."""
-    lower_half_ends_part = shift & size != 0
-    place = T.if_then_else(lower_half_ends_part, tile_m // size, 1) + (shift & -2 * size) // size
-    return before * (VECTOR_BYTES // size) + place
-
-
-def _half(word: Any, upper: Any, bits: int) -> Any:
-    """A word whose low bits are its own, or those above them."""
-    return T.if_then_else(upper, word >> T.uint32(bits), word)
