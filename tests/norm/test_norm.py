@@ -141,7 +141,7 @@ def test_gradients_do_not_depend_on_how_rows_arrive():
     _, rstd = norm_forward(x, weight)
     results = []
     for stages in (0, 2, 3):
-        with forced_config(norm_backward_kernel, warps=2, stages=stages):
+        with forced_config(norm_backward_kernel, warps=2, block_warps=16, stages=stages):
             results.append(norm_backward(dy, x, rstd, weight))
     for first, second, third in zip(*results, strict=True):
         assert_equal(first, second)

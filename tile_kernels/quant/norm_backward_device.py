@@ -27,8 +27,8 @@ from tile_kernels.quant._swiglu_macros import widen_lane
 #: Blocks that share the rows, one for each multiprocessor of an H200. Sums depend on it, so it is the same everywhere.
 NUM_BLOCKS = 132
 
-#: Warps of a block.
-BLOCK_WARPS = 16
+#: Warps of a block: as many as there can be, or half as many, with twice the registers.
+MOST_WARPS, HALF_WARPS = 32, 16
 
 #: Shared memory for rows on their way.
 STAGE_BYTES = 192 << 10
@@ -37,14 +37,21 @@ STAGE_BYTES = 192 << 10
 # Config -------------------------------------------------------------------------------------
 
 
-def own_warps(hidden: int) -> int:
-    """Warps of a team: a lane has about two vectors of a row."""
-    return team_warps(hidden, 2, BLOCK_WARPS)
+def team_and_block(hidden: int) -> tuple[int, int]:
+    """Warps of a team and of a block of teams.
+
+    A lane has one vector of a row, so that many warps fit. Two of a short row save barriers, more of a long one warps.
+    """
+    vectors = row_warps(hidden)
+    if 2 < vectors <= MOST_WARPS:
+        return vectors, MOST_WARPS // vectors * vectors
+    return team_warps(hidden, 2, HALF_WARPS), HALF_WARPS
 
 
 def block_count_of(num_tokens: int, hidden: int) -> int:
     """At most `NUM_BLOCKS`, and so many that all have the same number of rows to go through."""
-    teams = BLOCK_WARPS // own_warps(hidden)
+    warps, block_warps = team_and_block(hidden)
+    teams = block_warps // warps
     turns = -(-num_tokens // (NUM_BLOCKS * teams))
     return -(-num_tokens // max(turns * teams, 1))
 
@@ -59,11 +66,12 @@ def choose(
     num_tokens: int,
 ) -> dict:
     """Four rows under way for each team, or as many as fit; rows that cannot be copied asynchronously are loaded."""
-    warps = own_warps(hidden)
+    warps, block_warps = team_and_block(hidden)
     vectors = -(-row_warps(hidden) // warps)
-    fitting = STAGE_BYTES // ((3 if through else 2) * vectors * BLOCK_WARPS * WARP * LANE * x_dtype.itemsize)
+    fitting = STAGE_BYTES // ((3 if through else 2) * vectors * block_warps * WARP * LANE * x_dtype.itemsize)
     piece_bytes = math.gcd(LANE, vector_bytes // x_dtype.itemsize, hidden) * x_dtype.itemsize
-    return dict(warps=warps, stages=min(4, fitting) if fitting > 1 and piece_bytes >= 4 else 0)
+    stages = min(4, fitting) if fitting > 1 and piece_bytes >= 4 else 0
+    return dict(warps=warps, block_warps=block_warps, stages=stages)
 
 
 # Kernels ------------------------------------------------------------------------------------
@@ -71,7 +79,7 @@ def choose(
 
 @kernel(
     choose=choose,
-    space=dict(warps=(1, 2, 4, 8, 16), stages=(0, 2, 3, 4)),
+    space=dict(warps=tuple(range(1, 33)), block_warps=tuple(range(16, 33)), stages=(0, 2, 3, 4)),
     pass_configs={
         'TL_DISABLE_SAFE_MEMORY_ACCESS': True,
         'TL_ENABLE_LOWER_LDGSTG': True,
@@ -87,12 +95,13 @@ def norm_backward_kernel(
     through: bool,
     *,
     warps: int,
+    block_warps: int,
     stages: int,
 ):
     """`through`: there is a gradient dz to add; `stages`: rows of a team on their way to shared memory, 0 for none."""
     vectors = -(-row_warps(hidden) // warps)
-    teams = BLOCK_WARPS // warps
-    num_threads = BLOCK_WARPS * WARP
+    teams = block_warps // warps
+    num_threads = block_warps * WARP
     weighted, weight_type = weight_dtype is not None, T.dtype(weight_dtype or x_dtype)
     piece = math.gcd(LANE, vector_bytes // x_dtype.itemsize, hidden)
     copied = min(piece, 16 // x_dtype.itemsize)
@@ -293,6 +302,7 @@ def norm_weight_gradient_kernel(hidden: int, dtype: torch.dtype, accumulating: b
     """Add up the shares of all blocks; eight threads side by side own columns, 32 groups of them share the rows."""
     width = math.gcd(4, hidden)
     columns, groups = 8, 32
+    turns = -(-NUM_BLOCKS // groups)
     num_blocks = T.dynamic('num_blocks')
 
     @T.prim_func
@@ -304,18 +314,21 @@ def norm_weight_gradient_kernel(hidden: int, dtype: torch.dtype, accumulating: b
             T.pdl_sync()
             thread = T.get_thread_binding()
             total = T.alloc_local((width,), T.float32)
-            share = T.alloc_local((width,), T.float32)
+            share = T.alloc_local((turns, width), T.float32)
             shared = T.alloc_shared((groups, columns * width), T.float32)
             group, place = thread // columns, thread % columns * width
             first = pid * columns * width + place
 
             T.clear(total)
+            T.clear(share)
             if first < hidden:
-                for k in T.serial(T.ceildiv(num_blocks - group, groups)):
-                    for e in T.vectorized(width):
-                        share[e] = shares[group + k * groups, first + e]
+                for k in T.unroll(turns):  # all are asked for before the first is added
+                    if group + k * groups < num_blocks:
+                        for e in T.vectorized(width):
+                            share[k, e] = shares[group + k * groups, first + e]
+                for k in T.unroll(turns):
                     for e in T.unroll(width):
-                        total[e] = total[e] + share[e]
+                        total[e] = total[e] + share[k, e]
             for e in T.vectorized(width):
                 shared[group, place + e] = total[e]
             T.sync_threads()
