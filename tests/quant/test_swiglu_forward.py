@@ -167,7 +167,7 @@ def test_a_row_without_a_slot_has_weight_zero():
 def test_every_config_gives_the_same(vectors, num_threads):
     x = random_rows(9, 144, torch.bfloat16, 'psum')
     expected = twin.swiglu_forward_and_per_token_cast(**x, fmt=FMT)
-    config = dict(vectors=vectors, num_threads=num_threads, resident_threads=1024, walking=False)
+    config = dict(vectors=vectors, num_threads=num_threads, resident_threads=1024)
     with forced_config(swiglu_forward_kernel, **config):
         assert_same(interpreted(swiglu_forward_and_per_token_cast, **x, fmt=FMT), expected)
 
@@ -176,7 +176,7 @@ def test_every_config_gives_the_same(vectors, num_threads):
 def test_whole_rows_in_every_config_and_in_several_passes(vectors, hidden):
     fmt = QuantFormat.parse('e4m3_1xall_f32')
     x = random_rows(2, hidden, torch.bfloat16, 'row')
-    with forced_config(swiglu_forward_kernel, vectors=vectors, num_threads=512, resident_threads=1024, walking=False):
+    with forced_config(swiglu_forward_kernel, vectors=vectors, num_threads=512, resident_threads=1024):
         y = interpreted(swiglu_forward_and_per_token_cast, **x, fmt=fmt)
     assert_same(y, twin.swiglu_forward_and_per_token_cast(**x, fmt=fmt))
 
@@ -207,24 +207,6 @@ def test_flat_tiles_of_channels():
             assert_same(
                 interpreted(swiglu_forward_and_per_channel_cast_and_transpose, x, fmt, transpose=False), expected
             )
-
-
-@pytest.mark.parametrize('options', [dict(), dict(clamp_value=0.5, clamped_count=True), dict(topk_weights=True)])
-def test_blocks_walk_over_rows(options):
-    x = random_halves(1201, 256, torch.bfloat16)  # two visits and a bit for 132 blocks of 8 rows
-    counts = [torch.zeros(3, dtype=torch.int64) for _ in range(2)]
-    if 'topk_weights' in options:
-        options = dict(topk_weights=torch.rand(1201))
-    results = []
-    config = dict(vectors=1, num_threads=64, resident_threads=64, walking=True)
-    with forced_config(swiglu_forward_kernel, **config):
-        if 'clamped_count' in options:
-            options = dict(clamp_value=0.5, clamped_count=counts[0])
-        results.append(interpreted(swiglu_forward_and_per_token_cast, x, FMT, **options))
-    if 'clamped_count' in options:
-        options = dict(clamp_value=0.5, clamped_count=counts[1])
-    assert_same(results[0], twin.swiglu_forward_and_per_token_cast(x, FMT, **options))
-    assert_equal(counts[0], counts[1])
 
 
 @pytest.mark.parametrize('num_tokens', [48, 37])
@@ -263,7 +245,7 @@ def test_numbers_are_no_compile_keys():
 
 def test_loads_are_16_bytes_wide_and_come_before_any_arithmetic():
     static = (2048, FMT, torch.bfloat16, 16, False, '', '', False, 0)
-    source = swiglu_forward_kernel.source(static, vectors=2, num_threads=256, resident_threads=1024, walking=False)
+    source = swiglu_forward_kernel.source(static, vectors=2, num_threads=256, resident_threads=1024)
     body = source[source.rindex('__global__') :]
     loads, arithmetic = body.split('expf', 1)
     assert loads.count('= *(uint4*)(x +') == 2 and '(x +' not in arithmetic  # gate and up, in a loop over rows

@@ -4,7 +4,7 @@ A lane owns `LANE` neighbouring channels of a row, the same ones of the gate and
 
 `1 / t` and `g / t` with t = 1 + exp(-g) are correctly rounded without a branch for each element: one approximate
 reciprocal, one Newton step for 1 / t, one remainder for g / t. That is what the hardware's own division does when no
-exponent is extreme, and none is while |g| <= `GATE_LIMIT`. A lane with a larger gate divides again, the long way. The
+exponent is extreme, and none is while |g| <= `GATE_LIMIT`. A lane with a larger gate divides the long way. The
 remainder is taken with its sign turned, so that a gate of -0 gives -0.
 """
 
@@ -198,42 +198,40 @@ def activate_lanes(gate_local, up_local, weight, real, row_step, clamped, clamp_
     """`act = (silu(gate) * up) * weight` in float32 of every vector of a lane.
 
     `weight[i * row_step]` is that of vector i (None if there are none); `counts` is None, or three numbers that count
-    what was clamped in real rows. Few lanes have a number to clamp, fewer a gate that needs the long division: whether
-    one has is asked once for all its vectors, because any of it costs more than to ask.
+    what was clamped in real rows. Few lanes have a gate that needs the long division: whether one has is asked once for
+    all its vectors.
     """
-    vectors = range(int(gate_local.shape[0]))
-    peak, up_peak = lane_max(gate_local, *vectors), lane_max(up_local, *vectors)
-    if counts is not None and T.max(peak, up_peak) > clamp_value:
-        for i in vectors:
-            count_lane(gate_local, up_local, i, real[i * row_step], clamp_value, counts)
-    if peak > T.float32(GATE_LIMIT):
-        for i in vectors:
-            activate_lane(gate_local, up_local, i, clamped, clamp_value, True, act_local)
-    elif clamped and T.max(peak, up_peak) > clamp_value:
-        for i in vectors:
-            activate_lane(gate_local, up_local, i, True, clamp_value, False, act_local)
+    vectors = int(gate_local.shape[0])
+    of_row = (weight, real, row_step)
+    if lane_max(gate_local, *range(vectors)) > T.float32(GATE_LIMIT):
+        for i in T.unroll(vectors):
+            activate_lane(gate_local, up_local, i, *of_row, clamped, clamp_value, counts, True, act_local)
     else:
-        for i in vectors:
-            activate_lane(gate_local, up_local, i, False, clamp_value, False, act_local)
-    if weight is not None:
-        for i in vectors:
-            for j in T.unroll(LANE):
-                act_local[i, j] = act_local[i, j] * weight[i * row_step]
+        for i in T.unroll(vectors):
+            activate_lane(gate_local, up_local, i, *of_row, clamped, clamp_value, counts, False, act_local)
 
 
 @macro
-def activate_lane(gate_local, up_local, i, clamped, clamp_value, extreme, act_local):
-    """`act = silu(gate) * up` of vector i.
+def activate_lane(gate_local, up_local, i, weight, real, row_step, clamped, clamp_value, counts, extreme, act_local):
+    """`act = (silu(gate) * up) * weight` of vector i, counting what is clamped if its row is real.
 
-    The quotient of a gate of 16 bits needs no exact inverse: there are few such gates, and all of them were tried.
+    Few vectors have anything to count, and counting costs more than to ask for it. The quotient of a bfloat16 gate
+    needs no exact inverse: there are few such gates, and all of them were tried.
     """
     gate = T.alloc_local((LANE,), T.float32)
     up = T.alloc_local((LANE,), T.float32)
     t = T.alloc_var(T.float32)
-    few_gates = gate_local.dtype != 'float32' and not clamped
+    few_gates = gate_local.dtype == 'bfloat16' and not clamped
     widen_lane(gate_local, i, gate)
     widen_lane(up_local, i, up)
-    if clamped:
+    if counts is not None:
+        if T.max(lane_max(gate_local, i), lane_max(up_local, i)) > clamp_value:
+            for j in T.unroll(LANE):
+                counts[0] += T.Select(gate[j] > clamp_value, real[i * row_step], 0)
+                counts[1] += T.Select(up[j] > clamp_value, real[i * row_step], 0)
+                counts[2] += T.Select(up[j] < -clamp_value, real[i * row_step], 0)
+            clamp_lane(gate, up, clamp_value)
+    elif clamped:
         clamp_lane(gate, up, clamp_value)
     for j in T.unroll(LANE):
         t = T.float32(1.0) + T.exp(-gate[j])
@@ -241,19 +239,8 @@ def activate_lane(gate_local, up_local, i, clamped, clamp_value, extreme, act_lo
             act_local[i, j] = T.ieee_fdiv(gate[j], t) * up[j]
         else:
             act_local[i, j] = quotient_of(gate[j], t, T.fast_rcp(t) if few_gates else inverse_of(t)) * up[j]
-
-
-@macro
-def count_lane(gate_local, up_local, i, real, clamp_value, counts):
-    """Count what is clamped of vector i, if its row is real (1, else 0)."""
-    gate = T.alloc_local((LANE,), T.float32)
-    up = T.alloc_local((LANE,), T.float32)
-    widen_lane(gate_local, i, gate)
-    widen_lane(up_local, i, up)
-    for j in T.unroll(LANE):
-        counts[0] += T.Select(gate[j] > clamp_value, real, 0)
-        counts[1] += T.Select(up[j] > clamp_value, real, 0)
-        counts[2] += T.Select(up[j] < -clamp_value, real, 0)
+        if weight is not None:
+            act_local[i, j] = act_local[i, j] * weight[i * row_step]
 
 
 @macro

@@ -40,12 +40,13 @@ STAGE_BYTES = 192 << 10
 def team_and_block(hidden: int) -> tuple[int, int]:
     """Warps of a team and of a block of teams.
 
-    A lane has one vector of a row, so that many warps fit. Two of a short row save barriers, more of a long one warps.
+    A lane has about two vectors of a row. Where that leaves many lanes idle, it has one, and a block more warps.
     """
-    vectors = row_warps(hidden)
-    if 2 < vectors <= MOST_WARPS:
+    vectors, warps = row_warps(hidden), team_warps(hidden, 2, HALF_WARPS)
+    taken = -(-vectors // warps) * warps
+    if vectors <= MOST_WARPS and 4 * vectors <= 3 * taken:
         return vectors, MOST_WARPS // vectors * vectors
-    return team_warps(hidden, 2, HALF_WARPS), HALF_WARPS
+    return warps, HALF_WARPS
 
 
 def block_count_of(num_tokens: int, hidden: int) -> int:

@@ -83,7 +83,7 @@ def choose(
     lanes = num_tokens * -(-hidden // LANE)
     fits = isinstance(source, QuantFormat) or source.itemsize == 2
     many = lanes >= (2 << 17 if weights or fmt is not None else 16 << 17)
-    return dict(rows=2 if many and fits else 1, block_threads=128, resident_threads=1024 if fmt is None else 768)
+    return dict(rows=2 if many and fits else 1, block_threads=128, resident_threads=1024 if fmt is None else 896)
 
 
 # Kernel -------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ def clear_unused_slots(token_topk_to_pos, dweights, pid, num_blocks, num_threads
 
 @kernel(
     choose=choose,
-    space=dict(rows=(1, 2), block_threads=(128, 256), resident_threads=(512, 768, 1024)),
+    space=dict(rows=(1, 2), block_threads=(128, 256), resident_threads=(512, 768, 896, 1024)),
     pass_configs={
         'TL_DISABLE_SAFE_MEMORY_ACCESS': True,
         'TL_DISABLE_SHARED_MEMORY_REUSE': True,  # amaxes and sums never meet in shared memory,

@@ -59,9 +59,8 @@ def swiglu_forward_and_per_channel_cast_and_transpose(
     rows, store_bytes = (hidden, fmt, x.dtype, check.vector_bytes(x)), 0
     if transpose:
         store_bytes = math.gcd(VECTOR_BYTES, num_tokens) if known else VECTOR_BYTES
-    if transpose and not (known and num_tokens <= FEW_ROWS):
-        static = (*rows, store_bytes == VECTOR_BYTES, clamped)
-        launch(swiglu_forward_and_transposed_cast_kernel, static, x, y, y_sf, clamp, fmt.amax_floor)
+    if 0 < store_bytes < VECTOR_BYTES and num_tokens > FEW_ROWS:
+        launch(swiglu_forward_and_transposed_cast_kernel, (*rows, clamped), x, y, y_sf, clamp, fmt.amax_floor)
     else:
         static = (*rows, store_bytes, clamped)
         launch(swiglu_forward_and_per_channel_cast_kernel, static, x, y, y_sf, clamp, fmt.amax_floor)

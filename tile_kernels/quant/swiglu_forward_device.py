@@ -41,10 +41,6 @@ from tile_kernels.quant._swiglu_macros import (
 )
 from tile_kernels.quant.per_token_cast import _code_registers, encode_and_store
 
-#: Multiprocessors of an H200: on others some blocks that walk wait, or some processors have less to do.
-NUM_PROCESSORS = 132
-
-
 # Config -------------------------------------------------------------------------------------
 
 
@@ -74,10 +70,10 @@ def choose(
     few = num_tokens * lanes < 2 << 17
     if owns_row(hidden, out):
         vectors = 1 if few and lanes <= 1024 else 2 if lanes <= 2048 else 4
-        return dict(vectors=vectors, num_threads=512 if vectors == 4 else 1024, resident_threads=1024, walking=False)
+        return dict(vectors=vectors, num_threads=512 if vectors == 4 else 1024, resident_threads=1024)
     if num_tokens * lanes >= 16 << 17 and x_dtype.itemsize == 2:
-        return dict(vectors=4, num_threads=128, resident_threads=768, walking=False)
-    return dict(vectors=1 if few else 2, num_threads=128, resident_threads=1024, walking=False)
+        return dict(vectors=4, num_threads=128, resident_threads=768)
+    return dict(vectors=1 if few else 2, num_threads=128, resident_threads=1024)
 
 
 # Kernel -------------------------------------------------------------------------------------
@@ -85,14 +81,8 @@ def choose(
 
 @kernel(
     choose=choose,
-    space=dict(
-        vectors=(1, 2, 4), num_threads=(128, 256, 512, 1024), resident_threads=(512, 768, 1024), walking=(False, True)
-    ),
-    pass_configs={
-        'TL_DISABLE_SAFE_MEMORY_ACCESS': True,
-        'TL_DISABLE_SHARED_MEMORY_REUSE': True,
-        'TL_DISABLE_THREAD_STORAGE_SYNC': True,  # what a thread copies to shared memory it reads itself
-    },
+    space=dict(vectors=(1, 2, 4), num_threads=(128, 256, 512, 1024), resident_threads=(768, 1024)),
+    pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True},
 )
 def swiglu_forward_kernel(
     hidden: int,
@@ -108,13 +98,8 @@ def swiglu_forward_kernel(
     vectors: int,
     num_threads: int,
     resident_threads: int,
-    walking: bool,
 ):
-    """`out` is a dtype or a format; `split`: gate and up are two tensors. A block has at most `num_threads` threads.
-
-    `walking`: where rows can be copied asynchronously, as many blocks as fit on the GPU go through all of them, and the
-    next vectors of a thread are on their way while it computes.
-    """
+    """`out` is a dtype or a format; `split`: gate and up are two tensors. A block has at most `num_threads` threads."""
     quantised, weighted, counting = isinstance(out, QuantFormat), weights != '', num_counts > 0
     whole_row = owns_row(hidden, out)
     row_lanes = -(-hidden // LANE)
@@ -133,33 +118,10 @@ def swiglu_forward_kernel(
     full = full and (not whole_row or row_lanes % (vectors * num_threads) == 0)
     out_dtype = out.data.torch if quantised else out
     piece, up_offset = math.gcd(LANE, vector_bytes // x_dtype.itemsize, hidden), 0 if split else hidden
-    copied = 16 // x_dtype.itemsize
-    walking = walking and full and not whole_row and piece >= copied
-    num_walkers = NUM_PROCESSORS * resident_blocks(resident_threads, num_threads)
     num_tokens, x_pitch, up_pitch = T.dynamic('num_tokens'), T.dynamic('x_pitch'), T.dynamic('up_pitch')
 
     @macro
-    def ask_for_vectors(x, up, index, stage_shared):
-        """Start to copy the vectors of a thread to places of its own in shared memory."""
-        slot, thread = index % row_lanes, T.get_thread_binding()
-        for i in T.unroll(vectors):
-            source = T.min(index // row_lanes * rows + i, num_tokens - 1)
-            for p in T.unroll(LANE // copied):
-                T.ptx_cp_async(
-                    T.access_ptr(stage_shared[i, 0, thread, p * copied], 'w', copied),
-                    T.access_ptr(x[source, slot * LANE + p * copied], 'r', copied),
-                    copied,
-                )
-                T.ptx_cp_async(
-                    T.access_ptr(stage_shared[i, 1, thread, p * copied], 'w', copied),
-                    T.access_ptr((up if split else x)[source, up_offset + slot * LANE + p * copied], 'r', copied),
-                    copied,
-                )
-        T.ptx_commit_group()
-
-    @macro
-    def load(x, up, row, slot, real, gate_local, up_local):
-        """Read the vectors of a thread."""
+    def activate(x, up, row, slot, real, weight, clamp_value, counts, gate_local, up_local, act_local):
         if full:
             for i in T.unroll(vectors):
                 at, source = slot + i * slot_step, T.min(row + i * row_step, num_tokens - 1)
@@ -173,6 +135,8 @@ def swiglu_forward_kernel(
                     at, source = slot + i * slot_step, row + i * row_step
                     load_half(x, gate_local, i, source, 0, at, piece, hidden)
                     load_half(up if split else x, up_local, i, source, up_offset, at, piece, hidden)
+        row_weights = weight if weighted else None
+        activate_lanes(gate_local, up_local, row_weights, real, row_step, clamped, clamp_value, counts, act_local)
 
     @T.prim_func
     def swiglu_forward(
@@ -190,8 +154,10 @@ def swiglu_forward_kernel(
         alignment: T.int32,
         amax_floor: T.float32,
     ):
-        num_blocks = num_tokens if whole_row else T.ceildiv(T.ceildiv(num_tokens, rows) * row_lanes, num_threads)
-        with T.Kernel(T.min(num_blocks, num_walkers) if walking else num_blocks, threads=num_threads) as pid:
+        with T.Kernel(
+            num_tokens if whole_row else T.ceildiv(T.ceildiv(num_tokens, rows) * row_lanes, num_threads),
+            threads=num_threads,
+        ) as pid:
             T.assume(x_pitch % piece == 0)
             if split:
                 T.assume(up_pitch % piece == 0)
@@ -206,106 +172,79 @@ def swiglu_forward_kernel(
             gate_local = T.alloc_local((vectors, LANE), T.dtype(x_dtype))
             up_local = T.alloc_local((vectors, LANE), T.dtype(x_dtype))
             act_local = T.alloc_local((vectors, LANE), T.float32)
-            row_amax = T.alloc_local((1,), T.float32)
-            row_weights_local = weight if weighted else None
-            counted = counts if counting else None
-            stage_shared = T.alloc_shared((vectors if walking else 1, 2, num_threads, LANE), T.dtype(x_dtype))
+            row = pid if whole_row else (pid * num_threads + thread) // row_lanes * rows
+            slot = thread if whole_row else (pid * num_threads + thread) % row_lanes
+
+            find_real_rows(layout, pos_to_expert, psum, alignment, row, num_tokens, real)
+            if weighted:
+                find_places(weights, pos_to_token_topk, row, num_tokens, place)
+                load_weights(weights, row_weights, weight_scale, place, real, weight)
             if counting:
                 T.clear(counts)
-            if walking:
-                ask_for_vectors(x, up, pid * num_threads + thread, stage_shared)
-
-            for visit in T.serial(T.ceildiv(num_blocks - pid, num_walkers) if walking else 1):
-                index = (visit * num_walkers + pid) * num_threads + thread
-                row = pid if whole_row else index // row_lanes * rows
-                slot = thread if whole_row else index % row_lanes
-                if walking:
-                    T.ptx_wait_group(0)
-                    for i in T.unroll(vectors):
-                        for e in T.vectorized(LANE):
-                            gate_local[i, e] = stage_shared[i, 0, thread, e]
-                        for e in T.vectorized(LANE):
-                            up_local[i, e] = stage_shared[i, 1, thread, e]
-                    ask_for_vectors(x, up, index + num_walkers * num_threads, stage_shared)
-
-                find_real_rows(layout, pos_to_expert, psum, alignment, row, num_tokens, real)
-                if weighted:
-                    find_places(weights, pos_to_token_topk, row, num_tokens, place)
-                    load_weights(weights, row_weights, weight_scale, place, real, weight)
                 if num_counts == 4:
                     for i in T.unroll(rows):
                         counts[3] += T.Select(slot == 0, real[i] * hidden, 0)
 
-                row_amax[0] = T.float32(0.0)
-                for turn in T.serial(num_passes):
-                    if not walking:
-                        load(x, up, row, slot + turn * vectors * num_threads, real, gate_local, up_local)
-                    activate_lanes(
-                        gate_local,
-                        up_local,
-                        row_weights_local,
-                        real,
-                        row_step,
-                        clamped,
-                        clamp_value,
-                        counted,
-                        act_local,
-                    )
-                    if whole_row:
-                        for i in T.unroll(vectors):
-                            row_amax[0] = T.max(row_amax[0], lane_max(act_local, i))
-
-                if quantised:
-                    sf_inv = T.alloc_local((rows,), T.float32)
-                    v_local = T.alloc_local((LANE,), T.float32)
-                    y_local = T.alloc_local(*_code_registers(out))
-                    padded = real if layout != '' else None
-                    if whole_row:
-                        scale_row(row_amax, out, num_threads, row, padded, amax_floor, y_sf, sf_inv)
-                    else:
-                        scale_groups(
-                            act_local,
-                            out,
-                            lanes,
-                            num_groups,
-                            row,
-                            row_step,
-                            slot // lanes,
-                            0,
-                            num_tokens,
-                            padded,
-                            amax_floor,
-                            y_sf,
-                            sf_inv,
-                        )
-                    for turn in T.serial(num_passes):
-                        start = slot + turn * vectors * num_threads
-                        if num_passes > 1:
-                            load(x, up, row, start, real, gate_local, up_local)
-                            activate_lanes(
-                                gate_local,
-                                up_local,
-                                row_weights_local,
-                                real,
-                                row_step,
-                                clamped,
-                                clamp_value,
-                                None,
-                                act_local,
-                            )
-                        for i in T.unroll(vectors):
-                            at, inverse = start + i * slot_step, sf_inv[i * row_step]
-                            encode_and_store(
-                                act_local, i, out, 'cast', inverse, v_local, y_local, y, row + i * row_step, at, hidden
-                            )
-                else:
-                    rounded = T.alloc_local((LANE,), T.dtype(out_dtype))
+            row_amax = T.alloc_local((1,), T.float32)
+            row_amax[0] = T.float32(0.0)
+            for turn in T.serial(num_passes):
+                activate(
+                    x,
+                    up,
+                    row,
+                    slot + turn * vectors * num_threads,
+                    real,
+                    weight,
+                    clamp_value,
+                    counts if counting else None,
+                    gate_local,
+                    up_local,
+                    act_local,
+                )
+                if whole_row:
                     for i in T.unroll(vectors):
-                        round_lane(act_local, i, rounded)
-                        if row + i < num_tokens:
-                            store_half(
-                                y, rounded, row + i, 0, slot, math.gcd(LANE, 16 // out_dtype.itemsize, hidden), hidden
-                            )
+                        row_amax[0] = T.max(row_amax[0], lane_max(act_local, i))
+
+            if quantised:
+                sf_inv = T.alloc_local((rows,), T.float32)
+                v_local = T.alloc_local((LANE,), T.float32)
+                y_local = T.alloc_local(*_code_registers(out))
+                padded = real if layout != '' else None
+                if whole_row:
+                    scale_row(row_amax, out, num_threads, row, padded, amax_floor, y_sf, sf_inv)
+                else:
+                    scale_groups(
+                        act_local,
+                        out,
+                        lanes,
+                        num_groups,
+                        row,
+                        row_step,
+                        slot // lanes,
+                        0,
+                        num_tokens,
+                        padded,
+                        amax_floor,
+                        y_sf,
+                        sf_inv,
+                    )
+                for turn in T.serial(num_passes):
+                    start = slot + turn * vectors * num_threads
+                    if num_passes > 1:
+                        activate(x, up, row, start, real, weight, clamp_value, None, gate_local, up_local, act_local)
+                    for i in T.unroll(vectors):
+                        at, inverse = start + i * slot_step, sf_inv[i * row_step]
+                        encode_and_store(
+                            act_local, i, out, 'cast', inverse, v_local, y_local, y, row + i * row_step, at, hidden
+                        )
+            else:
+                rounded = T.alloc_local((LANE,), T.dtype(out_dtype))
+                for i in T.unroll(vectors):
+                    round_lane(act_local, i, rounded)
+                    if row + i < num_tokens:
+                        store_half(
+                            y, rounded, row + i, 0, slot, math.gcd(LANE, 16 // out_dtype.itemsize, hidden), hidden
+                        )
             if counting:
                 counts_shared = T.alloc_shared((num_threads // WARP, num_counts), T.int32)
                 add_counts(counts, num_counts, counts_shared, clamped_count, num_threads)

@@ -1,9 +1,9 @@
 """The kernels of SwiGLU with a per-channel cast; see `swiglu_forward_and_per_channel_cast_and_transpose` for the maths.
 
-Where codes are stored transposed, a thread block walks down a strip of rows of some neighbouring channels as in
-`per_channel_cast_and_transpose`. Its threads copy their gates and ups of the next tile to places of their own in shared
-memory, as soon as these are free. Few rows are cut into small tiles instead, and codes that are not transposed need no
-strips: there a thread block owns one tile.
+A thread block owns a tile; where its codes are turned, the later half of its rows waits in shared memory, so that all
+are on their way at once. If rows of a transposed result begin at any byte, a block walks down a strip of rows of some
+neighbouring channels as in `per_channel_cast_and_transpose`, and copies the gates and ups of the next tile to shared
+memory as soon as its registers hold these. Few rows are cut into small tiles.
 """
 
 import math
@@ -75,7 +75,6 @@ def choose_strips(
     fmt: QuantFormat,
     x_dtype: torch.dtype,
     vector_bytes: int,
-    aligned: bool,
     clamped: bool,
     num_tokens: int,
 ) -> dict:
@@ -99,6 +98,16 @@ def ask_for_chunk(x, stage_shared, c, first, slot, hidden, copied):
                 )
 
 
+@macro
+def take_chunk(stage_shared, c, gate_local, up_local):
+    """Rows that were asked for."""
+    for i in T.unroll(CHUNK_ROWS):
+        for e in T.vectorized(LANE):
+            gate_local[i, e] = stage_shared[c * CHUNK_ROWS + i, 0, T.get_thread_binding(), e]
+        for e in T.vectorized(LANE):
+            up_local[i, e] = stage_shared[c * CHUNK_ROWS + i, 1, T.get_thread_binding(), e]
+
+
 @kernel(
     choose=choose_strips,
     space=dict(row_lanes=(8, 16), resident_threads=(256, 512, 640), blocks=(256, 512, 1024, 2048)),
@@ -109,17 +118,13 @@ def swiglu_forward_and_transposed_cast_kernel(
     fmt: QuantFormat,
     x_dtype: torch.dtype,
     vector_bytes: int,
-    aligned: bool,
     clamped: bool,
     *,
     row_lanes: int,
     resident_threads: int,
     blocks: int,
 ):
-    """One strip of `row_lanes` times 8 channels for each thread block; about `blocks` of them share all rows.
-
-    `aligned`: rows of the result begin at multiples of 16 bytes.
-    """
+    """One strip of `row_lanes` times 8 channels for each thread block; about `blocks` of them share all rows."""
     num_threads = TEAMS * row_lanes
     height, tile_n = fmt.sf_block[0], row_lanes * LANE
     warps, tiles_n = height * row_lanes // (ROWS * WARP), -(-hidden // tile_n)
@@ -140,8 +145,6 @@ def swiglu_forward_and_transposed_cast_kernel(
         steps = T.ceildiv(T.ceildiv(num_tokens, TILE_ROWS), strips)
         with T.Kernel(T.ceildiv(num_tokens, steps * TILE_ROWS) * tiles_n, threads=num_threads) as pid:
             T.assume(x_pitch % piece == 0)
-            if aligned:
-                T.assume(num_tokens % VECTOR_BYTES == 0)
             T.annotate_min_blocks_per_sm(resident_blocks(resident_threads, num_threads))
             top = T.alloc_var(T.int32)
             length = T.alloc_var(T.int32)
@@ -157,7 +160,7 @@ def swiglu_forward_and_transposed_cast_kernel(
             code_words = T.view(codes, (ROWS, 2), T.uint32)
             turned = T.alloc_local((LANE, 2), T.uint32)
             amax_shared = T.alloc_shared((num_threads // WARP, tile_n), T.float32)
-            tile_shared = T.alloc_shared((tile_n, TEAMS if aligned else 2 * TEAMS, 2), T.uint32)
+            tile_shared = T.alloc_shared((tile_n, 2 * TEAMS, 2), T.uint32)
             stage_shared = T.alloc_shared((ROWS if staged else 1, 2, num_threads, LANE), T.dtype(x_dtype))
             thread = T.get_thread_binding()
             lane, team, warp = thread % row_lanes, thread // row_lanes, thread // WARP
@@ -173,11 +176,7 @@ def swiglu_forward_and_transposed_cast_kernel(
                 for c in T.unroll(chunks):
                     if staged:
                         T.ptx_wait_group(chunks - 1)
-                        for i in T.unroll(CHUNK_ROWS):
-                            for e in T.vectorized(LANE):
-                                gate_local[i, e] = stage_shared[c * CHUNK_ROWS + i, 0, thread, e]
-                            for e in T.vectorized(LANE):
-                                up_local[i, e] = stage_shared[c * CHUNK_ROWS + i, 1, thread, e]
+                        take_chunk(stage_shared, c, gate_local, up_local)
                         if step * TILE_ROWS + TILE_ROWS < length:
                             below = row + TILE_ROWS + team * ROWS + c * CHUNK_ROWS
                             ask_for_chunk(x, stage_shared, c, below, slot, hidden, copied)
@@ -204,19 +203,13 @@ def swiglu_forward_and_transposed_cast_kernel(
                 turn(code_words, turned)
                 for e in T.unroll(LANE):
                     for w in T.vectorized(2):
-                        half = 0 if aligned else step % 2 * TEAMS
-                        tile_shared[lane * LANE + e, spread(tile_shared, lane * LANE + e, half + team), w] = turned[
-                            e, w
-                        ]
+                        unit = spread(tile_shared, lane * LANE + e, step % 2 * TEAMS + team)
+                        tile_shared[lane * LANE + e, unit, w] = turned[e, w]
                 T.sync_threads()
-                if aligned:
-                    store_vectors(y, tile_shared, row // TILE_ROWS, pid % tiles_n)
-                else:
-                    store_sectors(y, tile_shared, col, top, length, step)
-                    if step == 0:
-                        store_end(y, tile_shared, col, top, length, False)
-            if not aligned:
-                store_end(y, tile_shared, col, top, length, True)
+                store_sectors(y, tile_shared, col, top, length, step)
+                if step == 0:
+                    store_end(y, tile_shared, col, top, length, False)
+            store_end(y, tile_shared, col, top, length, True)
 
     return swiglu_forward_and_transposed_cast
 
@@ -235,8 +228,10 @@ def choose(
 ) -> dict:
     """Eight rows for each lane; flat groups of a small problem get flat tiles, transposed codes small ones."""
     resident_threads = 512 if x_dtype.itemsize == 4 else 768
-    if store_bytes:
+    if store_bytes and num_tokens <= FEW_ROWS:
         return dict(rows=2, num_threads=128, resident_threads=resident_threads, row_lanes=2)
+    if store_bytes:
+        return dict(rows=8, num_threads=128, resident_threads=512, row_lanes=8)
     if fmt.sf_block[0] == 32 and num_tokens * hidden < 1 << 22:
         return dict(rows=4, num_threads=128, resident_threads=resident_threads, row_lanes=16)
     return dict(rows=8, num_threads=256, resident_threads=resident_threads, row_lanes=16)
@@ -290,7 +285,9 @@ def swiglu_forward_and_per_channel_cast_kernel(
     tile_m, tile_n = tile_rows(rows, num_threads, height, row_lanes), row_lanes * LANE
     warps, tiles_n = height * row_lanes // (rows * WARP), -(-hidden // tile_n)
     piece = math.gcd(LANE, vector_bytes // x_dtype.itemsize, hidden)
-    chunk = min(CHUNK_ROWS, rows)
+    chunk, copied = min(CHUNK_ROWS, rows), 16 // x_dtype.itemsize
+    full, turning = hidden % tile_n == 0, store_bytes == VECTOR_BYTES and rows == ROWS
+    staged = turning and full and piece >= copied  # all rows are asked for at once, the later ones to shared memory
     num_tokens, sf_rows, x_pitch = T.dynamic('num_tokens'), T.dynamic('sf_rows'), T.dynamic('x_pitch')
 
     @T.prim_func
@@ -319,9 +316,17 @@ def swiglu_forward_and_per_channel_cast_kernel(
             row, col = pid // tiles_n * tile_m, pid % tiles_n * tile_n
             slot = pid % tiles_n * row_lanes + lane
 
+            stage_shared = T.alloc_shared((rows - chunk if staged else 1, 2, num_threads, LANE), T.dtype(x_dtype))
+            for c in T.unroll(rows // chunk - 1 if staged else 0):
+                ask_for_chunk(x, stage_shared, c, row + team * rows + (c + 1) * chunk, slot, hidden, copied)
+                T.ptx_commit_group()
             for c in T.unroll(rows // chunk):
                 first = row + team * rows + c * chunk
-                load_chunk(x, gate_local, up_local, first, slot, piece, hidden, hidden % tile_n == 0)
+                if staged and c > 0:
+                    T.ptx_wait_group(0)
+                    take_chunk(stage_shared, c - 1, gate_local, up_local)
+                else:
+                    load_chunk(x, gate_local, up_local, first, slot, piece, hidden, full)
                 activate_chunk(gate_local, up_local, clamped, clamp_value, act_local, rounded, c * chunk)
 
             channel_amax(rounded, amax, None, row_lanes)
@@ -340,7 +345,17 @@ def swiglu_forward_and_per_channel_cast_kernel(
                         codes[i, e] = row_codes[e]
                 elif row + team * rows + i < num_tokens:
                     store_lane(y, row_codes, row + team * rows + i, slot, math.gcd(LANE, hidden), hidden, LANE)
-            if store_bytes > 0:
+            if turning:
+                turned = T.alloc_local((LANE, 2), T.uint32)
+                units_shared = T.alloc_shared((tile_n, tile_m // 8, 2), T.uint32)
+                turn(T.view(codes, (ROWS, 2), T.uint32), turned)
+                for e in T.unroll(LANE):
+                    for w in T.vectorized(2):
+                        unit = spread(units_shared, lane * LANE + e, team)
+                        units_shared[lane * LANE + e, unit, w] = turned[e, w]
+                T.sync_threads()
+                store_vectors(y, units_shared, pid // tiles_n, pid % tiles_n)
+            elif store_bytes > 0:
                 tile_shared = T.alloc_shared((tile_n, tile_m), T.dtype(fmt.data.torch))
                 store_turned(y, codes, team, lane, tile_shared, row, col, store_bytes, num_threads)
 
