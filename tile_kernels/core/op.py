@@ -285,7 +285,7 @@ def {self.fn.__name__}({', '.join(head)}):
         """Run the body; what the second such call does, later ones repeat."""
         ways = self._replays.get(key)
         if ways is None:
-            self._check_types(args, kwargs)
+            self._check_types((), given)
             if len(self._replays) >= _MAX_REPLAYS:
                 self._replays.clear()
             self._replays[key] = []
