@@ -83,6 +83,7 @@ def mix_and_apply_kernel(hidden: int, num_streams: int, width: int, with_mixes: 
     ):
         mix_blocks = T.ceildiv(num_tokens, tokens)
         with T.Kernel(mix_blocks + num_tokens, threads=row_threads) as pid:
+            T.annotate_min_blocks_per_sm(1024 // row_threads)  # the few blocks with a chain must not cost the others
             x_local = T.alloc_local((vectors * num_streams, width), T.bfloat16)
             y_local = T.alloc_local((1, width), T.bfloat16)
             mix_local = T.alloc_local((num_streams,), T.float32)
