@@ -10,7 +10,7 @@ SPLITS = (1, 2, 4, 8, 16, 32, 64)
 
 #: Tokens of a tile backward, columns of a block, and tiles it may have.
 BLOCK_T, BLOCK_N = 64, 128
-TILES = (1, 4, 8, 16, 24, 32, 64)
+TILES = (1, 4, 16, 24, 64)
 
 #: Blocks that run at a time: two on each of 132 SMs. On other devices the choice is the same, and so are the results.
 WAVE = 264
