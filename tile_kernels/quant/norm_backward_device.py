@@ -204,7 +204,7 @@ def norm_backward_kernel(
                     T.clear(weight_local)
                 for i in T.unroll(vectors if weight_kept else 0):
                     load_weight(weight, weight_local, i, (i * warps + warp) * WARP + lane, weight_piece, hidden)
-            if stages > 0 and not full:  # channels beyond the row are never copied and count as 0
+            if stages > 0 and (not full or teams > 1):  # channels beyond a row, rows beyond the end: nothing is copied
                 for s in T.unroll(stages):
                     for which in T.unroll(3 if through else 2):
                         for i in T.unroll(vectors):
