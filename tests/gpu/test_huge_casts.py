@@ -1,4 +1,4 @@
-"""Casts of nearly 2^32 numbers, compared with their twins where offsets pass 2^31 and at both ends."""
+"""Casts of nearly 2^32 numbers, compared with their twins where offsets pass 2^31 and at both ends; rows far apart."""
 
 import pytest
 import torch
@@ -25,8 +25,8 @@ WINDOWS = [
 
 
 def rows_of(value: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Rows of a tensor, or as many scale factors of them as it has."""
-    height = -(-NUM_TOKENS // value.shape[0])
+    """Rows of a tensor, or the scale factors of groups of 128 of them."""
+    height = 1 if value.shape[0] == NUM_TOKENS else 128
     return value[first // height : -(-last // height)].contiguous()
 
 
@@ -110,3 +110,21 @@ def test_lossless_cast():
         per_block_cast_lossless(x, target),
         lambda *window: twin.per_block_cast_lossless(rows_of_pair(x, *window), target),
     )
+
+
+@pytest.mark.parametrize(
+    ('op', 'name'),
+    [
+        (per_token_cast, 'e4m3_1x128_f32'),
+        (per_token_cast, 'e4m3_1xall_f32'),
+        (per_block_cast, 'e4m3_32x32_ue8m0x4_col'),
+        (per_channel_cast, 'e4m3_32x1_ue8m0x4'),
+        (per_channel_cast, 'e4m3_allx1_f32'),
+        (per_channel_cast_and_transpose, 'e4m3_128x1_f32'),
+    ],
+)
+def test_rows_may_lie_far_apart(x, op, name):
+    pitch, fmt = 7280008, QuantFormat.parse(name)
+    rows = x.as_strided((589, 7160), (pitch, 1))
+    for got, wanted in zip(op(rows, fmt), getattr(twin, op.__name__)(rows, fmt), strict=True):
+        assert_equal(got, wanted)
