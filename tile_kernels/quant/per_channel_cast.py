@@ -210,7 +210,7 @@ def _strip_rows(num_rows: Any, hidden: int) -> Any:
 
 
 @kernel(pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True})
-def channel_amax_kernel(hidden: int, source: torch.dtype | QuantFormat, vector_bytes: int, gathered: bool):
+def channel_amax_of_strips_kernel(hidden: int, source: torch.dtype | QuantFormat, vector_bytes: int, gathered: bool):
     """The largest magnitude of each channel in each strip of rows, one strip of a tile of channels a thread block."""
     quantised = isinstance(source, QuantFormat)
     x_dtype = source.data.torch if quantised else source
@@ -297,7 +297,7 @@ def _cast(
         launch(per_channel_cast_kernel, (*static, 'cast'), *rows, *y, None, floor, size=num_rows)
     else:
         parts = torch.empty((_strips(hidden), hidden), dtype=torch.float32, device=x.device)
-        launch(channel_amax_kernel, (hidden, source, *static[3:]), *rows, parts, size=num_rows)
+        launch(channel_amax_of_strips_kernel, (hidden, source, *static[3:]), *rows, parts, size=num_rows)
         launch(per_channel_cast_kernel, (*static, 'scale'), *rows, *y, parts, floor, size=num_rows)
     return y
 
