@@ -35,9 +35,9 @@ def test_functions_show_the_arguments_of_the_first_form(path, names):
 
 
 def test_names_are_where_tile_kernels_has_them():
-    from tile_kernels.quant.types import QuantTensor
-
-    assert QuantTensor is tile_kernels.QuantTensor
+    assert tile_kernels.quant.types.QuantTensor is tile_kernels.QuantTensor
+    assert tile_kernels.mhc.post_kernel.mhc_post_fwd is tile_kernels.mhc.mhc_post_fwd
+    assert tile_kernels.moe.scoring.ScoringFunc is moe.ScoringFunc
     cuda = torch.cuda.is_available()
     for name in ('get_num_ai_cores', 'get_num_cube_cores', 'get_num_vec_cores'):
         function = getattr(tile_kernels, name)
