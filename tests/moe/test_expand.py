@@ -251,7 +251,7 @@ def test_the_whole_way_is_one_graph():
         (lambda x, m, p: expand_to_fused(x, m.long(), p), 'token_topk_to_pos must be int32'),
         (lambda x, m, p: expand_to_fused(x.t()[:13], m, p), 'x must have stride 1'),
         (lambda x, m, p: expand_to_fused(x.to(torch.complex128), m, p), 'x must have elements of 1, 2, 4 or 8 bytes'),
-        (lambda x, m, p: expand_to_fused_with_sf((x, x), 4, m, p), 'x_sf must be .* with num_groups = 4'),
+        (lambda x, m, p: expand_to_fused_with_sf((x, x), 4, m, p), r'x\[1\] must be .* with num_groups = 4'),
         (
             lambda x, m, p: expand_and_per_token_cast(x, m, p, QuantFormat.parse('e4m3_1xall_f32')),
             'scale block of fmt must be one of',

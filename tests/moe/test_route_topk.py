@@ -400,7 +400,10 @@ def test_groups_by_the_sum_of_their_best(shape, interpret):
         ),
         (dict(num_shared_experts=17, use_shared_as_routed=True), 'num_shared_experts must be at most 16, got 17'),
         (dict(ep_rank=-1), 'ep_rank must be at least 0, got -1'),
-        (dict(out=(torch.zeros(2, 5).long(), torch.zeros(2, 5))), 'num_slots of out must be 6, got 5'),
+        (
+            dict(out=(torch.zeros(2, 5).long(), torch.zeros(2, 5))),
+            'out[0] must be (num_tokens, num_slots) with num_slots = 6, got int64[2, 5] on cpu',
+        ),
     ],
 )
 def test_errors_are_one_sentence(options, sentence):
