@@ -191,7 +191,7 @@ def test_the_report_compares_case_by_case(capsys):
     bench.report(records, {}, 'cuda', 'main', [record | {'case': 'a', 'us': 3.0}])
     heading, first, second = capsys.readouterr().out.splitlines()
     assert ' '.join(heading.split()) == 'op case us graph us GB/s % of copy TFLOP/s host us main us faster'
-    assert ' '.join(first.split()) == 'o a 2.00 1.50 100 97.5 9.00 3.00 1.50x'
+    assert ' '.join(first.split()) == 'o a 2.00 1.50 100 97.5 – 9.00 3.00 1.50x'
     assert second.split()[-2:] == ['–', '–']
 
 

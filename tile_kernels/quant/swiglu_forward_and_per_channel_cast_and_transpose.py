@@ -89,7 +89,7 @@ swiglu_forward_and_per_channel_cast_and_transpose.cases(
         clamp_value=[None, 10.0, 0.5],
         transpose=[True, False],
     ),
-    bench=grid(num_tokens=[64, 4096, 16384], hidden=[2048], dtype=BF16, fmt=['e4m3_128x1_f32'])
+    bench=grid(num_tokens=[64, 4096, 8001, 16384], hidden=[2048], dtype=BF16, fmt=['e4m3_128x1_f32'])
     + grid(num_tokens=[8064], hidden=[3584], dtype=BF16, fmt=['e4m3_32x1_f32p2'], clamp_value=[10.0])
     + grid(num_tokens=[4096], hidden=[2048], dtype=BF16, fmt=['e4m3_128x1_f32'], transpose=[False]),
 )
