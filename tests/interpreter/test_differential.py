@@ -35,7 +35,7 @@ def test_every_kernel_ran_on_a_gpu():
 
 
 #: A few cases of every op; all of them with `TK_FULL_TEST=1`. (The contract compares the rest with their twins.)
-COMPARED = a_few_of_each(sorted(set(RECORD) - OTHER_EXP), lambda name: CASES[name].op.name, 4)
+COMPARED = a_few_of_each(sorted(set(RECORD) - OTHER_EXP), lambda name: CASES[name].op.name, 2)
 
 
 @pytest.mark.parametrize('name', COMPARED, ids=str)
