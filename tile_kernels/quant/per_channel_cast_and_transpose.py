@@ -26,12 +26,11 @@ from tile_kernels.quant._blocks import HEIGHTS, WARP, bytes_of_words, resident_b
 from tile_kernels.quant._macros import LANE
 from tile_kernels.quant.per_channel_cast import _check_format, _make
 from tile_kernels.quant.per_channel_cast_device import (
-    channel_amax,
-    channel_factors,
     encode_row,
     load_rows,
+    scale_channels,
     spread,
-    turn,
+    turn_to_shared,
 )
 from tile_kernels.quant.per_token_cast import DTYPES
 
@@ -155,8 +154,8 @@ def per_channel_cast_and_transpose_kernel(
     `ahead`: the rows of the next tile are on their way while a tile is written.
     """
     num_threads = TEAMS * row_lanes
-    height, tile_n = fmt.sf_block[0], row_lanes * LANE
-    warps, tiles_n = height * row_lanes // (ROWS * WARP), -(-hidden // tile_n)
+    tile_n = row_lanes * LANE
+    tiles_n = -(-hidden // tile_n)
     strips = max(blocks // tiles_n, 1)
     piece = math.gcd(LANE, vector_bytes // x_dtype.itemsize, hidden)
     num_tokens, sf_rows, x_pitch = T.dynamic('num_tokens'), T.dynamic('sf_rows'), T.dynamic('x_pitch')
@@ -181,11 +180,10 @@ def per_channel_cast_and_transpose_kernel(
             sf_inv = T.alloc_local((LANE,), T.float32)
             codes = T.alloc_local((ROWS, LANE), T.dtype(fmt.data.torch))
             row_codes = T.alloc_local((LANE,), T.dtype(fmt.data.torch))
-            code_words = T.view(codes, (ROWS, 2), T.uint32)
             turned = T.alloc_local((LANE, 2), T.uint32)
             tile_shared = T.alloc_shared((tile_n, 2 * TEAMS, 2), T.uint32)
             thread = T.get_thread_binding()
-            lane, team, warp = thread % row_lanes, thread // row_lanes, thread // WARP
+            lane, team = thread % row_lanes, thread // row_lanes
             slot, col = pid % tiles_n * row_lanes + lane, pid % tiles_n * tile_n
             top = pid // tiles_n * (steps * TILE_ROWS)
             length = T.min(T.cast(num_tokens - top, T.int32), steps * TILE_ROWS)
@@ -196,15 +194,9 @@ def per_channel_cast_and_transpose_kernel(
                 row = top + step * TILE_ROWS
                 if not ahead:
                     load_rows(x, None, None, row + team * ROWS, x_dtype, slot, piece, hidden, x_local, None)
-                channel_amax(x_local, amax, None, row_lanes)
-                if thread % WARP < row_lanes:
-                    for e in T.vectorized(LANE):
-                        amax_shared[warp, lane * LANE + e] = amax[e]
-                T.sync_threads()
-                channel_factors(amax_shared, warps, None, 0, y_sf, fmt, height, num_tokens, row, col, amax_floor)
-                T.sync_threads()
-                for e in T.vectorized(LANE):
-                    sf_inv[e] = amax_shared[team * ROWS // height * warps, lane * LANE + e]
+                scale_channels(
+                    x_local, amax, amax_shared, sf_inv, y_sf, fmt, num_tokens, row, col, amax_floor, row_lanes
+                )
                 for i in T.unroll(ROWS):
                     encode_row(x_local, i, sf_inv, row_codes)
                     for e in T.vectorized(LANE):
@@ -212,11 +204,7 @@ def per_channel_cast_and_transpose_kernel(
                 if ahead:
                     next_row = row + TILE_ROWS + team * ROWS
                     load_rows(x, None, None, next_row, x_dtype, slot, piece, hidden, x_local, None)
-                turn(code_words, turned)
-                for e in T.unroll(LANE):
-                    for w in T.vectorized(2):
-                        unit = spread(tile_shared, lane * LANE + e, step % 2 * TEAMS + team)
-                        tile_shared[lane * LANE + e, unit, w] = turned[e, w]
+                turn_to_shared(codes, turned, tile_shared, lane, step % 2 * TEAMS + team)
                 T.sync_threads()
 
                 store_sectors(y, tile_shared, col, top, length, step)

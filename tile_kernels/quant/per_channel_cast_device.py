@@ -203,6 +203,26 @@ def channel_factors(amax_shared, warps, parts, num_parts, y_sf, fmt, height, num
                     store_channel_sf(y_sf, fmt, num_groups, row // height + group, col + channel, sf[0])
 
 
+@macro
+def scale_channels(x_local, amax, amax_shared, sf_inv, y_sf, fmt, num_rows, row, col, amax_floor, row_lanes):
+    """Store the scale factors of the tile at (`row`, `col`); `sf_inv[e]` = multiplier of channel e for a thread's rows.
+
+    `x_local` are those rows; `row_lanes` threads share a row of the tile, whose maxima meet in `amax_shared`.
+    """
+    thread, rows, height = T.get_thread_binding(), int(x_local.shape[0]), fmt.sf_block[0]
+    warps = height * row_lanes // (rows * WARP)
+    lane, team, warp = thread % row_lanes, thread // row_lanes, thread // WARP
+    channel_amax(x_local, amax, None, row_lanes)
+    if thread % WARP < row_lanes:
+        for e in T.vectorized(LANE):
+            amax_shared[warp, lane * LANE + e] = amax[e]
+    T.sync_threads()
+    channel_factors(amax_shared, warps, None, 0, y_sf, fmt, height, num_rows, row, col, amax_floor)
+    T.sync_threads()
+    for e in T.vectorized(LANE):
+        sf_inv[e] = amax_shared[team * rows // height * warps, lane * LANE + e]
+
+
 def _turn(words: Any, row: Any, col: Any) -> tuple:
     """Four words of one byte of each channel `4 * col + j`, from four rows of four channels."""
     first, second, third, fourth = (words[4 * row + i, col] for i in range(4))
@@ -231,6 +251,16 @@ def spread(tile_shared: Any, channel: Any, unit: Any) -> Any:
     """
     lanes = tile_shared.shape[0] // LANE
     return unit ^ channel // LANE * (BANK_UNITS // lanes)
+
+
+@macro
+def turn_to_shared(codes, turned, tile_shared, lane, unit):
+    """Codes of eight rows and 8 channels of a thread, turned, as unit `unit` of the channels of `lane`."""
+    turn(T.view(codes, (8, 2), T.uint32), turned)
+    for e in T.unroll(LANE):
+        for w in T.vectorized(2):
+            place = spread(tile_shared, lane * LANE + e, unit)
+            tile_shared[lane * LANE + e, place, w] = turned[e, w]
 
 
 def _vector_of_tile(tile_shared: Any, k: int) -> tuple:

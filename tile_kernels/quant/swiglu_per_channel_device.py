@@ -20,12 +20,10 @@ from tile_kernels.quant._swiglu_macros import activate_lanes, load_half
 from tile_kernels.quant.per_channel_cast_and_transpose import ROWS, TEAMS, TILE_ROWS, store_end, store_sectors
 from tile_kernels.quant.per_channel_cast_device import (
     VECTOR_BYTES,
-    channel_amax,
-    channel_factors,
     encode_row,
-    spread,
+    scale_channels,
     store_vectors,
-    turn,
+    turn_to_shared,
 )
 
 #: Rows that a lane activates at a time; the rows before them are already rounded to bfloat16.
@@ -126,8 +124,8 @@ def swiglu_forward_and_transposed_cast_kernel(
 ):
     """One strip of `row_lanes` times 8 channels for each thread block; about `blocks` of them share all rows."""
     num_threads = TEAMS * row_lanes
-    height, tile_n = fmt.sf_block[0], row_lanes * LANE
-    warps, tiles_n = height * row_lanes // (ROWS * WARP), -(-hidden // tile_n)
+    tile_n = row_lanes * LANE
+    tiles_n = -(-hidden // tile_n)
     strips = max(blocks // tiles_n, 1)
     piece = math.gcd(LANE, vector_bytes // x_dtype.itemsize, hidden)
     full, copied, chunks = hidden % tile_n == 0, 16 // x_dtype.itemsize, ROWS // CHUNK_ROWS
@@ -157,13 +155,12 @@ def swiglu_forward_and_transposed_cast_kernel(
             sf_inv = T.alloc_local((LANE,), T.float32)
             codes = T.alloc_local((ROWS, LANE), T.dtype(fmt.data.torch))
             row_codes = T.alloc_local((LANE,), T.dtype(fmt.data.torch))
-            code_words = T.view(codes, (ROWS, 2), T.uint32)
             turned = T.alloc_local((LANE, 2), T.uint32)
             amax_shared = T.alloc_shared((num_threads // WARP, tile_n), T.float32)
             tile_shared = T.alloc_shared((tile_n, 2 * TEAMS, 2), T.uint32)
             stage_shared = T.alloc_shared((ROWS if staged else 1, 2, num_threads, LANE), T.dtype(x_dtype))
             thread = T.get_thread_binding()
-            lane, team, warp = thread % row_lanes, thread // row_lanes, thread // WARP
+            lane, team = thread % row_lanes, thread // row_lanes
             slot, col = pid % tiles_n * row_lanes + lane, pid % tiles_n * tile_n
             top = pid // tiles_n * (steps * TILE_ROWS)
             length = T.min(T.cast(num_tokens - top, T.int32), steps * TILE_ROWS)
@@ -187,24 +184,14 @@ def swiglu_forward_and_transposed_cast_kernel(
                         )
                     activate_chunk(gate_local, up_local, clamped, clamp_value, act_local, rounded, c * CHUNK_ROWS)
 
-                channel_amax(rounded, amax, None, row_lanes)
-                if thread % WARP < row_lanes:
-                    for e in T.vectorized(LANE):
-                        amax_shared[warp, lane * LANE + e] = amax[e]
-                T.sync_threads()
-                channel_factors(amax_shared, warps, None, 0, y_sf, fmt, height, num_tokens, row, col, amax_floor)
-                T.sync_threads()
-                for e in T.vectorized(LANE):
-                    sf_inv[e] = amax_shared[team * ROWS // height * warps, lane * LANE + e]
+                scale_channels(
+                    rounded, amax, amax_shared, sf_inv, y_sf, fmt, num_tokens, row, col, amax_floor, row_lanes
+                )
                 for i in T.unroll(ROWS):
                     encode_row(rounded, i, sf_inv, row_codes)
                     for e in T.vectorized(LANE):
                         codes[i, e] = row_codes[e]
-                turn(code_words, turned)
-                for e in T.unroll(LANE):
-                    for w in T.vectorized(2):
-                        unit = spread(tile_shared, lane * LANE + e, step % 2 * TEAMS + team)
-                        tile_shared[lane * LANE + e, unit, w] = turned[e, w]
+                turn_to_shared(codes, turned, tile_shared, lane, step % 2 * TEAMS + team)
                 T.sync_threads()
                 store_sectors(y, tile_shared, col, top, length, step)
                 if step == 0:
@@ -283,7 +270,7 @@ def swiglu_forward_and_per_channel_cast_kernel(
     if height * row_lanes < rows * WARP:
         raise ArgumentError(f'a warp of {rows * WARP // row_lanes} rows holds several groups of {height}')
     tile_m, tile_n = tile_rows(rows, num_threads, height, row_lanes), row_lanes * LANE
-    warps, tiles_n = height * row_lanes // (rows * WARP), -(-hidden // tile_n)
+    tiles_n = -(-hidden // tile_n)
     piece = math.gcd(LANE, vector_bytes // x_dtype.itemsize, hidden)
     chunk, copied = min(CHUNK_ROWS, rows), 16 // x_dtype.itemsize
     full, turning = hidden % tile_n == 0, store_bytes == VECTOR_BYTES and rows == ROWS
@@ -312,7 +299,7 @@ def swiglu_forward_and_per_channel_cast_kernel(
             codes = T.alloc_local((rows, LANE), T.dtype(fmt.data.torch))
             row_codes = T.alloc_local((LANE,), T.dtype(fmt.data.torch))
             thread = T.get_thread_binding()
-            lane, team, warp = thread % row_lanes, thread // row_lanes, thread // WARP
+            lane, team = thread % row_lanes, thread // row_lanes
             row, col = pid // tiles_n * tile_m, pid % tiles_n * tile_n
             slot = pid % tiles_n * row_lanes + lane
 
@@ -329,15 +316,7 @@ def swiglu_forward_and_per_channel_cast_kernel(
                     load_chunk(x, gate_local, up_local, first, slot, piece, hidden, full)
                 activate_chunk(gate_local, up_local, clamped, clamp_value, act_local, rounded, c * chunk)
 
-            channel_amax(rounded, amax, None, row_lanes)
-            if thread % WARP < row_lanes:
-                for e in T.vectorized(LANE):
-                    amax_shared[warp, lane * LANE + e] = amax[e]
-            T.sync_threads()
-            channel_factors(amax_shared, warps, None, 0, y_sf, fmt, height, num_tokens, row, col, amax_floor)
-            T.sync_threads()
-            for e in T.vectorized(LANE):
-                sf_inv[e] = amax_shared[team * rows // height * warps, lane * LANE + e]
+            scale_channels(rounded, amax, amax_shared, sf_inv, y_sf, fmt, num_tokens, row, col, amax_floor, row_lanes)
             for i in T.unroll(rows):
                 encode_row(rounded, i, sf_inv, row_codes)
                 if store_bytes > 0:
@@ -348,11 +327,7 @@ def swiglu_forward_and_per_channel_cast_kernel(
             if turning:
                 turned = T.alloc_local((LANE, 2), T.uint32)
                 units_shared = T.alloc_shared((tile_n, tile_m // 8, 2), T.uint32)
-                turn(T.view(codes, (ROWS, 2), T.uint32), turned)
-                for e in T.unroll(LANE):
-                    for w in T.vectorized(2):
-                        unit = spread(units_shared, lane * LANE + e, team)
-                        units_shared[lane * LANE + e, unit, w] = turned[e, w]
+                turn_to_shared(codes, turned, units_shared, lane, team)
                 T.sync_threads()
                 store_vectors(y, units_shared, pid // tiles_n, pid % tiles_n)
             elif store_bytes > 0:
