@@ -22,6 +22,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python -m tile_kernels.docs --check
 
 docs: $(STAMP)
 	$(BIN)/python -m tile_kernels.docs
