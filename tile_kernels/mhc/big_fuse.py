@@ -16,7 +16,7 @@ from torch import Tensor
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T
+from tile_kernels.core.lang import T, macro
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import Mut, op
 from tile_kernels.mhc._rows import (
@@ -40,24 +40,67 @@ from tile_kernels.mhc.split_mixes import affine, num_mixes, sigmoid
 
 BF16, F32 = torch.bfloat16, torch.float32
 
+#: Tokens of a block with a chain when there are few: their chains then run on as many SMs as can be.
+FEW_TOKENS = 8
+
 # Config -------------------------------------------------------------------------------------
 
 
 def choose(hidden: int, num_streams: int, width: int, with_mixes: bool, num_tokens: int) -> dict:
-    """Two vectors for each thread, as `apply_mix`."""
-    return dict(row_threads=row_threads_for(hidden // width, 2))
+    """Two vectors for each thread, as `apply_mix`; few tokens spread their chains over many blocks."""
+    return dict(row_threads=row_threads_for(hidden // width, 2), mix_tokens=FEW_TOKENS if num_tokens <= 1024 else WARP)
 
 
 # Kernel -------------------------------------------------------------------------------------
 
 
-@kernel(choose=choose, space=dict(row_threads=ROW_THREADS), pass_configs=ROW_PASS_CONFIGS)
-def mix_and_apply_kernel(hidden: int, num_streams: int, width: int, with_mixes: bool, *, row_threads: int):
-    """Blocks that carry many tokens through the chain of Sinkhorn, then those of one token."""
+@macro
+def sum_parts(mul_parts, square_parts, first, mul_shared, square_shared, num_threads):
+    """The products and sums of squares of the tokens from `first` on, the parts in ascending order.
+
+    One thread for each sum: the loads of a sum do not wait for each other, those of the next sum wait for all.
+    """
+    tokens, columns = square_shared.shape[0], mul_shared.shape[1] - 1
+    last = mul_parts.shape[1] - 1
+    for r in T.serial(-(-tokens * (columns + 1) // num_threads)):
+        index = r * num_threads + T.get_thread_binding()
+        total = T.alloc_var(T.float32)
+        total = 0.0
+        if index < tokens * columns:
+            token = T.min(first + index // columns, last)
+            for s in T.unroll(mul_parts.shape[0], unroll_factor=16):
+                total = total + mul_parts[s, token, index % columns]
+            mul_shared[index // columns, index % columns] = total
+        elif index < tokens * (columns + 1):
+            token = T.min(first + index - tokens * columns, last)
+            for s in T.unroll(mul_parts.shape[0], unroll_factor=16):
+                total = total + square_parts[s, token]
+            square_shared[index - tokens * columns] = total
+
+
+@macro
+def load_round(residual, token, round, x_local, vectors, row_threads):
+    """The vectors of a thread in a round over the channels of a token."""
+    num_streams, num_vectors = residual.shape[1], residual.shape[2] // x_local.shape[1]
+    for v in T.unroll(vectors):
+        index = (round * vectors + v) * row_threads + T.get_thread_binding()
+        if index < num_vectors:
+            load_streams(residual, token, index, x_local, v * num_streams)
+
+
+@kernel(
+    choose=choose, space=dict(row_threads=ROW_THREADS, mix_tokens=(FEW_TOKENS, WARP)), pass_configs=ROW_PASS_CONFIGS
+)
+def mix_and_apply_kernel(
+    hidden: int, num_streams: int, width: int, with_mixes: bool, *, row_threads: int, mix_tokens: int
+):
+    """Blocks that carry `mix_tokens` tokens through the chain of Sinkhorn, then those of one token."""
     num_vectors, vectors = hidden // width, 2
+    rounds = -(-num_vectors // (vectors * row_threads))
+    crowded = mix_tokens > FEW_TOKENS
     lanes = lanes_for(num_streams, num_streams)
     held = num_streams // lanes
-    tokens = row_threads // lanes
+    tokens = min(mix_tokens, row_threads // lanes)
     width_mixes = num_mixes(num_streams)
     columns = padded(width_mixes)
     num_tokens, splits = T.dynamic('num_tokens'), T.dynamic('splits')
@@ -83,103 +126,90 @@ def mix_and_apply_kernel(hidden: int, num_streams: int, width: int, with_mixes: 
     ):
         mix_blocks = T.ceildiv(num_tokens, tokens)
         with T.Kernel(mix_blocks + num_tokens, threads=row_threads) as pid:
-            T.annotate_min_blocks_per_sm(1024 // row_threads)  # the few blocks with a chain must not cost the others
+            # many tokens: the few blocks with a chain must not cost the others; few: registers for all parts at once
+            T.annotate_min_blocks_per_sm(1024 // row_threads if crowded else 1)
             x_local = T.alloc_local((vectors * num_streams, width), T.bfloat16)
             y_local = T.alloc_local((1, width), T.bfloat16)
             mix_local = T.alloc_local((num_streams,), T.float32)
             share_local = T.alloc_local((num_streams,), T.float32)
-            part_local = T.alloc_local((held,), T.float32)
             k_local = T.alloc_local((num_streams, held), T.float32)
             u_local = T.alloc_local((num_streams,), T.float32)
             v_local = T.alloc_local((held,), T.float32)
             a_local = T.alloc_local((num_streams,), T.float32)
             b_local = T.alloc_local((held,), T.float32)
+            mul_shared = T.alloc_shared((tokens, columns + 1), T.float32)  # rows in different banks
+            square_shared = T.alloc_shared((tokens,), T.float32)
             pre_shared = T.alloc_shared((num_streams,), T.float32)
             tx = T.get_thread_binding()
 
             if pid < mix_blocks:
-                mine = pid * tokens + tx // lanes
-                token = T.min(mine, num_tokens - 1)  # shuffles need all lanes
-                first = tx % lanes * held
-                square = T.alloc_var(T.float32, init=0.0)
-                T.clear(share_local)
-                T.clear(mix_local)
-                T.clear(k_local)
-                for s in T.unroll(splits, unroll_factor=4):
-                    square = square + square_parts[s, token]
-                    for i in T.unroll(lanes):
-                        for e in T.vectorized(held):
-                            part_local[e] = mul_parts[s, token, num_streams + i * held + e]
-                        for e in T.unroll(held):
-                            mix_local[i * held + e] = mix_local[i * held + e] + part_local[e]
-                    if with_mixes:
-                        for i in T.unroll(lanes):
-                            for e in T.vectorized(held):
-                                part_local[e] = mul_parts[s, token, i * held + e]
-                            for e in T.unroll(held):
-                                share_local[i * held + e] = share_local[i * held + e] + part_local[e]
+                sum_parts(mul_parts, square_parts, pid * tokens, mul_shared, square_shared, row_threads)
+                T.sync_threads()
+                if tx < -(-tokens * lanes // WARP) * WARP:
+                    slot = T.min(tx // lanes, tokens - 1)  # shuffles need all lanes
+                    mine, first = pid * tokens + slot, tx % lanes * held
+                    token = T.min(mine, num_tokens - 1)
+                    owner = (tx < tokens * lanes) & (mine < num_tokens)
                     for i in T.unroll(num_streams):
-                        for e in T.vectorized(held):
-                            part_local[e] = mul_parts[s, token, 2 * num_streams + i * num_streams + first + e]
-                        for e in T.unroll(held):
-                            k_local[i, e] = k_local[i, e] + part_local[e]
-                factor = rstd_from(square, num_streams * hidden, eps)
-                for i in T.unroll(num_streams):
-                    mix_local[i] = T.ieee_mul(mix_local[i], factor)
-                    share_local[i] = T.ieee_mul(share_local[i], factor)
-                    for c in T.unroll(held):
-                        k_local[i, c] = T.ieee_mul(k_local[i, c], factor)
-                if with_mixes:  # noqa: SIM102 - known when the kernel is built
-                    if mine < num_tokens:
-                        if tx % lanes == 0:
-                            rstd[token] = factor
+                        share_local[i] = mul_shared[slot, i]
+                        mix_local[i] = mul_shared[slot, num_streams + i]
+                        for c in T.unroll(held):
+                            k_local[i, c] = mul_shared[slot, 2 * num_streams + i * num_streams + first + c]
+                    factor = rstd_from(square_shared[slot], num_streams * hidden, eps)
+                    for i in T.unroll(num_streams):
+                        mix_local[i] = T.ieee_mul(mix_local[i], factor)
+                        share_local[i] = T.ieee_mul(share_local[i], factor)
+                        for c in T.unroll(held):
+                            k_local[i, c] = T.ieee_mul(k_local[i, c], factor)
+                    if with_mixes:  # noqa: SIM102 - known when the kernel is built
+                        if owner:
+                            if tx % lanes == 0:
+                                rstd[token] = factor
+                            for i in T.unroll(num_streams):
+                                if i // held == tx % lanes:
+                                    z = affine(share_local[i], scale[0], base[i])
+                                    pre[token, i, 0] = T.ieee_add(sigmoid(z), pre_eps)
+                                    mixes[token, i] = share_local[i]
+                                    mixes[token, num_streams + i] = mix_local[i]
+                                for c in T.unroll(held):
+                                    mixes[token, 2 * num_streams + i * num_streams + first + c] = k_local[i, c]
+                    for i in T.unroll(num_streams):
+                        z = affine(mix_local[i], scale[1], base[num_streams + i])
+                        mix_local[i] = T.ieee_mul(sigmoid(z), post_mult)
+                        for c in T.unroll(held):
+                            j = 2 * num_streams + i * num_streams + first + c
+                            k_local[i, c] = affine(k_local[i, c], scale[2], base[j])
+                    scale_matrix(k_local, a_local, b_local, u_local, v_local, lanes, held, 1.0, repeat, sinkhorn_eps)
+                    if owner:
                         for i in T.unroll(num_streams):
                             if i // held == tx % lanes:
-                                z = affine(share_local[i], scale[0], base[i])
-                                pre[token, i, 0] = T.ieee_add(sigmoid(z), pre_eps)
-                                mixes[token, i] = share_local[i]
-                                mixes[token, num_streams + i] = mix_local[i]
+                                post[token, i, 0] = mix_local[i]
                             for c in T.unroll(held):
-                                mixes[token, 2 * num_streams + i * num_streams + first + c] = k_local[i, c]
-                for i in T.unroll(num_streams):
-                    z = affine(mix_local[i], scale[1], base[num_streams + i])
-                    mix_local[i] = T.ieee_mul(sigmoid(z), post_mult)
-                    for c in T.unroll(held):
-                        j = 2 * num_streams + i * num_streams + first + c
-                        k_local[i, c] = affine(k_local[i, c], scale[2], base[j])
-                scale_matrix(k_local, a_local, b_local, u_local, v_local, lanes, held, 1.0, repeat, sinkhorn_eps)
-                if mine < num_tokens:
-                    for i in T.unroll(num_streams):
-                        if i // held == tx % lanes:
-                            post[token, i, 0] = mix_local[i]
-                        for c in T.unroll(held):
-                            comb[token, i, first + c] = k_local[i, c]
+                                comb[token, i, first + c] = k_local[i, c]
             else:
                 token = num_tokens - 1 - (pid - mix_blocks)
-                if tx < WARP:
-                    j = T.min(tx, num_streams - 1)
-                    total = T.alloc_var(T.float32, init=0.0)
-                    for s in T.unroll(splits, unroll_factor=8):
-                        if tx == num_streams:
-                            total = total + square_parts[s, token]
-                        else:
-                            total = total + mul_parts[s, token, j]
-                    factor = rstd_from(T.shfl_sync(total, num_streams), num_streams * hidden, eps)
-                    if tx < num_streams:
-                        z = affine(T.ieee_mul(total, factor), scale[0], base[j])
-                        pre_shared[tx] = T.ieee_add(sigmoid(z), pre_eps)
+                if rounds == 1:  # on their way while the parts are summed
+                    load_round(residual, token, 0, x_local, vectors, row_threads)
+                if tx < num_streams:
+                    mul = T.alloc_var(T.float32, init=0.0)
+                    square = T.alloc_var(T.float32, init=0.0)
+                    for s in T.unroll(splits, unroll_factor=8 if crowded else 16):
+                        mul = mul + mul_parts[s, token, tx]
+                        square = square + square_parts[s, token]
+                    factor = rstd_from(square, num_streams * hidden, eps)
+                    z = affine(T.ieee_mul(mul, factor), scale[0], base[tx])
+                    pre_shared[tx] = T.ieee_add(sigmoid(z), pre_eps)
                 T.sync_threads()
                 for c in T.unroll(num_streams):
                     mix_local[c] = pre_shared[c]
-                for part in T.serial(T.ceildiv(num_vectors, vectors * row_threads)):
-                    index = part * vectors * row_threads + tx
+                for round in T.serial(rounds):
+                    if rounds > 1:
+                        load_round(residual, token, round, x_local, vectors, row_threads)
                     for v in T.unroll(vectors):
-                        if index + v * row_threads < num_vectors:
-                            load_streams(residual, token, index + v * row_threads, x_local, v * num_streams)
-                    for v in T.unroll(vectors):
-                        if index + v * row_threads < num_vectors:
+                        index = (round * vectors + v) * row_threads + tx
+                        if index < num_vectors:
                             apply_to_vector(x_local, v * num_streams, mix_local, y_local)
-                            store_vector(y_local, 0, layer_input, token, 0, index + v * row_threads)
+                            store_vector(y_local, 0, layer_input, token, 0, index)
 
     return mix_and_apply
 

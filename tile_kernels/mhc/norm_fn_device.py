@@ -156,24 +156,6 @@ def rstd_from(square_sum, k, eps):
     return T.rsqrt(T.ieee_add(T.ieee_mul(square_sum, T.float32(1.0 / k)), eps))
 
 
-@macro
-def sum_squares(square_parts, token):
-    """The sum of squares of a token, the parts in ascending order."""
-    total = T.alloc_var(T.float32, init=0.0)
-    for s in T.serial(square_parts.shape[0]):
-        total = total + square_parts[s, token]
-    return total
-
-
-@macro
-def mul_of(mul_parts, token, j):
-    """The product of a row, the parts in ascending order."""
-    total = T.alloc_var(T.float32, init=0.0)
-    for s in T.serial(mul_parts.shape[0]):
-        total = total + mul_parts[s, token, j]
-    return total
-
-
 @kernel(choose=lambda *static: dict(num_threads=128), space=dict(num_threads=(64, 128, 256)))
 def normalise_kernel(k: int, num_mixes: int, *, num_threads: int):
     """Sum the parts and normalise; one thread for each mix."""
@@ -192,8 +174,13 @@ def normalise_kernel(k: int, num_mixes: int, *, num_threads: int):
             tx = T.get_thread_binding()
             token, j = pid * rows + tx // num_mixes, tx % num_mixes
             if tx < rows * num_mixes and token < num_tokens:
-                factor = rstd_from(sum_squares(square_parts, token), k, eps)
-                mixes[token, j] = T.ieee_mul(mul_of(mul_parts, token, j), factor)
+                mul = T.alloc_var(T.float32, init=0.0)
+                square = T.alloc_var(T.float32, init=0.0)
+                for s in T.unroll(splits, unroll_factor=16):  # in ascending order; the loads do not wait for each other
+                    mul = mul + mul_parts[s, token, j]
+                    square = square + square_parts[s, token]
+                factor = rstd_from(square, k, eps)
+                mixes[token, j] = T.ieee_mul(mul, factor)
                 if j == 0:
                     rstd[token] = factor
 
