@@ -332,7 +332,7 @@ def sum_dfn_kernel(k: int, num_mixes: int, *, num_threads: int):
             T.pdl_sync()
             if first < k:
                 T.clear(total_local)
-                for s in T.serial(splits):
+                for s in T.unroll(splits, unroll_factor=8):
                     for e in T.vectorized(4):
                         part_local[e] = dfn_parts[s, j, first + e]
                     for e in T.unroll(4):

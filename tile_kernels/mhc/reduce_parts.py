@@ -50,7 +50,7 @@ def reduce_parts_kernel(num_groups: int, num_mixes: int, *, num_threads: int):
                     squares = T.alloc_var(T.float32, init=0.0)
                     product = 0.0
                     squares = 0.0
-                    for s in T.serial(splits):
+                    for s in T.unroll(splits, unroll_factor=8):
                         product = product + mul_parts[s, token, g, j]
                         squares = squares + square_parts[s, token, g]
                     mul[token, g, j] = product

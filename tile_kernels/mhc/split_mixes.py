@@ -25,6 +25,9 @@ F32 = torch.float32
 #: Blocks that sum over tokens, whatever their number: results do not depend on the device.
 PARTS = 128
 
+#: Tokens a thread of these has under way.
+IN_FLIGHT = 4
+
 # Kernels ------------------------------------------------------------------------------------
 
 
@@ -108,26 +111,40 @@ def split_mixes_bwd_kernel(num_streams: int, head: bool, *, num_threads: int):
             dbase_shared = T.alloc_shared((rows, width), T.float32)
             tx = T.get_thread_binding()
             row, j = tx // width, tx % width
-            dz = T.alloc_var(T.float32, init=0.0)
+            value_local = T.alloc_local((IN_FLIGHT,), T.float32)
+            dz_local = T.alloc_local((IN_FLIGHT,), T.float32)
             dscale_sum = T.alloc_var(T.float32, init=0.0)
             dbase_sum = T.alloc_var(T.float32, init=0.0)
 
             if row < rows:
-                for step in T.serial(T.ceildiv(num_tokens, num_parts * rows)):
-                    token = (step * num_parts + pid) * rows + row
-                    if token < num_tokens:
-                        value = mixes[token, j]
-                        s = sigmoid(affine(value, scale[part_of(j, num_streams)], base[j]))
-                        if j < num_streams:
-                            dz = dpre[token, j] * (s * (1.0 - s))
-                        if not head:
+                scale_j = T.alloc_var(T.float32)
+                base_j = T.alloc_var(T.float32)
+                scale_j = scale[part_of(j, num_streams)]
+                base_j = base[j]
+                for step in T.serial(T.ceildiv(num_tokens, IN_FLIGHT * num_parts * rows)):
+                    first = (step * IN_FLIGHT * num_parts + pid) * rows + row
+                    for f in T.unroll(IN_FLIGHT):  # all are asked for before the first is used
+                        token = first + f * num_parts * rows
+                        if token < num_tokens:
+                            value_local[f] = mixes[token, j]
+                            if j < num_streams:
+                                dz_local[f] = dpre[token, j]
+                            if not head:
+                                if j >= num_streams and j < 2 * num_streams:
+                                    dz_local[f] = dpost[token, j - num_streams]
+                                if j >= 2 * num_streams:
+                                    dz_local[f] = dcomb[token, j - 2 * num_streams]
+                    for f in T.unroll(IN_FLIGHT):
+                        token = first + f * num_parts * rows
+                        if token < num_tokens:
+                            s = sigmoid(affine(value_local[f], scale_j, base_j))
+                            if j < num_streams:
+                                dz_local[f] = dz_local[f] * (s * (1.0 - s))
                             if j >= num_streams and j < 2 * num_streams:
-                                dz = dpost[token, j - num_streams] * post_mult * (s * (1.0 - s))
-                            if j >= 2 * num_streams:
-                                dz = dcomb[token, j - 2 * num_streams]
-                        dmixes[token, j] = dz * scale[part_of(j, num_streams)]
-                        dscale_sum = T.ieee_fmaf(dz, value, dscale_sum)
-                        dbase_sum = dbase_sum + dz
+                                dz_local[f] = dz_local[f] * post_mult * (s * (1.0 - s))
+                            dmixes[token, j] = dz_local[f] * scale_j
+                            dscale_sum = T.ieee_fmaf(dz_local[f], value_local[f], dscale_sum)
+                            dbase_sum = dbase_sum + dz_local[f]
                 dscale_shared[row, j] = dscale_sum
                 dbase_shared[row, j] = dbase_sum
             T.sync_threads()
