@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import tile_kernels
-from tests.sampling import a_few_of_each
+from tile_kernels import knobs
+from tile_kernels.core import compiler
 from tile_kernels.core.device import ARCHS
 from tile_kernels.core.jit import kernels
 from tile_kernels.core.op import ops
@@ -38,6 +39,19 @@ def one_per_kernel(launches: dict) -> list:
     return list(sample.values())
 
 
+def unfenced_products(source: str) -> list[str]:
+    """Asynchronous products that may not see tiles of cp.async: a fence has to stand between the wait and them."""
+    found, waiting = [], False
+    for line in source.splitlines():
+        if 'cp_async_wait' in line:
+            waiting = True
+        elif 'fence_proxy_async' in line:
+            waiting = False
+        elif 'tl::wgmma_' in line and waiting:
+            found.append(line.strip())
+    return found
+
+
 BENCH = variants('bench')
 
 
@@ -46,10 +60,12 @@ def test_every_kernel_has_a_bench_case():
     assert {launch.kernel.name for launch in BENCH.values()} == own
 
 
-@pytest.mark.parametrize('launch', a_few_of_each(BENCH.values(), lambda launch: launch.kernel.name, 1), ids=name)
+@pytest.mark.parametrize('launch', BENCH.values() if knobs.full_test else (), ids=name)
 def test_lowers_for_hopper(launch):
+    """All variants with `TK_FULL_TEST=1`; one of each kernel is lowered and compiled below."""
     source = launch.kernel.source(launch.static, arch='sm_90a', **launch.config)
-    assert f'{launch.kernel.name}' in source
+    assert launch.kernel.name in source
+    assert unfenced_products(source) == []
 
 
 @pytest.mark.parametrize('arch', [a for a in ARCHS if a != 'sm_90a'])
@@ -62,9 +78,17 @@ def test_lowers_for_other_architectures(launch, arch):
 
 @pytest.mark.parametrize('launch', one_per_kernel(BENCH), ids=name)
 def test_compiles_for_hopper_without_spills(launch):
-    used = launch.kernel.resources(launch.static, arch='sm_90a', **launch.config)
+    source = launch.kernel.source(launch.static, arch='sm_90a', **launch.config)
+    assert unfenced_products(source) == []
+    used = compiler.resources(source, 'sm_90a')
     assert used['spill_stores'] == used['spill_loads'] == 0, used
     assert 0 < used['registers'] <= 255
+
+
+def test_a_product_without_its_fence_is_found():
+    wait, fence, product = 'tl::cp_async_wait<0>();', 'tl::fence_proxy_async();', 'tl::wgmma_ss<1>();'
+    assert unfenced_products('\n'.join([wait, fence, product, product])) == []
+    assert unfenced_products('\n'.join([fence, wait, product])) == [product]
 
 
 def test_dry_runs_leave_cuda_alone():

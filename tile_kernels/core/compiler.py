@@ -112,13 +112,14 @@ def _lower(prim_func: Any, pass_configs: dict[str, Any], arch: str) -> Any:
 
 def cuda_source(prim_func: Any, pass_configs: dict[str, Any], arch: str) -> str:
     """CUDA source of a PrimFunc for an architecture; needs no GPU and no nvcc."""
-    return _lower(prim_func, pass_configs, arch).kernel_source
+    return source_and_shared(prim_func, pass_configs, arch)[0]
 
 
-def dynamic_shared(prim_func: Any, pass_configs: dict[str, Any], arch: str) -> int:
-    """Bytes of dynamic shared memory the launch asks for, the most of any kernel in the PrimFunc."""
-    functions = _lower(prim_func, pass_configs, arch).device_mod.functions.values()
-    return max(int(f.attrs.get('dyn_shared_memory_buf', 0)) for f in functions)
+def source_and_shared(prim_func: Any, pass_configs: dict[str, Any], arch: str) -> tuple[str, int]:
+    """CUDA source, and bytes of dynamic shared memory a launch asks for: the most of any kernel in the PrimFunc."""
+    lowered = _lower(prim_func, pass_configs, arch)
+    functions = lowered.device_mod.functions.values()
+    return lowered.kernel_source, max(int(f.attrs.get('dyn_shared_memory_buf', 0)) for f in functions)
 
 
 def compile_library(prim_func: Any, pass_configs: dict[str, Any], arch: str, path: Path) -> None:

@@ -49,6 +49,11 @@ def cache_dir() -> Path:
     return knobs.cache_dir or default_cache_dir()
 
 
+#: For kernels whose tiles come by cp.async: asynchronous products (wgmma) would need a fence after every wait for them,
+#: which TileLang leaves out where no other access to shared memory calls for one.
+PLAIN_PRODUCTS = {'TL_DISABLE_WGMMA': True}
+
+
 def kernel(
     choose: Callable[..., Config] | None = None,
     space: dict[str, tuple] | None = None,
@@ -136,8 +141,11 @@ class Kernel:
     def resources(self, static: tuple, size: int = 4096, arch: str = 'sm_90a', **config: Any) -> dict[str, int]:
         """Registers, spills, stack and shared memory: what ptxas reports and what the launch asks for."""
         config = config or self.config(static, size)
-        used = compiler.resources(self.source(static, size, arch, **config), arch)
-        return used | {'dynamic_shared': compiler.dynamic_shared(self.tir(*static, **config), self.pass_configs, arch)}
+        func = self.tir(*static, **config)
+        source, shared = self._in_words(
+            static, config, lambda: compiler.source_and_shared(func, self.pass_configs, arch)
+        )
+        return compiler.resources(source, arch) | {'dynamic_shared': shared}
 
     def library(self, static: tuple, config: Config, arch: str) -> Path:
         """Path of the compiled library, compiling it if it is not there."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
-from tile_kernels.core.jit import kernel
+from tile_kernels.core.jit import PLAIN_PRODUCTS, kernel
 from tile_kernels.core.lang import T, macro
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
@@ -82,7 +82,7 @@ def store_tile(acc_frag, d, row, end, col, width: int):
             d[row + i, col + j] = acc_frag[i, j]
 
 
-@kernel()
+@kernel(pass_configs=PLAIN_PRODUCTS)
 def portable_product_kernel(n: int, k: int, num_groups: int, b_is_nk: bool, dtype: torch.dtype):
     """`b` is (num_groups, n, k) if `b_is_nk`, else (num_groups, k, n); a thread block owns a tile of d."""
     num_rows = T.dynamic('num_rows')
@@ -121,7 +121,7 @@ def portable_product_kernel(n: int, k: int, num_groups: int, b_is_nk: bool, dtyp
     return portable_product
 
 
-@kernel()
+@kernel(pass_configs=PLAIN_PRODUCTS)
 def portable_swiglu_kernel(width: int, k: int, num_groups: int, dtype: torch.dtype):
     """A thread block multiplies its rows with the same rows of the gate and of the up matrix."""
     num_rows = T.dynamic('num_rows')
@@ -162,7 +162,7 @@ def portable_swiglu_kernel(width: int, k: int, num_groups: int, dtype: torch.dty
     return portable_swiglu
 
 
-@kernel()
+@kernel(pass_configs=PLAIN_PRODUCTS)
 def portable_dw_kernel(n: int, k: int, num_groups: int, dtype: torch.dtype):
     """A thread block owns a tile of one matrix and walks the rows of its group; rows of others count as 0."""
     num_rows = T.dynamic('num_rows')
@@ -203,7 +203,7 @@ def portable_dw_kernel(n: int, k: int, num_groups: int, dtype: torch.dtype):
     return portable_dw
 
 
-@kernel()
+@kernel(pass_configs=PLAIN_PRODUCTS)
 def portable_fp8_kernel(n: int, k: int, num_groups: int, swiglu: bool):
     """A thread block owns 128 columns of d; with SwiGLU it multiplies with those rows of gate and of up.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
-from tile_kernels.core.jit import kernel
+from tile_kernels.core.jit import PLAIN_PRODUCTS, kernel
 from tile_kernels.core.lang import T
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
@@ -88,8 +88,6 @@ TILES = dict(block_m=(64, 128), block_n=(64, 128, 256), num_stages=(2, 3, 4, 5, 
 TILES_K = dict(**TILES, block_k=(64, 128))
 #: A warpgroup of its own loads tiles by TMA and the others multiply, where the architecture has such instructions.
 TMA = {'TL_DISABLE_WARP_SPECIALIZED': False}
-#: Tiles come by cp.async, and asynchronous products would read them without the fences they need after it.
-PLAIN_PRODUCTS = {'TL_DISABLE_WGMMA': True}
 
 
 def build_gate_logits(
