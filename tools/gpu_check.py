@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 CLI = [sys.executable, '-m', 'tile_kernels']
-PYTEST = [sys.executable, '-m', 'pytest', '-q', '-x', '--no-header', '-p', 'no:cacheprovider']
+PYTEST = [sys.executable, '-m', 'pytest', '-q', '--no-header', '-p', 'no:cacheprovider']
 #: Processes that share the GPU in the steps `cases` and `sanitize`.
 SHARDS = 8
 #: Named, with autoloading off: the same plugins wherever this runs.
