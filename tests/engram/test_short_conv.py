@@ -6,6 +6,7 @@ from torch.nn import functional
 
 from tile_kernels import ArgumentError, knobs
 from tile_kernels.engram import short_conv
+from tile_kernels.engram.short_conv import MAX_TAPS, short_conv_bwd_kernel, short_conv_kernel
 from tile_kernels.testing import assert_equal, calc_diff
 
 
@@ -56,3 +57,9 @@ def test_fifty_runs_give_the_same_bits():
     for _ in range(49):
         for actual, expected in zip(once(), first, strict=True):
             assert_equal(actual, expected)
+
+
+@pytest.mark.parametrize('kernel', [short_conv_kernel, short_conv_bwd_kernel], ids=lambda kernel: kernel.name)
+def test_the_most_taps_fit_in_registers(kernel):
+    used = kernel.resources((4096, MAX_TAPS, 1))
+    assert used['spill_stores'] == used['spill_loads'] == 0, used

@@ -37,13 +37,16 @@ PASS_CONFIGS = {
 
 
 def choose(channels: int, taps: int, dilation: int, size: int) -> dict:
-    """Long walks re-read less, short ones fill the GPU when there are few tokens."""
-    return dict(width=4, chunk=4, length=64 if size * channels >= 2**24 else 4, warps=4, resident_threads=1024)
+    """Long walks re-read less, short ones fill the GPU when there are few tokens; more taps need more registers."""
+    resident_threads = 1024 if taps <= 4 else 768 if taps == 5 else 512
+    length = 64 if size * channels >= 2**24 else 4
+    return dict(width=4, chunk=4, length=length, warps=4, resident_threads=resident_threads)
 
 
 def choose_bwd(channels: int, taps: int, dilation: int, size: int) -> dict:
     """As `choose`; a thread holds more of each channel."""
-    return dict(width=4, chunk=4, length=64 if size * channels >= 2**24 else 8, warps=4, resident_threads=512)
+    length = 64 if size * channels >= 2**24 else 8
+    return dict(width=4, chunk=4, length=length, warps=4, resident_threads=512 if taps <= 4 else 256)
 
 
 SPACE = dict(
@@ -51,7 +54,7 @@ SPACE = dict(
     chunk=(4, 8),
     length=(4, 8, 16, 32, 64, 128),
     warps=(4, 8),
-    resident_threads=(384, 512, 640, 768, 1024),
+    resident_threads=(256, 384, 512, 640, 768, 1024),
 )
 
 
