@@ -135,6 +135,9 @@ def test_no_rows_give_empty_results(gathered):
     rows = torch.empty(0, dtype=torch.int32) if gathered else None
     y = kernel(per_channel_cast, torch.randn(3 if gathered else 0, 64), parse('e4m3_128x1_f32'), rows)
     assert y.data.shape == (0, 64) and y.sf.shape == (0, 64)
+    packed = parse('e4m3_128x1_ue8m0x4')
+    for cast in (per_channel_cast, lambda *args: kernel(per_channel_cast, *args)):
+        assert cast(torch.randn(0, 64), packed).sf.shape == (0, 64)
 
 
 # TileKernels' arguments ---------------------------------------------------------------------

@@ -21,6 +21,13 @@ def test_the_reference_packs_factors_of_columns(num_per_tokens):
     assert torch.equal(data.view(torch.uint8), op.data.view(torch.uint8)) and torch.equal(sf, op.sf)
 
 
+@pytest.mark.parametrize('block', [(1, 32), (128, 128), (32, 1)])
+@pytest.mark.parametrize('shape', [(0, 64), (33, 0), (0, 0)])
+def test_the_reference_packs_factors_of_nothing(shape, block):
+    data, sf = reference.cast(torch.empty(shape), 'e4m3', block, round_sf=True, use_packed_ue8m0=True)
+    assert data.shape == shape and sf.dtype is torch.int32 and sf.numel() == 0
+
+
 def test_rows_of_experts_follow_the_token_alignment():
     psum = torch.tensor([3, 9], dtype=torch.int32)
     try:

@@ -113,6 +113,8 @@ def _sf_of_amax(amax: Tensor, fmt: QuantFormat) -> tuple[Tensor, Tensor]:
 def _store_sf(sf: Tensor, fmt: QuantFormat, rows: int, cols: int) -> Tensor:
     """Block scale factors in the layout of the format; packed bytes without a block are 0."""
     stored = fmt.empty_sf(rows, cols, sf.device)
+    if stored.numel() == 0:  # bytes of no extent cannot be viewed as words
+        return stored
     if fmt.column_packed:  # a word holds four blocks of rows of one channel
         groups = torch.nn.functional.pad(sf, (0, 0, 0, -sf.shape[0] % 4)).unflatten(0, (-1, 4))
         sf = groups.transpose(1, 2).contiguous().view(torch.int32).squeeze(-1)
