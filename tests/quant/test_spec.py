@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from tile_kernels import config, quant
+from tile_kernels import ArgumentError, config, quant
 from tile_kernels import torch as reference
+from tile_kernels.testing.numeric import assert_equal
 
 
 @pytest.mark.parametrize('num_per_tokens', [32, 128])
@@ -51,7 +52,20 @@ def test_memory_of_the_caller_is_what_is_returned(shape):
     assert quant.norm_forward(x, None, 1e-6)[2] is x
 
 
-def test_a_map_without_weights_gives_every_row_the_weight_0():
+def test_a_map_to_no_weights_says_nothing_and_no_clamp_counts_nothing():
+    x, slots, counts = torch.randn(3, 64), torch.tensor([0, 1, -1], dtype=torch.int32), torch.zeros(4).long()
+    expected = quant.swiglu_forward_and_per_token_cast(x, 'e4m3', 32)
+    y = quant.swiglu_forward_and_per_token_cast(x, 'e4m3', 32, slots, clamped_count=counts)
+    assert_equal(y.data, expected.data)
+    assert_equal(y.sf, expected.sf)
+    assert_equal(reference.swiglu_forward(x, slots, clamped_count=counts), quant.swiglu_forward(x, 'fp32'))
+    assert_equal(quant.swiglu_forward(x, 'fp32', clamped_count=counts), quant.swiglu_forward(x, 'fp32'))
+    assert counts.tolist() == [0, 0, 0, 3 * 3 * 32]
+    with pytest.raises(ArgumentError, match=r'pos_to_token_topk must be .* with num_rows = 3'):
+        quant.swiglu_forward_and_per_token_cast(x, 'e4m3', 32, slots[:2])  # a prefix sum that came by position
+
+
+def test_a_map_to_a_token_without_experts_gives_every_row_the_weight_0():
     x, slots = torch.randn(3, 64), torch.tensor([0, 1, -1], dtype=torch.int32)
     y = quant.swiglu_forward_and_per_token_cast(x, 'e4m3', 32, slots, torch.empty(0, 2))
     assert not y.data.float().any()

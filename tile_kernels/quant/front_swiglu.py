@@ -5,6 +5,7 @@ which rows are padding. Prefix sums: `psum_num_tokens_per_expert` says where the
 multiples of `config.get_token_alignment()`, and weights are given by row. Padding rows come out as 0.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -41,11 +42,9 @@ def _weight_scale(routed_scaling_factor: float | None, topk_weights: Tensor | No
     return routed_scaling_factor
 
 
-def _one(first: Any, second: Any, names: str) -> Any:
-    """The one of two names of an argument that was used."""
-    if first is not None and second is not None:
-        check.fail(names, 'must not both be given', 'both')
-    return second if first is None else first
+def _counted_clamp(clamp_value: float | None, clamped_count: Tensor | None) -> float | None:
+    """The clamp: infinity if there is none but clamped elements are to be counted."""
+    return math.inf if clamp_value is None and clamped_count is not None else clamp_value
 
 
 def _format(fmt: str | QuantFormat, num_per_channels: int | None, width: int, *flags: bool) -> QuantFormat:
@@ -99,7 +98,8 @@ def swiglu_forward(
         topk_weights: (num_rows,) float32.
         routed_scaling_factor: factor of the weights.
         clamp_value: gate at most this, up within plus and minus this.
-        clamped_count: (3,) or (4,) int64, added to: gate > c, up > c, up < -c and elements outside padding rows.
+        clamped_count: (3,) or (4,) int64, added to: gate > c, up > c, up < -c (nothing without a clamp) and elements
+            outside padding rows.
 
     Returns:
         (num_rows, hidden), differentiable in `x` and `topk_weights` unless `clamped_count` is given.
@@ -108,7 +108,7 @@ def swiglu_forward(
         topk_weights=topk_weights,
         psum=psum_num_tokens_per_expert,
         weight_scale=_weight_scale(routed_scaling_factor, topk_weights),
-        clamp_value=clamp_value,
+        clamp_value=_counted_clamp(clamp_value, clamped_count),
         alignment=knobs.token_alignment,
         dtype=_dtype(fmt),
     )
@@ -139,14 +139,16 @@ def swiglu_forward_and_per_token_cast(
         x: (num_rows, 2 * hidden) gate and up side by side, bfloat16, float16 or float32, any row stride, any hidden.
         fmt: 'e4m3', 'e5m2' or 'e2m1' with the arguments below, or a whole format such as 'e4m3_1x128_f32' without them.
         num_per_channels: channels that share a scale factor: 16, 32, 64, 128 or hidden.
-        pos_to_token_topk: (num_rows,) int32, place of each row's weight in the flat `topk_weights`; -1: weight 0.
+        pos_to_token_topk: (num_rows,) int32, place of each row's weight in the flat `topk_weights`; -1: weight 0. Says
+            nothing without weights.
         topk_weights: float32, (num_tokens, num_topk) with a map, else (num_rows,).
         pos_to_expert: (num_rows,) int32, negative for padding rows.
         use_tma_aligned_col_major_sf: column-major scale factors with 16-byte aligned columns.
         round_sf: scale factors are rounded up to powers of two.
         use_packed_ue8m0: four exponent bytes in an int32; needs `round_sf`.
         swiglu_clamp_value: gate at most this, up within plus and minus this.
-        clamped_count: (3,) or (4,) int64, added to: gate > c, up > c, up < -c and elements outside padding rows.
+        clamped_count: (3,) or (4,) int64, added to: gate > c, up > c, up < -c (nothing without a clamp) and elements
+            outside padding rows.
         sf_clamp_min: smallest amax a group is scaled by.
         psum_num_tokens_per_expert: (num_experts,) int32, where the rows of each expert end; other rows are padding.
         routed_scaling_factor: factor of the weights.
@@ -156,7 +158,13 @@ def swiglu_forward_and_per_token_cast(
         `QuantTensor`, which unpacks as (data, sf); both are 0 in padding rows.
     """
     flags = use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0
-    _, width = check.shape(x, 'x', 'num_rows 2*hidden')
+    num_rows, width = check.shape(x, 'x', 'num_rows 2*hidden')
+    if topk_weights is None and pos_to_token_topk is not None:  # a map to no weights says nothing
+        check.shape(pos_to_token_topk, 'pos_to_token_topk', 'num_rows', dtype=torch.int32, num_rows=num_rows)
+        pos_to_token_topk = None
+    if swiglu_clamp_value is not None and clamp_value is not None:
+        check.fail('swiglu_clamp_value and clamp_value', 'must not both be given', 'both')
+    clamp = clamp_value if swiglu_clamp_value is None else swiglu_clamp_value
     return cast_op(
         x,
         _format(fmt, num_per_channels, width // 2, *flags),
@@ -166,7 +174,7 @@ def swiglu_forward_and_per_token_cast(
         pos_to_expert,
         psum_num_tokens_per_expert,
         _weight_scale(routed_scaling_factor, topk_weights),
-        _one(swiglu_clamp_value, clamp_value, 'swiglu_clamp_value and clamp_value'),
+        _counted_clamp(clamp, clamped_count),
         clamped_count,
         knobs.token_alignment,
         sf_clamp_min,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -274,6 +275,8 @@ def swiglu_forward_reference(
 ) -> Tensor:
     """SwiGLU in float32; `clamped_count` counts all rows that the prefix sums do not leave out."""
     clamp_value = swiglu_clamp_value if clamp_value is None else clamp_value
+    if clamp_value is None and clamped_count is not None:
+        clamp_value = math.inf  # nothing is clamped, elements are counted
     scale = 1.0 if routed_scaling_factor is None else routed_scaling_factor
     layout = dict(psum=psum_num_tokens_per_expert, alignment=knobs.token_alignment)
     options = dict(weight_scale=scale, clamp_value=clamp_value, dtype=torch.float32, **layout)
