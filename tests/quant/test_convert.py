@@ -102,7 +102,7 @@ def test_memory_may_start_anywhere():
 def test_wrong_conversions_are_told_in_one_sentence():
     with pytest.raises(ArgumentError, match=r'^quant.cast: x must be contiguous'):
         front.cast(torch.randn(4, 4).t(), BF16)
-    with pytest.raises(ArgumentError, match='stochastic must be False for this pair of dtypes'):
+    with pytest.raises(ArgumentError, match='stochastic_rounding must be False for this pair of dtypes'):
         front.cast(torch.randn(4), E5M2, stochastic_rounding=True)
     with pytest.raises(ArgumentError, match='x must be bfloat16 or'):
         front.cast(torch.arange(4), BF16)
@@ -143,6 +143,11 @@ def test_weight_factors_are_packed_both_ways(block, batch):
         byte = (sf1[..., column // 4] >> 8 * (column % 4)) & 0xFF
         expected = exponent[..., column, :].repeat_interleave(block, -1) if column < 5 else torch.zeros_like(byte)
         assert torch.equal(byte, expected)
+
+
+def test_weight_factors_have_square_blocks():
+    with pytest.raises(ArgumentError, match=r'^quant.batched_transpose_weight_sf: block_size .*, got \(32, 128\)'):
+        front.batched_transpose_weight_sf([torch.ones(4, 4)], (32, 128), [False])
 
 
 def test_weight_factors_can_be_written_to_given_tensors():

@@ -44,7 +44,7 @@ def test_tilekernels_arguments():
         y = front.per_block_cast_lossless(tuple(x), 'e4m3', (1, 32), (32, 32), *flags)
         assert torch.equal(front.cast_back(tuple(y), 'fp32', (32, 32)), expected)
     with pytest.raises(
-        ArgumentError, match=r'^quant.per_block_cast_lossless: fmt.sf_block\[1\] must be a multiple of 32, got 16'
+        ArgumentError, match=r'^quant.per_block_cast_lossless: out_block_size must be a multiple of 32, got 16'
     ):
         front.per_block_cast_lossless(tuple(x), 'e4m3', (1, 32), (1, 16))
     with pytest.raises(ArgumentError, match='fmt must be e4m3, got e5m2'):

@@ -185,9 +185,9 @@ def test_friendly_fp8():
 @pytest.mark.parametrize(
     ('call', 'sentence'),
     [
-        (lambda x: front.per_channel_cast(x, 'e4m3', 64), r'fmt.sf_block\[0\] must be one of 32, 128, 0, got 64'),
-        (lambda x: front.per_channel_cast(x, 'e2m1', 128), 'fmt.data must be one of e4m3, e5m2'),
-        (lambda x: front.per_channel_cast((x, x), 'e4m3', 128), 'x_block_size must be given'),
+        (lambda x: front.per_channel_cast(x, 'e4m3', 64), 'num_per_tokens must be one of 32, 128, got 64'),
+        (lambda x: front.per_channel_cast(x, 'e2m1', 128), "fmt must be one of e4m3, e5m2, got 'e2m1'"),
+        (lambda x: front.per_channel_cast((x, x), 'e4m3', 128), 'num_per_channels must be given'),
         (lambda x: front.per_channel_cast(x, 'e4m3', 128, use_packed_ue8m0=True), 'use_packed_ue8m0 must come with'),
         (lambda x: front.per_channel_cast_fused(x, 'e4m3', 128, pos_to_token=x), r'pos_to_token must be \(num_rows\)'),
         (lambda x: front.per_channel_cast_fp8(x, 64), 'group_size must be one of None, 32, 128, got 64'),

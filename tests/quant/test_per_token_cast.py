@@ -231,6 +231,13 @@ def test_tokens_and_strides_are_no_compile_keys():
     assert len({per_token_cast.trace(x, fmt)[0].static for x in views}) == 1
 
 
+def test_given_e4m3_factors_need_no_flag():
+    x = torch.randn(3, 64)
+    y = front(x, 'e2m1', 16, use_e4m3_sf=True)
+    for flags in ({}, dict(use_e4m3_sf=True)):
+        assert_equal(quant.per_token_cast_with_precomputed_sf(x, 'e2m1', 16, y.sf, **flags), y.data)
+
+
 def test_given_factors_need_not_be_powers_of_two():
     """The packed fp4 path multiplies by powers of two only; float32 factors from a caller may be anything."""
     x, sf = torch.randn(4, 64).bfloat16(), torch.rand(4, 2) + 0.1
@@ -282,6 +289,8 @@ def test_results_can_be_written_to_given_tensors():
     assert y.data.data_ptr() == out.data.data_ptr() and y.sf.data_ptr() == out.sf.data_ptr()
     assert_same(out, expected)
     sf, data = torch.empty_like(out.sf), torch.empty_like(out.data)
+    front(x, 'e4m3', 32, None, False, False, False, False, False, (data, sf))  # all by position
+    assert_equal(data, expected.data)
     assert quant.per_token_cast_with_sf_only(x, 'e4m3', 32, out_sf=sf) is sf
     assert quant.per_token_cast_with_precomputed_sf(x, 'e4m3', 32, sf, out=data) is data
     assert_equal(data, expected.data)
@@ -386,6 +395,29 @@ def test_a_quantised_tensor_knows_its_format(name, target):
     )
     x = QuantTensor(x.data, x.sf, name)
     assert_same(front(x, target), assert_recast_is_twin(x, target))
+
+
+def test_what_is_said_of_a_quantised_tensor_must_be_its_format():
+    x = torch.randn(5, 96)
+    narrow, whole = front(x, 'e4m3', 32), front(x, 'e4m3', 96)
+    expected = quant.cast_back(narrow, 'fp32')
+    for y in (quant.cast_back(narrow, 'fp32', (1, 32)), quant.per_token_cast_back(narrow, 'fp32', 32)):
+        assert_equal(y, expected)
+    for columns in (96, 128):  # either is all of a row
+        assert_equal(quant.cast_back(whole, 'fp32', (1, columns)), quant.cast_back(whole, 'fp32'))
+    for sentence, call in {
+        r'x_block_size must be the block of x \(e4m3_1x32_f32\) or be left out, got \(1, 64\)': lambda: front(
+            narrow, 'e4m3', 32, (1, 64)
+        ),
+        r'x_block_size must be the block of x .*, got \(32, 32\)': lambda: quant.cast_back(narrow, 'bf16', (32, 32)),
+        'x_block_size must be two numbers': lambda: quant.cast_back(narrow, 'bf16', 32),
+        'num_per_channels must be the block of x': lambda: quant.per_token_cast_back(whole, 'bf16', 32),
+        "x_special_fmt must be None for data of e4m3_1x32_f32, got 'e5m6'": lambda: quant.cast_back(
+            narrow, 'bf16', x_special_fmt='e5m6'
+        ),
+    }.items():
+        with pytest.raises(ArgumentError, match=sentence):
+            call()
 
 
 def _blocked(name: str) -> tuple:

@@ -275,7 +275,7 @@ def test_errors_are_sentences(change, sentence):
 
 def test_both_layouts_at_once_are_refused():
     rows = torch.zeros(4, dtype=torch.int32)
-    with pytest.raises(ArgumentError, match='psum must not be combined with pos_to_expert'):
+    with pytest.raises(ArgumentError, match='psum_num_tokens_per_expert must not be combined with pos_to_expert'):
         swiglu_forward(torch.zeros(4, 32), pos_to_expert=rows, psum=rows)
 
 

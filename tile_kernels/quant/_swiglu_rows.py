@@ -43,10 +43,10 @@ def check_layout(x: Tensor, num_tokens: int, pos_to_expert: Tensor | None, psum:
     """What says which rows are padding: '' (none is), 'map' (pos_to_expert < 0) or 'psum' (beyond an expert's end)."""
     if psum is not None:
         if pos_to_expert is not None:
-            check.fail('psum', 'must not be combined with pos_to_expert', 'both')
-        check.shape(psum, 'psum', 'num_experts', dtype=torch.int32)
-        check.contiguous(psum, 'psum')
-        check.same_device(x=x, psum=psum)
+            check.fail('psum_num_tokens_per_expert', 'must not be combined with pos_to_expert', 'both')
+        check.shape(psum, 'psum_num_tokens_per_expert', 'num_experts', dtype=torch.int32)
+        check.contiguous(psum, 'psum_num_tokens_per_expert')
+        check.same_device(x=x, psum_num_tokens_per_expert=psum)
         check.at_least(alignment, 1, 'alignment')
         return 'psum'
     if pos_to_expert is not None:
@@ -71,7 +71,8 @@ def check_counts(x: Tensor, clamp_value: float | None, clamped_count: Tensor | N
     if clamped_count is None:
         return 0
     (num_counts,) = check.shape(clamped_count, 'clamped_count', 'num_counts', dtype=torch.int64)
-    check.one_of(num_counts, (3, 4), 'num_counts')
+    if num_counts not in (3, 4):
+        check.fail('clamped_count', 'must have 3 or 4 elements', check.describe(clamped_count))
     check.contiguous(clamped_count, 'clamped_count')
     check.same_device(x=x, clamped_count=clamped_count)
     if clamp_value is None:

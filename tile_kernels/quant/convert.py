@@ -132,7 +132,7 @@ def convert(x: Tensor, dtype: torch.dtype, stochastic: bool = False) -> Tensor:
     check.one_of(dtype, DTYPES, 'dtype')
     check.contiguous(x, 'x')
     if stochastic and (x.dtype, dtype) not in STOCHASTIC:
-        check.fail('stochastic', 'must be False for this pair of dtypes', f'{x.dtype} to {dtype}')
+        check.fail('stochastic_rounding', 'must be False for this pair of dtypes', f'{x.dtype} to {dtype}')
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     flat = x.view(-1)
     launch(convert_kernel, (x.dtype, dtype, check.vector_bytes(flat), stochastic), flat, y.view(-1))

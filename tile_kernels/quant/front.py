@@ -21,16 +21,22 @@ Pair = tuple[Tensor, Tensor]
 Block = tuple[int, int]
 
 
-def _quantised(x: Pair, block: Block | None, element: str | None = None) -> QuantTensor:
+def _quantised(
+    x: Pair, block: Block | None, element: str | None = None, block_name: str = 'x_block_size'
+) -> QuantTensor:
     """A pair with its format: what it carries, or what `block`, the dtypes and the strides of the factors say.
 
     Factors are column-major if only their first stride is 1: so are those of a single column, unless it is dense.
     """
     data, sf = check.pair(x, 'x')
     if isinstance(x, QuantTensor):
+        if block is not None and block != x.fmt.sf_block:
+            _check_same_blocks(x, block, block_name)
+        if element is not None and element != x.fmt.data.name:
+            check.fail('x_special_fmt', f'must be None for data of {x.fmt}', repr(element))
         return x
     if block is None:
-        check.fail('x_block_size', 'must be given for a plain pair of data and scale factors', 'None')
+        check.fail(block_name, 'must be given for a plain pair of data and scale factors', 'None')
     if element is None and data.dtype is torch.uint8:
         check.fail('x[0]', "must come with x_special_fmt='e5m6' if it is uint8 (e2m1 is int8)", check.describe(data))
     check.one_of(data.dtype, (torch.uint8,) if element else ELEMENT_NAMES, 'x[0].dtype')
@@ -50,13 +56,23 @@ def _quantised(x: Pair, block: Block | None, element: str | None = None) -> Quan
     return QuantTensor(data, sf, fmt)
 
 
+def _check_same_blocks(x: QuantTensor, block: Block, name: str) -> None:
+    """`block` must be that of the format of `x`; what spans a whole extent may do so by any number."""
+    if not isinstance(block, (tuple, list)) or len(block) != 2:
+        check.fail(name, 'must be two numbers, of rows and of channels', repr(block))
+    for given, known, size in zip(block, x.fmt.sf_block, x.shape, strict=False):
+        if given != known and (given < size or 0 < known < size):
+            check.fail(name, f'must be the block of x ({x.fmt}) or be left out', repr(block))
+
+
 def _input(x: Tensor | Pair, x_block_size: Block | None) -> Tensor | QuantTensor:
     """`x`, a pair with its format."""
     if isinstance(x, tuple):
         return _quantised(x, x_block_size)
+    check.tensor(x, 'x')
     if x_block_size is not None:
         check.fail('x_block_size', 'must be None for a plain x', repr(x_block_size))
-    return check.tensor(x, 'x')
+    return x
 
 
 def _format(
@@ -91,7 +107,6 @@ def per_token_cast(
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
-    *,
     use_e4m3_sf: bool = False,
     stochastic_cast: bool = False,
     out: Pair | None = None,
@@ -161,13 +176,14 @@ def per_token_cast_with_precomputed_sf(
 ) -> Tensor:
     """The data of `per_token_cast` with given scale factors; arguments as there.
 
-    The flags describe `sf`, except that row-major float32 factors are accepted with any of them.
+    The flags describe `sf`, except that row-major float32 and e4m3 factors are accepted with any of them.
     """
     x, sf = _input(x, x_block_size), check.tensor(sf, 'sf')
     flags = use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_e4m3_sf
     layout = _format(x, fmt, num_per_channels, *flags)
-    if sf.dtype is torch.float32 and sf.is_contiguous():
-        layout = QuantFormat.from_flags(layout.data.name, layout.sf_block)
+    if sf.dtype in (torch.float32, torch.float8_e4m3fn) and sf.is_contiguous():
+        e4m3_sf = sf.dtype is torch.float8_e4m3fn
+        layout = QuantFormat.from_flags(layout.data.name, layout.sf_block, use_e4m3_sf=e4m3_sf)
     y = data_op(x, sf, layout) if isinstance(x, Tensor) else recast_data_op(x, sf, layout)
     return y if out is None else _into(out, y, 'out')
 

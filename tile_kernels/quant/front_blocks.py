@@ -1,6 +1,8 @@
 """The public casts in blocks, per channel and back: TileKernels' arguments and the friendly names, handed to ops."""
 
 from collections.abc import Sequence
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,18 +22,19 @@ from tile_kernels.quant.per_channel_cast_and_transpose import per_channel_cast_a
 from tile_kernels.quant.per_token_cast_and_cast_back import per_token_cast_and_cast_back as back_and_forth_op
 from tile_kernels.quant.transpose_weight_sf import transpose_weight_sf
 
+BLOCKS = tuple(product((32, 128), (32, 128)))
+LOSSLESS_BLOCKS = tuple(product((1, 32, 128), (16, 32, 64, 128)))
 BACK = {'bf16': torch.bfloat16, 'fp16': torch.float16, 'fp32': torch.float32}
 
 
-def _block_format(fmt: str | QuantFormat, block_size: Block | None, *flags: bool) -> QuantFormat:
+def _block_format(fmt: str | QuantFormat, block_size: Any, *flags: bool) -> QuantFormat:
     """The format that the arguments describe; a whole format (object or name) is taken as it is."""
     if isinstance(fmt, QuantFormat) or '_' in str(fmt):
         if block_size is not None or any(flags):
             check.fail('block_size and the sf flags', 'must be left out when fmt is a whole format', str(fmt))
         return QuantFormat.parse(fmt)
     check.one_of(fmt, ('e4m3', 'e5m2', 'e2m1'), 'fmt')
-    if not isinstance(block_size, tuple) or len(block_size) != 2:
-        check.fail('block_size', 'must be two numbers, rows and channels', repr(block_size))
+    check.one_of(block_size, BLOCKS, 'block_size')
     return QuantFormat.from_flags(fmt, block_size, *flags)
 
 
@@ -45,7 +48,6 @@ def per_block_cast(
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
-    *,
     out: Pair | None = None,
 ) -> QuantTensor:
     """Quantise `x` in blocks of rows and channels.
@@ -78,7 +80,6 @@ def per_block_cast_with_sf_only(
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
-    *,
     out_sf: Tensor | None = None,
 ) -> Tensor:
     """The scale factors `per_block_cast` would return; arguments as there."""
@@ -94,7 +95,6 @@ def per_block_cast_with_precomputed_sf(
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
-    *,
     out: Tensor | None = None,
 ) -> Tensor:
     """The data of `per_block_cast` with given scale factors; arguments as there.
@@ -134,8 +134,12 @@ def per_block_cast_lossless(
     """
     check.equal(fmt, 'e4m3', 'fmt')
     del round_sf
+    check.one_of(out_block_size, LOSSLESS_BLOCKS, 'out_block_size')
+    x = _quantised(x, x_block_size)
+    for extent, part in zip(out_block_size, x.fmt.sf_block, strict=True):
+        check.multiple(extent, part or 1, 'out_block_size')
     layout = QuantFormat.from_flags('e4m3', out_block_size, use_tma_aligned_col_major_sf, True, use_packed_ue8m0)
-    return lossless_op(_quantised(x, x_block_size), layout)
+    return lossless_op(x, layout)
 
 
 def per_block_cast_fp8(
@@ -153,7 +157,7 @@ def per_block_cast_fp8(
     """
     check.one_of(dtype, FP8_NAMES, 'dtype')
     block = (block_size, block_size) if isinstance(block_size, int) else block_size
-    check.one_of(block, ((32, 32), (32, 128), (128, 32), (128, 128)), 'block_size')
+    check.one_of(block, BLOCKS, 'block_size')
     return block_op(w, QuantFormat.from_flags(FP8_NAMES[dtype], block))
 
 
@@ -182,7 +186,7 @@ def per_channel_cast(
     Returns:
         `QuantTensor`: data (num_tokens, hidden), sf (ceil(num_tokens / num_per_tokens), hidden).
     """
-    layout = QuantFormat.from_flags(fmt, (num_per_tokens, 1), False, round_sf, use_packed_ue8m0)
+    layout = _channel_format(fmt, num_per_tokens, round_sf, use_packed_ue8m0)
     return _per_channel(x, layout, num_per_channels, None)
 
 
@@ -207,9 +211,13 @@ def per_channel_cast_fused(
     Returns:
         `QuantTensor`: data (num_rows, hidden), sf (ceil(num_rows / num_per_tokens), hidden).
     """
-    return _per_channel(
-        x, QuantFormat.from_flags(fmt, (num_per_tokens, 1), False, round_sf), num_per_channels, pos_to_token
-    )
+    return _per_channel(x, _channel_format(fmt, num_per_tokens, round_sf), num_per_channels, pos_to_token)
+
+
+def _channel_format(fmt: str, num_per_tokens: int, round_sf: bool, packed: bool = False) -> QuantFormat:
+    check.one_of(fmt, FP8_NAMES.values(), 'fmt')
+    check.one_of(num_per_tokens, (32, 128), 'num_per_tokens')
+    return QuantFormat.from_flags(fmt, (num_per_tokens, 1), False, round_sf, packed)
 
 
 def _per_channel(
@@ -217,9 +225,14 @@ def _per_channel(
 ) -> QuantTensor:
     if isinstance(x, Tensor):
         return channel_op(x, layout, pos_to_token)
-    return channel_recast_op(
-        _quantised(x, None if num_per_channels is None else (1, num_per_channels)), layout, pos_to_token
-    )
+    check.one_of(num_per_channels, (None, 32, 64, 128), 'num_per_channels')
+    return channel_recast_op(_per_token(x, num_per_channels), layout, pos_to_token)
+
+
+def _per_token(x: Pair, num_per_channels: int | None, element: str | None = None) -> QuantTensor:
+    """A pair with one scale factor for each row and `num_per_channels` channels, with its format."""
+    block = None if num_per_channels is None else (1, num_per_channels)
+    return _quantised(x, block, element, 'num_per_channels')
 
 
 def per_channel_cast_and_transpose(
@@ -236,7 +249,7 @@ def per_channel_cast_and_transpose(
     Returns:
         Codes (hidden, num_tokens), contiguous, and scale factors (ceil(num_tokens / num_per_tokens), hidden).
     """
-    return transpose_op(x, QuantFormat.from_flags(fmt, (num_per_tokens, 1), False, round_sf))
+    return transpose_op(x, _channel_format(fmt, num_per_tokens, round_sf))
 
 
 def per_channel_cast_fp8(
@@ -287,8 +300,7 @@ def per_token_cast_back(
     """`cast_back` of one scale factor for each row and `num_per_channels` channels."""
     check.one_of(fmt, BACK, 'fmt')
     check.one_of(x_special_fmt, (None, 'e5m6'), 'x_special_fmt')
-    block = None if num_per_channels is None else (1, num_per_channels)
-    return dequantise(_quantised(x, block, x_special_fmt), BACK[fmt])
+    return dequantise(_per_token(x, num_per_channels, x_special_fmt), BACK[fmt])
 
 
 def per_token_cast_and_cast_back(
@@ -303,6 +315,8 @@ def per_token_cast_and_cast_back(
         round_sf: scale factors are rounded up to powers of two.
         use_e4m3_sf: e4m3 scale factors; excludes `round_sf`.
     """
+    check.one_of(fmt, ('e4m3', 'e5m2', 'e2m1'), 'fmt')
+    check.one_of(num_per_channels, (16, 32, 64, 128), 'num_per_channels')
     back_and_forth_op(x, QuantFormat.from_flags(fmt, (1, num_per_channels), False, round_sf, use_e4m3_sf=use_e4m3_sf))
 
 
@@ -345,7 +359,8 @@ def batched_transpose_weight_sf(
     for name, values in (('sf', sf), ('transpose_sf1s', transpose_sf1s), ('outs', outs)):
         if not isinstance(values, Sequence) and not (name == 'outs' and values is None):
             check.fail(name, 'must be a sequence with an entry for each weight', check.describe(values))
-    block = block_size[0] if isinstance(block_size, (tuple, list)) and block_size else block_size
+    check.one_of(block_size, (32, 128, (32, 32), (128, 128)), 'block_size')
+    block = block_size if isinstance(block_size, int) else block_size[0]
     targets = outs if outs is not None else [None] * len(sf)
     if not len(sf) == len(transpose_sf1s) == len(targets):
         lengths = f'{len(sf)}, {len(transpose_sf1s)} and {len(targets)}'

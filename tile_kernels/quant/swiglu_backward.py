@@ -47,10 +47,10 @@ def run_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Check what both backward ops share, allocate and launch; returns dx, dtopk_weights and y."""
     num_tokens, hidden = x.shape[0], x.shape[1] // 2
-    check.shape(dy, 'dy', 'num_rows hidden', dtype=DTYPES, num_rows=num_tokens, hidden=hidden)
-    check.unit_stride(dy, 'dy')
+    check.shape(dy, 'gradient', 'num_rows hidden', dtype=DTYPES, num_rows=num_tokens, hidden=hidden)
+    check.unit_stride(dy, 'gradient')
     check.one_of(dx_dtype, DTYPES, 'dx_dtype')
-    check.same_device(x=x, dy=dy)
+    check.same_device(x=x, gradient=dy)
     kind = check_weights(x, num_tokens, topk_weights, pos_to_token_topk)
     layout = check_layout(x, num_tokens, pos_to_expert, psum, alignment)
     clamp = check_clamp(clamp_value)
