@@ -8,14 +8,15 @@ from tile_kernels import torch as reference
 from tile_kernels.testing.numeric import assert_equal
 
 
+@pytest.mark.parametrize('hidden', [40, 1])
 @pytest.mark.parametrize('num_per_tokens', [32, 128])
-def test_the_reference_packs_factors_of_columns(num_per_tokens):
+def test_the_reference_packs_factors_of_columns(num_per_tokens, hidden):
     """Byte b of word (i, channel) is the exponent of block 4 i + b of the rows."""
-    x = torch.randn(300, 40) * torch.exp(torch.randn(300, 1))
+    x = torch.randn(300, hidden) * torch.exp(torch.randn(300, 1))
     data, sf = reference.cast(x, 'e4m3', (num_per_tokens, 1), round_sf=True, use_packed_ue8m0=True)
     num_blocks = -(-300 // num_per_tokens)
-    assert sf.dtype is torch.int32 and sf.shape == (-(-num_blocks // 4), 40) and sf.is_contiguous()
-    exponents = sf.view(torch.uint8).view(-1, 40, 4).transpose(1, 2).reshape(-1, 40)[:num_blocks]
+    assert sf.dtype is torch.int32 and sf.shape == (-(-num_blocks // 4), hidden) and sf.is_contiguous()
+    exponents = sf.view(torch.uint8).view(-1, hidden, 4).transpose(1, 2).reshape(-1, hidden)[:num_blocks]
     plain = reference.cast(x, 'e4m3', (num_per_tokens, 1), round_sf=True)
     assert torch.equal((exponents.int() << 23).view(torch.float32), plain[1])
     op = quant.per_channel_cast(x, 'e4m3', num_per_tokens, round_sf=True, use_packed_ue8m0=True)

@@ -117,7 +117,8 @@ def _store_sf(sf: Tensor, fmt: QuantFormat, rows: int, cols: int) -> Tensor:
         return stored
     if fmt.column_packed:  # a word holds four blocks of rows of one channel
         groups = torch.nn.functional.pad(sf, (0, 0, 0, -sf.shape[0] % 4)).unflatten(0, (-1, 4))
-        sf = groups.transpose(1, 2).contiguous().view(torch.int32).squeeze(-1)
+        dense = groups.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+        sf = dense.view(torch.int32).squeeze(-1)
     elif fmt.sf == 'ue8m0x4':
         sf = torch.nn.functional.pad(sf, (0, -sf.shape[1] % 4)).view(torch.int32)
     return stored.copy_(sf)
