@@ -14,7 +14,7 @@ ALLOWED = {
     'torch': {'core', 'torch', 'moe', 'engram'},
     'interpreter': {'interpreter', 'core'},
     'engram': {'core', 'engram'},
-    'gemm': {'core', 'gemm', 'torch'},  # the portable ops have the twins of those they stand in for
+    'gemm': {'core', 'gemm'},
     'distributed': {'core', 'distributed', 'moe', 'quant'},
     'modeling': {'core', 'distributed', 'engram', 'gemm', 'mhc', 'modeling', 'moe', 'quant'},
     'rand': {'core', 'rand'},
@@ -33,12 +33,12 @@ def run(code: str) -> str:
     return subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=120).stdout
 
 
-def test_importing_loads_no_tilelang_and_no_cuda():
+def test_importing_loads_no_tilelang_no_cuda_and_no_twins():
     out = run(
-        'import sys, torch, tile_kernels; import tile_kernels.moe, tile_kernels.quant, tile_kernels.transpose;'
-        "print('tilelang' in sys.modules, 'tvm_ffi' in sys.modules, torch.cuda.is_initialized())"
+        'import sys, torch, tile_kernels; print(torch.cuda.is_initialized(), '
+        "*(name in sys.modules for name in ('tilelang', 'tvm_ffi', 'rich', 'tile_kernels.torch')))"
     )
-    assert out.split() == ['False', 'False', 'False']
+    assert out.split() == ['False'] * 5
 
 
 def test_importing_registers_every_operator():
@@ -47,7 +47,9 @@ def test_importing_registers_every_operator():
 
 
 def test_importing_costs_little_more_than_torch():
-    code = 'import time, torch; t = time.process_time(); import tile_kernels; print(time.process_time() - t)'
+    # importing torch leaves a full collection of its own objects due, which whoever comes next pays for: not counted
+    clock = 'time.process_time()'
+    code = f'import gc, time, torch; gc.disable(); t = {clock}; import tile_kernels; print({clock} - t)'
     run(code)  # writes bytecode
     assert min(float(run(code)) for _ in range(3)) < 0.3
 

@@ -123,7 +123,7 @@ def op(
     outputs: str = '',
     backward: Op | None = None,
     name: str | None = None,
-    twin: Callable | None = None,
+    twin: Callable | str | None = None,
     same_gradient: dict[str, str] | None = None,
 ) -> Callable[[Callable], Op]:
     """Declare an op.
@@ -133,7 +133,7 @@ def op(
         backward: the op that computes gradients. Its parameter `d<output>` is the gradient of that output, its other
             parameters are inputs, options or outputs of this op by name, its output `d<input>` the gradient of it.
         name: the op's name when it differs from the function's.
-        twin: reference implementation; by default the function of the same name in `tile_kernels.torch.<family>`.
+        twin: reference implementation, or the name of one in `tile_kernels.torch.<family>` (default: that of the op).
         same_gradient: inputs whose gradient is that of another input, e.g. the summands of a sum.
     """
 
@@ -154,7 +154,7 @@ class Op:
         outputs: tuple[str, ...],
         backward: Op | None,
         name: str,
-        twin: Callable | None,
+        twin: Callable | str | None,
         same_gradient: dict[str, str],
     ) -> None:
         functools.update_wrapper(self, fn)
@@ -165,7 +165,7 @@ class Op:
         self.family = rest.partition('.')[0] if package == 'tile_kernels' else package
         self.name = f'{self.family}.{name}'
         self.case_set: Cases | None = None
-        self._twin = twin
+        self._twin = twin or name
         self.same_gradient = same_gradient
         #: Options and first shape -> functions that replay such calls; none yet after the first.
         self._replays: dict[tuple, list[Callable]] = {}
@@ -323,11 +323,10 @@ def {self.fn.__name__}({', '.join(head)}):
 
     @functools.cached_property
     def twin(self) -> Callable:
-        """The reference: same name, same signature, plain PyTorch."""
-        if self._twin is not None:
+        """The reference: same signature, plain PyTorch; imported when it is first needed."""
+        if not isinstance(self._twin, str):
             return self._twin
-        module = importlib.import_module(f'tile_kernels.torch.{self.family}')
-        return getattr(module, self.name.partition('.')[2])
+        return getattr(importlib.import_module(f'tile_kernels.torch.{self.family}'), self._twin)
 
     # The operator ---------------------------------------------------------------------------
 

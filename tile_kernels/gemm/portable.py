@@ -39,7 +39,6 @@ from tile_kernels.gemm._groups import (
     random_operands,
     silu,
 )
-from tile_kernels.torch import gemm as twins
 
 NUM_THREADS = 128
 NUM_THREADS_FP8 = 256  # two accumulators beside a fresh sum do not fit into the registers of fewer
@@ -272,7 +271,7 @@ def portable_fp8_kernel(n: int, k: int, num_groups: int, swiglu: bool):
 # Ops ----------------------------------------------------------------------------------------
 
 
-@op(outputs='da db', twin=twins.grouped_gemm_bwd)
+@op(outputs='da db', twin='grouped_gemm_bwd')
 def portable_grouped_gemm_bwd(dd: Tensor, a: Tensor, b: Tensor, group_end: Tensor) -> tuple[Tensor, Tensor]:
     """`grouped_gemm_bwd` by kernels for any architecture; takes and returns what that does."""
     num_rows, num_groups, n, k = check_gradient(dd, a, b, group_end)
@@ -284,7 +283,7 @@ def portable_grouped_gemm_bwd(dd: Tensor, a: Tensor, b: Tensor, group_end: Tenso
     return da, db
 
 
-@op(outputs='d', backward=portable_grouped_gemm_bwd, twin=twins.grouped_gemm)
+@op(outputs='d', backward=portable_grouped_gemm_bwd, twin='grouped_gemm')
 def portable_grouped_gemm(a: Tensor, b: Tensor, group_end: Tensor) -> Tensor:
     """`grouped_gemm` by a kernel for any architecture; takes and returns what that does."""
     num_rows, num_groups, n, k = check_product(a, b, group_end)
@@ -293,7 +292,7 @@ def portable_grouped_gemm(a: Tensor, b: Tensor, group_end: Tensor) -> Tensor:
     return d
 
 
-@op(outputs='d', twin=twins.grouped_gemm_swiglu)
+@op(outputs='d', twin='grouped_gemm_swiglu')
 def portable_grouped_gemm_swiglu(a: Tensor, b: Tensor, group_end: Tensor) -> Tensor:
     """`grouped_gemm_swiglu` by a kernel for any architecture; takes and returns what that does."""
     num_rows, num_groups, n, k = check_product(a, b, group_end)
@@ -303,7 +302,7 @@ def portable_grouped_gemm_swiglu(a: Tensor, b: Tensor, group_end: Tensor) -> Ten
     return d
 
 
-@op(outputs='d', twin=twins.grouped_gemm_fp8)
+@op(outputs='d', twin='grouped_gemm_fp8')
 def portable_grouped_gemm_fp8(a: Tensor, a_sf: Tensor, b: Tensor, b_sf: Tensor, group_end: Tensor) -> Tensor:
     """`grouped_gemm_fp8` by a kernel for any architecture; takes and returns what that does."""
     num_rows, num_groups, n, k = check_fp8(a, a_sf, b, b_sf, group_end, 8)
@@ -312,7 +311,7 @@ def portable_grouped_gemm_fp8(a: Tensor, a_sf: Tensor, b: Tensor, b_sf: Tensor, 
     return d
 
 
-@op(outputs='d d_sf', twin=twins.grouped_gemm_fp8_swiglu_cast)
+@op(outputs='d d_sf', twin='grouped_gemm_fp8_swiglu_cast')
 def portable_grouped_gemm_fp8_swiglu_cast(
     a: Tensor, a_sf: Tensor, b: Tensor, b_sf: Tensor, group_end: Tensor
 ) -> tuple[Tensor, Tensor]:
