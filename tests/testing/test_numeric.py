@@ -125,6 +125,7 @@ def test_errors_of_values_that_are_not_numbers():
     x = torch.tensor([1.0, inf, nan])
     assert max_error(x, x) == rms_error(x, x) == 0
     assert max_error(torch.tensor([1.0, 3.0]), torch.tensor([1.5, 1.0])) == 2
+    assert max_error(torch.tensor([1 + 1j]), torch.tensor([1 + 3j])) == 2
     assert rms_error(torch.tensor([3.0, 4.0]), torch.zeros(2)) == pytest.approx(math.sqrt(12.5))
     assert max_error(torch.tensor([nan]), torch.tensor([1.0])) == inf
     assert max_error(torch.tensor([inf]), torch.tensor([1.0])) == inf

@@ -112,7 +112,8 @@ def rms_error(x: Tensor, ref: Tensor) -> float:
 def _error(x: Tensor, ref: Tensor) -> Tensor:
     if x.shape != ref.shape:
         raise AssertionError(f'shapes differ: {tuple(x.shape)} != {tuple(ref.shape)}')
-    x, ref = x.detach().double(), ref.detach().double()
+    wide = torch.complex128 if x.is_complex() or ref.is_complex() else torch.float64
+    x, ref = x.detach().to(wide), ref.detach().to(wide)
     agree = (x == ref) | (x.isnan() & ref.isnan())
     return torch.where(agree, 0.0, (x - ref).abs().nan_to_num(nan=math.inf, posinf=math.inf))
 
