@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from tile_kernels.core.compiler import require_tilelang
-from tile_kernels.core.device import arch_number
+from tile_kernels.core.device import check_arch
 from tile_kernels.core.errors import ArgumentError, CompileError, TileKernelsError
 from tile_kernels.core.jit import Kernel, cache_dir, kernels
 from tile_kernels.core.knobs import knobs
@@ -135,9 +135,10 @@ def find_variants(
     ops: Mapping[str, Iterable[Mapping[str, Any]]] | Iterable[str] | None, archs: Sequence[str]
 ) -> list[Variant]:
     """The distinct kernels that the cases of `ops` launch, on the architectures they support."""
-    from tile_kernels.cli.selection import find_op, find_ops, typical_case
+    from tile_kernels.cli.selection import find_op, find_ops, launches_of, typical_case
 
-    _check_archs(archs)
+    for arch in archs:
+        check_arch(arch)
     if isinstance(ops, str):
         ops = [ops]
     cases: list[tuple[Op, Any]] = []
@@ -149,7 +150,7 @@ def find_variants(
         for op in find_ops(ops or ()):
             if op.case_set is not None:
                 cases += [(op, case) for case in op.case_set.bench + op.case_set.smoke]
-    launches = [launch for op, case in cases for launch in op.trace_case(case)]
+    launches = [launch for op, case in cases for launch in launches_of(op, case)]
     variants = [
         Variant(launch.kernel, launch.static, tuple(launch.config.items()), arch)
         for launch in launches
@@ -254,14 +255,6 @@ def _bar(progress: bool) -> Any:
     bar = console.progress()
     bar.disable = bar.disable or not progress
     return bar
-
-
-def _check_archs(archs: Sequence[str]) -> None:
-    for arch in archs:
-        try:
-            arch_number(arch)
-        except ValueError as error:
-            raise ArgumentError(f'precompile: arch must be a name like sm_90a, got {arch!r}') from error
 
 
 def _writable(folder: Path) -> Path:

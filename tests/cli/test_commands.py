@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import tile_kernels
 from tile_kernels.cli import bench, console, demo
 from tile_kernels.cli.explain import explain
 from tile_kernels.core.errors import ArgumentError
@@ -83,6 +84,10 @@ def test_demo_fails_when_a_kernel_is_wrong(toy, cli, monkeypatch):
     assert (
         'tests.double[num_tokens=5-hidden=64-float32]: kernel and twin: y' in out and '1 of 1 op did not agree' in out
     )
+
+
+def test_demo_shows_every_family():
+    assert sorted(op.family for op in demo.representatives()) == sorted(tile_kernels.FAMILIES)
 
 
 def test_the_demo_takes_the_largest_case_within_the_limit(toy):

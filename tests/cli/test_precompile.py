@@ -93,7 +93,7 @@ def test_architectures_a_kernel_does_not_claim_are_left_out(toy, toy_module, mon
 
 
 def test_bad_arguments_are_named(toy, tmp_path):
-    with pytest.raises(ArgumentError, match="arch must be a name like sm_90a, got 'hopper'"):
+    with pytest.raises(ArgumentError, match="arch must be a name like sm_90a, sm_80 or newer, got 'hopper'"):
         precompile(archs=('hopper',), out=tmp_path)
     with pytest.raises(ArgumentError, match='jobs must be at least 1, got 0'):
         precompile(jobs=0, out=tmp_path)

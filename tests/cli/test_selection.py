@@ -16,6 +16,17 @@ def test_an_unknown_op_gets_a_suggestion(toy):
         selection.find_op('tests.duoble')
 
 
+def test_a_family_is_not_one_op(toy):
+    with pytest.raises(ArgumentError, match='got the family tests; tile-kernels list tests names its ops'):
+        selection.find_op('tests')
+
+
+def test_a_case_that_cannot_be_made_is_a_sentence(toy):
+    case = selection.typical_case(toy, {'num_tokens': '-5'})
+    with pytest.raises(ArgumentError, match=r'tests\.double: no arguments can be made for num_tokens=-5-'):
+        selection.launches_of(toy, case)
+
+
 def test_a_case_is_the_first_benchmark_with_changes(toy):
     case = selection.typical_case(toy, {'num_tokens': '7', 'dtype': 'f32'})
     assert case == {'num_tokens': 7, 'hidden': 128, 'dtype': torch.float32}

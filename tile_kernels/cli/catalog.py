@@ -5,11 +5,16 @@ from __future__ import annotations
 import argparse
 
 import torch
+from rich.padding import Padding
+from rich.text import Text
 
 from tile_kernels.cli import console
 from tile_kernels.cli.selection import all_cases, find_ops
 from tile_kernels.core.formats import QuantFormat
 from tile_kernels.core.op import Op
+
+#: Columns of a terminal from which on the table is easy to read.
+TABLE_WIDTH = 160
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,9 +23,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table."""
-    rows = [(op.name, headline(op), ', '.join(kinds(op)), 'yes' if op.backward else None) for op in find_ops(args.ops)]
-    console.output().print(console.table(('op', '~what it does', '~dtypes and formats', 'backward'), rows))
+    """Print the table, or on a terminal too narrow for it two lines for each op."""
+    out = console.output()
+    ops = sorted(find_ops(args.ops), key=lambda op: op.name)
+    if out.width >= TABLE_WIDTH:
+        rows = [(op.name, 'yes' if op.backward else None, headline(op), ', '.join(kinds(op))) for op in ops]
+        out.print(console.table(('op', 'backward', '~what it does', '~dtypes and formats'), rows))
+        return 0
+    for op in ops:
+        facts = ', '.join(['with backward', *kinds(op)] if op.backward else kinds(op))
+        out.print(Text.assemble((op.name, 'bold'), '  ', (facts, 'dim')))
+        out.print(Padding(Text(headline(op)), (0, 0, 0, 4)))
     return 0
 
 

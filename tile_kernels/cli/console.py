@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 #: Columns of plain text: wide enough that no table wraps in a log file.
-PLAIN_WIDTH = 200
+PLAIN_WIDTH = 1000
 
 
 def output() -> Console:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tile_kernels.cli import console
-from tile_kernels.cli.selection import case_by_id, find_op, typical_case, words_to_case
+from tile_kernels.cli.selection import case_by_id, find_op, launches_of, typical_case, words_to_case
 from tile_kernels.core.cases import Case, case_id
 from tile_kernels.core.device import DEVICES, DeviceSpec
 from tile_kernels.core.errors import ArgumentError
@@ -75,7 +75,7 @@ def explain_case(op: Op, case: Case, device: str = 'h200') -> Explanation:
     """`explain` for a complete case."""
     if device not in DEVICES:
         raise ArgumentError(f'explain: device must be one of {", ".join(DEVICES)}, got {device!r}')
-    return Explanation(op, case, tuple(op.trace_case(case)), DEVICES[device])
+    return Explanation(op, case, tuple(launches_of(op, case)), DEVICES[device])
 
 
 def config_words(config: Mapping[str, Any]) -> str:
@@ -97,7 +97,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     """An op and one of its cases, shared with `show`."""
     parser.add_argument('op', metavar='OP', help='name of an op, as tile-kernels list prints it')
-    parser.add_argument('values', nargs='*', metavar='KEY=VALUE', help="changes to the op's first benchmark case")
+    changes = "changes to the op's first benchmark case"
+    parser.add_argument('values', nargs='*', default=[], metavar='KEY=VALUE', help=changes)
     parser.add_argument('--case', metavar='ID', help='one of the cases of the op, by its id')
 
 

@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return COMMANDS[args.command].run(args)
     except TileKernelsError as error:
-        sys.stderr.write(f'tile-kernels {args.command}: {error}\n')
+        prefix = f'{args.command}: '  # which errors of the function of that name begin with already
+        sys.stderr.write(f'tile-kernels {prefix}{str(error).removeprefix(prefix)}\n')
         return 1
     except KeyboardInterrupt:
         return 130

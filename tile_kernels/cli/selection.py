@@ -12,8 +12,9 @@ import torch
 
 import tile_kernels
 from tile_kernels.core.cases import Case, case_id
-from tile_kernels.core.errors import ArgumentError
+from tile_kernels.core.errors import ArgumentError, TileKernelsError
 from tile_kernels.core.formats import QuantFormat
+from tile_kernels.core.launch import Launch
 from tile_kernels.core.op import Op, ops
 
 _DTYPES = {'bf16': 'bfloat16', 'fp16': 'float16', 'f16': 'float16', 'fp32': 'float32', 'f32': 'float32'}
@@ -30,9 +31,13 @@ def load_ops() -> dict[str, Op]:
 def find_op(name: str) -> Op:
     """The op with this name."""
     known = load_ops()
-    if name not in known:
-        raise _no_such(name, known)
-    return known[name]
+    if name in known:
+        return known[name]
+    if any(op.family == name for op in known.values()):
+        raise ArgumentError(
+            f'op must be the name of one op, got the family {name}; tile-kernels list {name} names its ops'
+        )
+    raise _no_such(name, known)
 
 
 def find_ops(names: Iterable[str]) -> list[Op]:
@@ -82,6 +87,17 @@ def case_by_id(op: Op, wanted: str) -> Case:
     known = [case_id(case) for case in all_cases(op)]
     close = difflib.get_close_matches(wanted, known, n=3, cutoff=0)
     raise ArgumentError(f'{op.name}: case must be the id of a case, got {wanted!r}; near it are {", ".join(close)}')
+
+
+def launches_of(op: Op, case: Case) -> list[Launch]:
+    """What a case launches; one that cannot be made (a negative extent, too few channels) is the user's mistake."""
+    try:
+        return op.trace_case(case)
+    except TileKernelsError:
+        raise
+    except Exception as error:
+        reason = str(error).partition('\n')[0]
+        raise ArgumentError(f'{op.name}: no arguments can be made for {case_id(case)}: {reason}') from error
 
 
 def words_to_case(words: Iterable[str]) -> dict[str, str]:

@@ -9,7 +9,9 @@ from rich.syntax import Syntax
 
 from tile_kernels.cli import console
 from tile_kernels.cli.explain import add_case_arguments, config_words, selected_case
+from tile_kernels.cli.selection import launches_of
 from tile_kernels.core import compiler
+from tile_kernels.core.device import check_arch
 from tile_kernels.core.launch import Launch
 
 PARTS = ('tilelang', 'cuda', 'ptx', 'resources')
@@ -24,9 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the parts asked for, of every kernel the case launches."""
+    check_arch(args.arch)
     op, case = selected_case(args)
     out = console.output()
-    for launch in op.trace_case(case):
+    for launch in launches_of(op, case):
         static = ', '.join(str(s).removeprefix('torch.') for s in launch.static)
         heading = f'{launch.kernel.name}({static})  {config_words(launch.config)}  {args.arch}'
         for part in args.what or PARTS:

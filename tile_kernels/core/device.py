@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass
 
 import torch
 
-from tile_kernels.core.errors import UnsupportedError
+from tile_kernels.core.errors import ArgumentError, UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,12 @@ MIN_ARCH = 80
 def arch_number(arch: str) -> int:
     """`'sm_90a'` -> 90."""
     return int(arch.removeprefix('sm_').rstrip('af'))
+
+
+def check_arch(arch: str) -> None:
+    """Refuse what is no architecture, or an old one."""
+    if re.fullmatch('sm_[0-9]+[af]?', arch) is None or arch_number(arch) < MIN_ARCH:
+        raise ArgumentError(f'arch must be a name like sm_90a, sm_{MIN_ARCH} or newer, got {arch!r}')
 
 
 @functools.cache
