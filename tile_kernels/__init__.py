@@ -6,7 +6,7 @@ Importing this package neither imports TileLang nor touches CUDA; both happen at
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tile_kernels.core.errors import ArgumentError, CompileError, LaunchError, TileKernelsError, UnsupportedError
 from tile_kernels.core.formats import QuantFormat, QuantTensor
@@ -16,6 +16,10 @@ from tile_kernels.precompile import precompile
 
 # isort: split
 from tile_kernels import engram, gemm, mhc, moe, quant, rand, transform, transpose  # registers every operator
+
+if TYPE_CHECKING:
+    from tile_kernels import config, distributed, interpreter, modeling, testing, torch, utils
+    from tile_kernels.cli.explain import explain
 
 __version__ = '0.1.0'
 
@@ -70,6 +74,10 @@ __all__ = [
     *_LAZY,
     *_CONFIG,
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def __getattr__(name: str) -> Any:

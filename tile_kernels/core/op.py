@@ -19,7 +19,7 @@ import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,10 @@ from tile_kernels.core.replay import BODY, MISS, record
 
 #: A tensor argument the op writes in place.
 Mut = Annotated[Tensor, 'mutated']
+
+#: Arguments and result of an op, which type checkers and editors show.
+Args = ParamSpec('Args')
+Result = TypeVar('Result')
 
 #: Every op by `family.name`, in definition order.
 ops: dict[str, Op] = {}
@@ -125,7 +129,7 @@ def op(
     name: str | None = None,
     twin: Callable | str | None = None,
     same_gradient: dict[str, str] | None = None,
-) -> Callable[[Callable], Op]:
+) -> Callable[[Callable[Args, Result]], Op[Args, Result]]:
     """Declare an op.
 
     Args:
@@ -137,7 +141,7 @@ def op(
         same_gradient: inputs whose gradient is that of another input, e.g. the summands of a sum.
     """
 
-    def declare(fn: Callable) -> Op:
+    def declare(fn: Callable[Args, Result]) -> Op[Args, Result]:
         made = Op(fn, tuple(outputs.split()), backward, name or fn.__name__, twin, same_gradient or {})
         ops[made.name] = made
         return made
@@ -145,12 +149,12 @@ def op(
     return declare
 
 
-class Op:
+class Op(Generic[Args, Result]):
     """A callable op; see the module docstring for what it offers besides being called."""
 
     def __init__(
         self,
-        fn: Callable,
+        fn: Callable[Args, Result],
         outputs: tuple[str, ...],
         backward: Op | None,
         name: str,
@@ -158,7 +162,7 @@ class Op:
         same_gradient: dict[str, str],
     ) -> None:
         functools.update_wrapper(self, fn)
-        self.fn = fn
+        self.fn: Callable[..., Any] = fn
         self.outputs = outputs
         self.backward = backward
         package, _, rest = fn.__module__.partition('.')
@@ -180,7 +184,7 @@ class Op:
 
     # Calling --------------------------------------------------------------------------------
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Args.args, **kwargs: Args.kwargs) -> Result:
         """Run the op; `_front` writes the faster form that every op has."""
         return self._run(None, self._bind(args, kwargs))
 

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tile_kernels.modeling.engram import Engram, EngramGateLayer
+    from tile_kernels.modeling.mhc.pipeline import MHCPipeline
+    from tile_kernels.modeling.moe import MoELayer
 
 #: Public name -> module that defines it.
 _HOMES = {'Engram': 'engram', 'EngramGateLayer': 'engram', 'MHCPipeline': 'mhc.pipeline', 'MoELayer': 'moe'}
 _MODULES = ('engram', 'mhc', 'moe')
 
 __all__ = [*_HOMES, *_MODULES]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,7 @@
 """Mixture of experts: routing from logits to experts and back."""
 
+from typing import TYPE_CHECKING
+
 from tile_kernels.moe.expand import expand_to_fused
 from tile_kernels.moe.expand_and_per_token_cast import expand_and_per_token_cast
 from tile_kernels.moe.expand_with_sf import expand_to_fused_with_sf
@@ -25,6 +27,9 @@ from tile_kernels.moe.topk_gate import topk_gate
 from tile_kernels.moe.topk_gating import topk_gating
 from tile_kernels.moe.topk_gating_bwd import topk_gating_bwd
 from tile_kernels.moe.topk_sum_and_topk_group_idx import topk_sum_and_topk_group_idx
+
+if TYPE_CHECKING:
+    from tile_kernels.modeling.moe import MoELayer
 
 __all__ = [
     'MoELayer',
@@ -59,6 +64,10 @@ __all__ = [
     'topk_sum_and_topk_group_idx',
     'weight_normalize',
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def __getattr__(name: str) -> type:

@@ -1,5 +1,7 @@
 """The public RMS norm functions: two or three dimensions, memory of the caller, TileKernels' flags."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,7 @@ def _rows(x: Tensor, name: str) -> Tensor:
     return x.reshape(-1, x.shape[2])
 
 
-def _room(x: Tensor | None, like: Tensor, name: str) -> Tensor | None:
+def _room(x: Tensor | None, like: Tensor, name: str) -> Any:
     """Memory of the caller in the shape of `like`, as rows; it is written, so it must not be copied."""
     if x is None or check.tensor(x, name).dim() == 2:
         return x
@@ -82,7 +84,7 @@ def norm_forward(
         room = _room(residual_out, x, 'residual_out')
         rstd = norm_forward_(_room(out, x, 'out'), rows, weight, residual_rows, room, eps, out_scale)
         y, z = out, residual_out
-    elif residual is None:
+    elif residual_rows is None:
         y, rstd = forward_op(rows, weight, eps, out_scale)
         z = None
     else:
@@ -146,8 +148,10 @@ def norm_forward_and_per_token_cast(
     num_batches = x.shape[0] if x.dim() == 3 and layout.col and x.shape[0] > 1 else 1
     given = (out, out_bf16, residual_out, mega_moe_sf)
     if all(tensor is None for tensor in given):
-        data, sf, y, rstd, z = cast_op(rows, layout, weight, residual_rows, eps, out_scale, with_out_bf16, num_batches)
-        y, z = y if with_out_bf16 else None, z if residual is not None else None
+        data, sf, cast, rstd, total = cast_op(
+            rows, layout, weight, residual_rows, eps, out_scale, with_out_bf16, num_batches
+        )
+        y, z = cast if with_out_bf16 else None, total if residual is not None else None
     else:
         if out is not None:
             data, sf = out[0].view(layout.data_shape(num_tokens, hidden)), out[1]
@@ -216,7 +220,7 @@ def norm_backward(
     rows, upstream = _rows(x, 'x'), _rows(out_grad, 'out_grad')
     through = None if residual_out_grad is None else _rows(residual_out_grad, 'residual_out_grad')
     factors = check.tensor(rstd, 'rstd').reshape(-1)
-    if weight_grad is None:
+    if weight_grad is None or weight is None:
         dx, dweight = backward_op(upstream, rows, factors, weight, through, out_scale)
     else:
         dx = norm_backward_(weight_grad, upstream, rows, factors, weight, through, out_scale)

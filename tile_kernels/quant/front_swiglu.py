@@ -104,7 +104,7 @@ def swiglu_forward(
     Returns:
         (num_rows, hidden), differentiable in `x` and `topk_weights` unless `clamped_count` is given.
     """
-    options = dict(
+    options: dict[str, Any] = dict(
         topk_weights=topk_weights,
         psum=psum_num_tokens_per_expert,
         weight_scale=_weight_scale(routed_scaling_factor, topk_weights),
