@@ -67,6 +67,11 @@ def test_a_kernel_object_brings_its_function_and_switches():
     assert torch.equal(y, x + 1) and report.kernel == 'add' and report.seconds > 0
 
 
+def test_what_is_no_kernel_is_refused():
+    with pytest.raises(TypeError, match=r'must be a T\.prim_func or a compiled kernel, got <lambda>'):
+        interpret(lambda: None, torch.ones(1))
+
+
 def test_unknown_checks_are_refused():
     with pytest.raises(ValueError, match='checks'):
         interpret(add_one.get_tir(8), torch.zeros(1, 8), torch.zeros(1, 8), checks='some')

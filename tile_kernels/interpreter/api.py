@@ -71,6 +71,11 @@ def interpret(kernel: Any, *tensors: Any, checks: str = 'memory', pass_configs: 
     if checks not in CHECKS:
         raise ValueError(f'interpret: checks must be one of {CHECKS}, got {checks!r}')
     prim_func = getattr(kernel, 'prim_func', kernel)
+    if not hasattr(prim_func, 'buffer_map'):
+        words = getattr(kernel, '__name__', None) or type(kernel).__name__
+        raise TypeError(
+            f'interpret: kernel must be a T.prim_func or a compiled kernel, got {words}, which may build one'
+        )
     program = compiled(prim_func, options_of(kernel, pass_configs, checks))
     shared, seconds = program.run(tensors)
     branches = tuple(
