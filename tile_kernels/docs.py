@@ -41,6 +41,9 @@ SIGNATURE_WIDTH = 100
 #: The device README speaks about.
 README_DEVICE = 'H200'
 
+#: The ops whose cases README lists, side by side.
+README_OPS = ('engram.gate', 'engram.gate_bwd_partial')
+
 #: Smaller problems are bound by latency, and a share of a copy says little about them.
 LARGE_BYTES = 32 << 20
 
@@ -253,11 +256,11 @@ def index_page(ops: Sequence[Op], records: Sequence[Record]) -> str:
         (f'[{op.name}]({op.name}.md)', headline(op), 'yes' if op.backward is not None else '', *shares([op], records))
         for op in _leading(ops)
     ]
-    return f'{GENERATED}\n\n# Ops\n\n{markdown(heading, rows)}\n\n{occasion(records)}\n'
+    return f'{GENERATED}\n\n# Ops\n\n{markdown(heading, rows)}\n\n{occasion(ops, records)}\n'
 
 
 def readme(path: Path, ops: Sequence[Op], records: Sequence[Record]) -> str:
-    """README with its table of families replaced."""
+    """README with its tables replaced: all families, and the cases of a few ops."""
     text = path.read_text() if path.exists() else ''
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise ArgumentError(
@@ -269,7 +272,8 @@ def readme(path: Path, ops: Sequence[Op], records: Sequence[Record]) -> str:
     rows = [(f'`{name}`', _purpose(own[0]), len(own), *shares(own, records)) for name, own in families.items()]
     heading = ('family', 'what it does', 'ops', f'% of copy, {README_DEVICE}', 'least, µs')
     head, rest = text.split(BEGIN)
-    return f'{head}{BEGIN}\n{markdown(heading, rows)}\n\n{occasion(records)}\n{END}{rest.split(END)[1]}'
+    tables = f'{markdown(heading, rows)}\n\n{occasion(ops, records)}\n{side_by_side(records)}'
+    return f'{head}{BEGIN}\n{tables}{END}{rest.split(END)[1]}'
 
 
 def _leading(ops: Sequence[Op]) -> list[Op]:
@@ -292,22 +296,41 @@ def shares(ops: Sequence[Op], records: Iterable[Record]) -> tuple[str, str]:
     names = {op.name for op in ops}
     own = [r for r in records if r['op'] in names and README_DEVICE in r['device'] and r['pct_of_copy'] is not None]
     large = sorted(r['pct_of_copy'] for r in own if r['gbps'] * r['us'] * 1e3 >= LARGE_BYTES)
-    rates = [r['tflops'] for r in own if r.get('tflops') is not None]
+    rates = {r['tflops']: r['op'].partition('.')[2] for r in own if r.get('tflops') is not None}
     if rates:
-        return f'up to {max(rates):.0f} TFLOP/s', f'{min(r["graph_us"] for r in own):.1f}'
+        which = f' ({rates[max(rates)]})' if len(ops) > 1 else ''
+        return f'up to {max(rates):.0f} TFLOP/s{which}', f'{min(r["graph_us"] for r in own):.1f}'
     span = '' if not large else f'{large[0]:.0f}' if len(large) == 1 else f'{large[0]:.0f}–{large[-1]:.0f}'
     return span, f'{min(r["graph_us"] for r in own):.1f}' if own else ''
 
 
-def occasion(records: Iterable[Record]) -> str:
-    """When and from which commit the numbers come."""
-    own = [r for r in records if README_DEVICE in r['device']]
+def side_by_side(records: Iterable[Record]) -> str:
+    """The cases that all of `README_OPS` were measured on, and the command that measures them."""
+    found = {(r['op'], r['case']): r for r in records if README_DEVICE in r['device']}
+    cases = [case for op, case in found if op == README_OPS[0] and all((name, case) in found for name in README_OPS)]
+    if not cases:
+        return ''
+    heading = ('case', *(column for name in README_OPS for column in (f'`{name}`, µs', 'GB/s', '% of copy')))
+    formats = {'us': '.1f', 'gbps': '.0f', 'pct_of_copy': '.0f'}
+    rows = [
+        (f'`{case}`', *(format(found[name, case][key], spec) for name in README_OPS for key, spec in formats.items()))
+        for case in cases
+    ]
+    return f'\n{markdown(heading, rows)}\n\n`tile-kernels bench {" ".join(README_OPS)}` measures these on your GPU.\n'
+
+
+def occasion(ops: Sequence[Op], records: Iterable[Record]) -> str:
+    """When and from which commits the numbers come, and how many of the cases have one."""
+    own = sorted((r for r in records if README_DEVICE in r['device']), key=lambda r: r['date'], reverse=True)
     if not own:
         return 'Not measured yet.'
-    last = max(own, key=lambda r: r['date'])
+    cases = {(op.name, case_id(case)) for op in ops if op.case_set is not None for case in op.case_set.bench}
+    done = cases & {(r['op'], r['case']) for r in own}
+    commits = list(dict.fromkeys(r['commit'][:7] for r in own))
     return (
         f'Worst and best case that moves at least {LARGE_BYTES >> 20} MB; least time of any case in a CUDA graph. '
-        f'{last["device"]}, {last["date"][:10]}, commit {last["commit"]}; every case is on the page of its op.'
+        f'{own[0]["device"]}, {own[0]["date"][:10]}, commit{"s" * (len(commits) > 1)} {", ".join(commits)}; '
+        f'{len(done)} of {len(cases)} benchmark cases measured, each on the page of its op.'
     )
 
 
