@@ -1,9 +1,12 @@
 """The calls a user reads about first, as written, on the device at hand."""
 
+import re
+
 import pytest
 import torch
 
 import tile_kernels.torch as reference
+from tile_kernels.core.errors import ArgumentError
 from tile_kernels.moe import fused_expand_reduce, token_to_expert_map, topk_gating, weight_normalize
 from tile_kernels.quant import fused_swiglu_quant_fp8, per_block_cast_fp8, per_channel_cast_fp8, per_token_cast_fp8
 from tile_kernels.testing import benchmark_kernel
@@ -136,3 +139,17 @@ def test_hyper_connections():
     residual = pipeline.expand(torch.randn(2, 64, device=DEVICE, dtype=torch.bfloat16))
     residual = pipeline(residual, lambda x: x * 0.5)
     assert pipeline.head(residual).shape == (2, 64)
+
+
+def test_errors_name_the_arguments_of_the_friendly_call():
+    from tile_kernels.mhc import sinkhorn_normalize
+
+    calls = {
+        'conn_weights must be (..., num_rows, num_columns)': lambda: sinkhorn_normalize(random(8, dtype=torch.float32)),
+        'num_iters must be at least 1': lambda: sinkhorn_normalize(random(4, 4, dtype=torch.float32), num_iters=0),
+        'topk_indices must be int64 or int32': lambda: token_to_expert_map(random(3, 2), num_experts=4),
+        'routing_map must be a RoutingMap': lambda: fused_expand_reduce(random(3, 64), None, lambda rows, _: rows),
+    }
+    for sentence, call in calls.items():
+        with pytest.raises(ArgumentError, match=re.escape(sentence)):
+            call()

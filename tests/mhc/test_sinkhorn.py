@@ -58,11 +58,11 @@ def test_reference_agrees():
 
 
 def test_what_it_refuses():
-    with pytest.raises(ArgumentError, match=r'mhc\.sinkhorn_normalize: repeat must be at least 1, got 0'):
+    with pytest.raises(ArgumentError, match=r'mhc\.sinkhorn_normalize: num_iters must be at least 1, got 0'):
         sinkhorn_normalize(torch.randn(2, 2), num_iters=0)
     with pytest.raises(ArgumentError, match='x must have matrices of at most 64 x 32 elements'):
         sinkhorn_normalize(torch.randn(128, 128))
-    with pytest.raises(ArgumentError, match='x must be float32'):
+    with pytest.raises(ArgumentError, match='conn_weights must be float32'):
         sinkhorn_normalize(torch.randn(4, 4, dtype=torch.float64))
     with pytest.raises(ArgumentError, match='the number of streams must be one of 2, 4, 8, got 3'):
         mhc_mix_split(torch.randn(5, 15), torch.ones(3), torch.ones(15), 3)

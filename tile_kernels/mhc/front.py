@@ -1,5 +1,6 @@
 """Public names over the ops: the friendly ones, and low-level forms that write into memory of the caller."""
 
+import torch
 from torch import Tensor
 
 from tile_kernels.core import check
@@ -27,6 +28,11 @@ def sinkhorn_normalize(conn_weights: Tensor, num_iters: int = 20, eps: float = 1
     Returns:
         Shape of conn_weights; square matrices become doubly stochastic.
     """
+    if check.tensor(conn_weights, 'conn_weights').dim() < 2:
+        check.fail('conn_weights', 'must be (..., num_rows, num_columns)', check.describe(conn_weights))
+    check.dtype(conn_weights, 'conn_weights', torch.float32)
+    check.contiguous(conn_weights, 'conn_weights')
+    check.at_least(num_iters, 1, 'num_iters')
     return sinkhorn(conn_weights, num_iters, eps)
 
 

@@ -55,7 +55,9 @@ def token_to_expert_map(
     Returns:
         The map; inside an expert rows are in the order of tokens.
     """
-    num_tokens, num_topk = check.shape(topk_indices, 'topk_indices', 'num_tokens num_topk')
+    num_tokens, num_topk = check.shape(
+        topk_indices, 'topk_indices', 'num_tokens num_topk', dtype=(torch.int64, torch.int32)
+    )
     check.at_least(alignment, 1, 'alignment')
     if num_expanded is None:
         num_expanded = places_for(num_tokens, num_topk, num_experts, alignment)
@@ -83,6 +85,8 @@ def fused_expand_reduce(
     Returns:
         (num_tokens, out_hidden); 0 for tokens without a place.
     """
+    if not isinstance(routing_map, RoutingMap):
+        check.fail('routing_map', 'must be a RoutingMap', check.describe(routing_map), 'token_to_expert_map makes one')
     expanded = expand_to_fused(hidden, routing_map.token_topk_to_pos, routing_map.pos_to_expert)
     result = expert_fn(expanded, routing_map)
     return reduce_fused(result, topk_weights, routing_map.token_topk_to_pos)
