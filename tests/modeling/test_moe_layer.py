@@ -170,6 +170,22 @@ def test_checkpointing_export_and_autocast():
             assert torch.equal(layer(x), layer(x.float()).to(torch.bfloat16))
 
 
+@pytest.mark.parametrize('compute', ['bf16', 'fp8'])
+def test_trains_under_autocast(compute):
+    torch.manual_seed(0)
+    layer = MoELayer(4, 2, 128, num_shared_experts=1, compute=compute, dtype=torch.float32, device=DEVICE)
+    x = torch.randn(9, 128, device=DEVICE)
+
+    def autocast(tokens):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            return layer(tokens)
+
+    y, dx, dw = gradients(layer, layer, x)
+    y_cast, dx_cast, dw_cast = gradients(autocast, layer, x)
+    assert torch.equal(y, y_cast) and torch.equal(dx, dx_cast)
+    assert all(torch.equal(dw[name], dw_cast[name]) for name in dw)
+
+
 @pytest.mark.parametrize(
     ('arguments', 'sentence'),
     [

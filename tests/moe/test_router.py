@@ -65,6 +65,16 @@ def test_strided_and_unaligned_rows(path):
     torch.testing.assert_close(gate_logits(unaligned, weight), gate_logits(unaligned.clone(), weight))
 
 
+def test_autocast_stays_outside(path):
+    x, weight = (t.requires_grad_() for t in inputs(5, 24, 64))
+    expected = gate_logits(x, weight)
+    with torch.autocast('cpu', dtype=torch.float16):
+        actual = gate_logits(x, weight)
+    assert torch.equal(actual, expected) and actual.dtype == torch.float32
+    gradients = [torch.autograd.grad(y.square().sum(), (x, weight)) for y in (actual, expected)]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
 def test_the_sum_is_cut_for_few_tokens_only():
     assert [num_parts_for(t, 7168) for t in (1, 64, 128, 256, 512, 1024, 2048, 4096)] == [16, 16, 16, 8, 4, 8, 4, 1]
     assert [num_parts_for(1, hidden) for hidden in (511, 512, 2048)] == [1, 2, 8]

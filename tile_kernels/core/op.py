@@ -322,7 +322,7 @@ def {self.fn.__name__}({', '.join(head)}):
             return self.fn(*args, **kwargs)
         with state.set(skip=True):
             self.fn(*args, **kwargs)
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast('cpu', enabled=False):  # a kernel knows no autocast
             return self.twin(*args, **kwargs)
 
     @functools.cached_property

@@ -236,7 +236,8 @@ def _gemm(compiler: Compiler, call: Any) -> Closure:
 
 def _matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     tensors = [torch.from_numpy(part if part.flags.writeable else part.copy()) for part in (a, b)]
-    return torch.matmul(*tensors).numpy()
+    with torch.autocast('cpu', enabled=False):
+        return torch.matmul(*tensors).numpy()
 
 
 @op('tl.tileop.reduce')
