@@ -244,6 +244,14 @@ def test_the_whole_way_is_one_graph():
     assert counter.frame_count == 1
 
 
+def test_experts_give_a_row_for_a_row():
+    routing_map = token_to_expert_map(torch.zeros(2, 1, dtype=torch.int64), 1)
+    with pytest.raises(ArgumentError, match=r'the result of expert_fn must be .* with num_expanded = 2'):
+        fused_expand_reduce(torch.zeros(2, 8), routing_map, lambda rows, _: rows[:1])
+    with pytest.raises(ArgumentError, match='routing_map must be a RoutingMap, got tuple'):
+        fused_expand_reduce(torch.zeros(2, 8), (), lambda rows, _: rows)
+
+
 @pytest.mark.parametrize(
     ('call', 'sentence'),
     [

@@ -385,7 +385,7 @@ def test_groups_by_the_sum_of_their_best(shape, interpret):
     [
         (dict(num_topk=65), 'num_topk must be at most 64, got 65'),
         (dict(num_topk=0), 'num_topk must be at least 1, got 0'),
-        (dict(scoring_func='tanh'), "scoring must be one of sigmoid, sqrtsoftplus, softmax, identity, got 'tanh'"),
+        (dict(scoring_func='tanh'), "scoring_func must be one of sigmoid, sqrtsoftplus, softmax, identity, got 'tanh'"),
         (dict(bias=torch.zeros(71)), 'bias must be (num_experts) with num_experts = 72, got float32[71] on cpu'),
         (dict(image_bias=torch.zeros(72)), 'image_bias must come with image_token_mask, got no image_token_mask'),
         (dict(mask=torch.zeros(2)), 'mask must be bool, got float32[2] on cpu'),
@@ -403,6 +403,10 @@ def test_groups_by_the_sum_of_their_best(shape, interpret):
         (
             dict(out=(torch.zeros(2, 5).long(), torch.zeros(2, 5))),
             'out[0] must be (num_tokens, num_slots) with num_slots = 6, got int64[2, 5] on cpu',
+        ),
+        (
+            dict(out=(torch.zeros(2, 6).long(), torch.zeros(2, 6).half())),
+            'out[1] must be float32, got float16[2, 6] on cpu',
         ),
     ],
 )
@@ -424,7 +428,7 @@ def test_errors_of_the_others():
     with pytest.raises(ArgumentError, match=r'moe\.topk_sum_and_topk_group_idx: num_topk_sum must be one of 1, 2'):
         topk_sum_and_topk_group_idx(logits.view(4, 8, 8), 3, 2)
     idx, weights = torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2)
-    with pytest.raises(ArgumentError, match=r'moe\.moe_topk_gate_backward: dscores_sum must come with mask'):
+    with pytest.raises(ArgumentError, match=r'moe\.moe_topk_gate_backward: grad_scores_sum must come with mask'):
         moe_topk_gate_backward(logits, idx, weights, weights, 1.0, grad_scores_sum=torch.zeros(1, 64))
     with pytest.raises(ArgumentError, match='num_tokens must be a multiple of 3, got 4'):
         moe_topk_gate_backward(

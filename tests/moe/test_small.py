@@ -144,7 +144,8 @@ def test_gradient_of_normalised_weights():
     ('call', 'sentence'),
     [
         (lambda x: group_count(x.float(), 4), 'group_idx must be int64 or int32'),
-        (lambda x: group_count(x, 0), 'number of groups must be at least 1'),
+        (lambda x: group_count(x, 0), 'num_groups must be at least 1'),
+        (lambda x: aux_fi(x, 0, 1), 'num_experts must be at least 1'),
         (lambda x: aux_fi(x, 4, 0), 'num_aux_topk must be at least 1'),
         (lambda x: inplace_unique_group_indices(x.t(), 4), 'group_indices must be contiguous'),
         (lambda x: mask_indices_by_tp(x, 4, 8, 0, 1), 'n must be at least 8, got 4'),

@@ -6,11 +6,12 @@ front is the public function the user called, read from the call stack.
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from numbers import Integral
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,29 +22,48 @@ from tile_kernels.core.errors import ArgumentError
 #: Subpackages whose functions are not what a user called.
 _INTERNAL = ('core', 'testing', 'interpreter', 'cli')
 
+Front = TypeVar('Front', bound=Callable)
 
-def _caller(op: str) -> str:
-    """`family.function` of the outermost function of this package on the stack: the one the user called, or `op`."""
-    name = op
+
+def names(**names: str) -> Callable[[Front], Front]:
+    """What a front calls the arguments of the op underneath: sentences about a call of the front use its names."""
+
+    def mark(front: Front) -> Front:
+        setattr(front, 'argument_names', names)  # noqa: B010
+        return front
+
+    return mark
+
+
+def _caller(op: str) -> tuple[str, dict[str, str]]:
+    """The outermost function of this package on the stack, or `op`: what the user called, and its `names`."""
+    name, names = op, dict[str, str]()
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         package, _, rest = frame.f_globals.get('__name__', '').partition('.')
         family, function = rest.partition('.')[0], frame.f_code.co_name
         inside = package == 'tile_kernels' and family not in _INTERNAL
         if inside and frame.f_code.co_varnames[:1] == ('self',):  # a method: the user knows the class
-            owner = type(frame.f_locals['self']).__name__
-            name = owner if function.startswith('_') or function == 'forward' else f'{owner}.{function}'
+            owner = type(frame.f_locals['self'])
+            inner = function.startswith('_') or function == 'forward'
+            name = owner.__name__ if inner else f'{owner.__name__}.{function}'
+            names = getattr(owner, 'argument_names', {})
         elif inside and not function.startswith(('_', '<')):
             name = f'{family}.{function}'
+            names = getattr(frame.f_globals.get(function), 'argument_names', {})
         elif not name and package != 'tile_kernels':
             name = function
         frame = frame.f_back
-    return name
+    return name, names
 
 
 def fail(argument: str, rule: str, fact: str, hint: str | None = None, op: str = '') -> NoReturn:
     """Raise the one error sentence; `op` is who raises it if no function of an op is on the stack yet."""
-    raise ArgumentError(f'{_caller(op)}: {argument} {rule}, got {fact}' + (f'; {hint}' if hint else ''))
+    caller, names = _caller(op)
+    said = [
+        re.sub(r'\w+', lambda word: names.get(word[0], word[0]), text) for text in (f'{argument} {rule}', hint or '')
+    ]
+    raise ArgumentError(f'{caller}: {said[0]}, got {fact}' + (f'; {said[1]}' if hint else ''))
 
 
 def describe(x: object) -> str:
@@ -109,7 +129,8 @@ def one_of(value: object, allowed: Collection, name: str) -> None:
     """`value` must be one of `allowed`."""
     if isinstance(value, Tensor) or value not in allowed:
         fact = describe(value) if isinstance(value, Tensor) else repr(value)
-        fail(name, f'must be one of {", ".join(str(a) for a in allowed)}', fact)
+        listed = ', '.join(str(a) or repr(a) for a in allowed)
+        fail(name, f'must be one of {listed}', fact)
 
 
 def at_least(value: float, bound: float, name: str) -> None:
@@ -138,10 +159,10 @@ def integer(value: object, name: str) -> None:
         fail(name, 'must be an integer', describe(value))
 
 
-def pair(value: object, name: str) -> tuple[Tensor, Tensor]:
-    """`value` must be a pair of tensors, data and scale factors."""
+def pair(value: object, name: str, parts: str = 'data, sf') -> tuple[Tensor, Tensor]:
+    """`value` must be a pair of tensors, by default data and scale factors."""
     if not isinstance(value, tuple) or len(value) != 2:
-        fail(name, 'must be a pair (data, sf)', describe(value))
+        fail(name, f'must be a pair ({parts})', describe(value))
     return tensor(value[0], f'{name}[0]'), tensor(value[1], f'{name}[1]')
 
 

@@ -194,6 +194,7 @@ def expand_with_sf(
     return y, y_sf
 
 
+@check.names(x_sf='x[1]')
 def expand_to_fused_with_sf(
     x: tuple[Tensor, Tensor],
     num_per_channels: int,

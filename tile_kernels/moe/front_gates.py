@@ -8,6 +8,7 @@ from tile_kernels.moe.route_topk import route_topk_
 from tile_kernels.moe.route_topk_bwd import route_topk_bwd_
 
 
+@check.names(scoring='scoring_func')
 def top2_sum_gate(
     logits: Tensor,
     bias: Tensor | None,
@@ -82,6 +83,7 @@ def top2_sum_gate(
     return topk_idx, topk_weights
 
 
+@check.names(scoring='scoring_func', topk_idx='out[0]', topk_weights='out[1]')
 def moe_topk_gate_forward(
     logits: Tensor,
     num_topk: int,
@@ -130,7 +132,10 @@ def moe_topk_gate_forward(
         topk_idx int64 and topk_weights float32, (num_tokens, num_topk) and the shared experts; `out` if given.
     """
     num_shared = _num_shared(num_shared_experts, use_shared_as_routed)
-    topk_idx, topk_weights = _empty_slots(logits, num_topk, num_shared) if out is None else check.pair(out, 'out')
+    if out is None:
+        topk_idx, topk_weights = _empty_slots(logits, num_topk, num_shared)
+    else:
+        topk_idx, topk_weights = check.pair(out, 'out', 'int64, float32')
     check.integer(num_topk, 'num_topk')
     check.shape(topk_idx, 'out[0]', 'num_tokens num_slots', num_slots=num_topk + num_shared)
     route_topk_(
@@ -158,6 +163,7 @@ def moe_topk_gate_forward(
 moe_topk_gate = moe_topk_gate_forward
 
 
+@check.names(scoring='scoring_func', dtopk_weights='grad_topk_weights', dscores_sum='grad_scores_sum', dlogits='out')
 def moe_topk_gate_backward(
     scores: Tensor,
     topk_idx: Tensor,

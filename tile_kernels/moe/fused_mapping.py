@@ -77,6 +77,7 @@ def places_for(num_tokens: int, num_topk: int, num_experts: int, alignment: int)
     return (num_tokens * num_topk + (alignment - 1) * num_experts) // alignment * alignment
 
 
+@check.names(num_expanded='num_expanded_tokens')
 def get_fused_mapping(
     topk_idx: Tensor, num_experts: int, num_expanded_tokens: int, alignment: int, force_no_sync: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[int]]:

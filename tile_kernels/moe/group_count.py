@@ -145,8 +145,9 @@ def _count(index: Tensor, name: str, num_groups: int, num_aux_topk: int = 0) -> 
     """Counts of the groups of (num_tokens, num_topk) indices, or fractions if `num_aux_topk` is given."""
     num_tokens, num_topk = check.shape(index, name, 'num_tokens num_topk', dtype=(torch.int64, torch.int32))
     check.contiguous(index, name)
-    check.at_least(num_groups, 1, 'number of groups')
-    check.at_most(num_groups, MAX_GROUPS, 'number of groups')
+    counted = 'num_experts' if num_aux_topk else 'num_groups'
+    check.at_least(num_groups, 1, counted)
+    check.at_most(num_groups, MAX_GROUPS, counted)
     check.at_most(num_tokens * num_topk, MAX_SLOTS, 'number of slots')
     fraction = num_aux_topk > 0
     out = torch.empty(num_groups, dtype=torch.float32 if fraction else torch.int32, device=index.device)

@@ -223,6 +223,7 @@ def reduce_rows_(
     _reduce(x, token_topk_to_pos, topk_weights, x_sf, sf, out=out)
 
 
+@check.names(x_sf='x[1]')
 def reduce_fused(
     x: Tensor | tuple[Tensor, Tensor],
     topk_weights: Tensor | None,

@@ -40,6 +40,7 @@ class RoutingMap:
 torch.utils._pytree.register_dataclass(RoutingMap, serialized_type_name='tile_kernels.RoutingMap')
 
 
+@check.names(topk_idx='topk_indices')
 def token_to_expert_map(
     topk_indices: Tensor, num_experts: int, alignment: int = 1, *, num_expanded: int | None = None
 ) -> RoutingMap:
@@ -87,6 +88,12 @@ def fused_expand_reduce(
     """
     if not isinstance(routing_map, RoutingMap):
         check.fail('routing_map', 'must be a RoutingMap', check.describe(routing_map), 'token_to_expert_map makes one')
+    if not callable(expert_fn):
+        check.fail('expert_fn', 'must be a function', check.describe(expert_fn))
+    num_tokens = routing_map.token_topk_to_pos.shape[0]
+    check.shape(hidden, 'hidden', 'num_tokens hidden', num_tokens=num_tokens)
+    check.unit_stride(hidden, 'hidden')
     expanded = expand_to_fused(hidden, routing_map.token_topk_to_pos, routing_map.pos_to_expert)
     result = expert_fn(expanded, routing_map)
+    check.shape(result, 'the result of expert_fn', 'num_expanded out_hidden', num_expanded=expanded.shape[0])
     return reduce_fused(result, topk_weights, routing_map.token_topk_to_pos)
