@@ -48,6 +48,25 @@ def test_gradients_are_those_of_float64(path):
     torch.testing.assert_close(dweight.double(), expected[1], rtol=2**-7, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    'dtypes', [(torch.float32,) * 2, (torch.float16,) * 2, (torch.bfloat16, torch.float32)], ids=str
+)
+def test_wider_numbers_are_multiplied_in_float32(dtypes):
+    x, weight = (t.to(d).requires_grad_() for t, d in zip(inputs(9, 40, 136), dtypes, strict=True))
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        scores, indices = moe_topk_routing(x, weight, 4)
+    exact_x, exact_weight = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    exact = (exact_x @ exact_weight.T).gather(1, indices).softmax(-1)
+    torch.testing.assert_close(scores.double(), exact, rtol=1e-5, atol=1e-6)
+    upstream = torch.randn(9, 4)
+    expected = torch.autograd.grad(exact, (exact_x, exact_weight), upstream.double())
+    for gradient, truth, dtype in zip(
+        torch.autograd.grad(scores, (x, weight), upstream), expected, dtypes, strict=True
+    ):
+        assert gradient.dtype == dtype
+        torch.testing.assert_close(gradient.double(), truth, rtol=torch.finfo(dtype).eps, atol=1e-5)
+
+
 def test_many_tokens_and_none(path):
     x, weight = (t.requires_grad_() for t in inputs(0, 16, 64))
     scores, indices = moe_topk_routing(x, weight, 2)
@@ -101,9 +120,12 @@ def test_one_graph_with_gradients():
 @pytest.mark.parametrize(
     ('change', 'sentence'),
     [
-        (dict(x=torch.zeros(2, 64)), 'hidden_states must be bfloat16, got float32[2, 64] on cpu'),
+        (
+            dict(x=torch.zeros(2, 64).double()),
+            'hidden_states must be float32 or bfloat16 or float16, got float64[2, 64]',
+        ),
         (dict(weight=torch.zeros(8, 32).bfloat16()), 'gate_weight must be (num_experts, hidden) with hidden = 64'),
-        (dict(topk=9), 'top_k must be at most 8, got 9'),
+        (dict(topk=9), 'topk must be at most 8, got 9'),
     ],
 )
 def test_errors_are_one_sentence(change, sentence):

@@ -1,25 +1,42 @@
 """The router of a mixture of experts in one call: from hidden states to experts and their weights."""
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
+from tile_kernels.core import check
 from tile_kernels.moe.gate_logits import gate_logits
+from tile_kernels.moe.topk_gate import DTYPES
 from tile_kernels.moe.topk_gating import topk_gating
 
 
+@check.names(top_k='topk')
 def moe_topk_routing(hidden_states: Tensor, gate_weight: Tensor, topk: int = 8) -> tuple[Tensor, Tensor]:
     """Choose the experts of every token by `hidden_states @ gate_weight.T`; differentiable in both.
 
     Experts come best first; equal logits take the smaller expert first and NaN ranks last.
 
     Args:
-        hidden_states: (num_tokens, hidden) bfloat16; rows may be strided.
-        gate_weight: (num_experts, hidden) bfloat16, contiguous; up to 4096 experts.
+        hidden_states: (num_tokens, hidden) bfloat16, float16 or float32; rows may be strided.
+        gate_weight: (num_experts, hidden) bfloat16, float16 or float32, contiguous; up to 4096 experts. Unless both
+            are bfloat16 they are multiplied in float32, by PyTorch.
         topk: experts per token, from 1 to min(num_experts, 64).
 
     Returns:
         scores (num_tokens, topk) float32, the softmax over the chosen logits, and indices (num_tokens, topk) int64.
     """
-    return topk_gating(gate_logits(hidden_states, gate_weight), topk)
+    return topk_gating(_logits(hidden_states, gate_weight), topk)
+
+
+def _logits(hidden_states: Tensor, gate_weight: Tensor) -> Tensor:
+    _, hidden = check.shape(hidden_states, 'hidden_states', 'num_tokens hidden', dtype=DTYPES)
+    check.shape(gate_weight, 'gate_weight', 'num_experts hidden', dtype=DTYPES, hidden=hidden)
+    if hidden_states.dtype is gate_weight.dtype is torch.bfloat16:
+        return gate_logits(hidden_states, gate_weight)
+    check.same_device(hidden_states=hidden_states, gate_weight=gate_weight)
+    # a float32 router is a choice, which neither autocast nor tensor cores should undo
+    with torch.autocast(hidden_states.device.type, enabled=False):
+        return functional.linear(hidden_states.float(), gate_weight.float())
 
 
 class MoETopKRouting:
