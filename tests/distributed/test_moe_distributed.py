@@ -84,10 +84,20 @@ def test_bad_arguments_are_told_on_every_rank():
     for rank in (0, 1):
         assert [sentence.partition(', got')[0] for sentence in found[rank]] == [
             'MoEDistributed: num_experts must be a multiple of the 2 ranks',
-            'distributed.MoEDistributed: strategy must be one of alltoall',
+            'MoEDistributed: topk must be at most 4',
+            'MoEDistributed: strategy must be one of alltoall',
+            'MoEDistributed: group must be a process group this rank belongs to',
             'MoEDistributed: gather_output must follow route_tokens',
-            'distributed.route_tokens: topk_indices must be (num_tokens, topk) with num_tokens = 3',
-        ] or found[rank]
+            'MoEDistributed.route_tokens: topk_indices must be (num_tokens, topk) with num_tokens = 3',
+            'MoEDistributed: topk_scores must be float32',
+            'MoEDistributed: expert_output must be (num_rows, out_hidden) with num_rows = 6',
+        ]
+
+
+def test_rows_of_any_stride_travel():
+    found = workers.spawn(workers.strided_rows, 2)
+    for rank in (0, 1):
+        torch.testing.assert_close(*found[rank], rtol=0, atol=0)
 
 
 def test_without_a_process_group_it_says_so():

@@ -152,14 +152,28 @@ def one_rank_leaves(rank, world_size, results):
 def bad_arguments(rank, world_size, results):
     """Each sentence a rank reads, on every rank."""
     said = []
+    router = MoEDistributed(4, 2)
+    router.route_tokens(torch.zeros(3, 8), torch.tensor([[0, 2]] * 3))
     for call in (
         lambda: MoEDistributed(5, 2),
+        lambda: MoEDistributed(4, 5),
         lambda: MoEDistributed(4, 2, strategy='ring'),
+        lambda: MoEDistributed(4, 2, group=dist.GroupMember.NON_GROUP_MEMBER),
         lambda: MoEDistributed(4, 2).gather_output(torch.zeros(1, 1)),
         lambda: MoEDistributed(4, 2).route_tokens(torch.zeros(3, 8), torch.zeros(2, 2, dtype=torch.int64)),
+        lambda: router.gather_output(torch.zeros(6, 8), torch.zeros(3, 2).half()),
+        lambda: router.gather_output(torch.zeros(5, 8), torch.zeros(3, 2)),
     ):
         try:
             call()
         except ArgumentError as error:
             said.append(str(error))
     results[rank] = said
+
+
+def strided_rows(rank, world_size, results):
+    """Transposed tokens there and back; the other rank has none, whose strides look contiguous."""
+    router = MoEDistributed(4, 1)
+    x = torch.randn(8, 3 * rank).T
+    rows = router.route_tokens(x, torch.arange(3 * rank).unsqueeze(1)).hidden
+    results[rank] = (router.gather_output(rows.T.contiguous().T), x.contiguous())

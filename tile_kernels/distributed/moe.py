@@ -27,6 +27,8 @@ from tile_kernels.moe.routing import RoutingMap, token_to_expert_map
 from tile_kernels.quant.dequantise import dequantise
 from tile_kernels.quant.per_token_cast import per_token_cast
 
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
 #: What rows are quantised to when they travel as fp8.
 PAYLOAD = QuantFormat.parse('e4m3_1x128_f32')
 
@@ -58,7 +60,7 @@ def _explained(fn: Callable) -> Callable:
     """A failed exchange says what to look at: torch's own message names a socket or a timeout."""
 
     @functools.wraps(fn)
-    def call(self: MoEDistributed, *args: Any, **kwargs: Any) -> Any:
+    def _call(self: MoEDistributed, *args: Any, **kwargs: Any) -> Any:
         try:
             return fn(self, *args, **kwargs)
         except ArgumentError:
@@ -69,7 +71,7 @@ def _explained(fn: Callable) -> Callable:
                 f'rank has died, has left the layer or did not arrive in time ({str(error).splitlines()[0]})'
             ) from error
 
-    return call
+    return _call
 
 
 class _Exchange:
@@ -179,7 +181,12 @@ class MoEDistributed:
             raise ArgumentError(
                 'MoEDistributed: needs a process group, got none; call torch.distributed.init_process_group'
             )
+        check.at_least(num_experts, 1, 'num_experts')
+        check.at_least(topk, 1, 'topk')
+        check.at_most(topk, num_experts, 'topk')
         self.group = group if group is not None else dist.group.WORLD
+        if not isinstance(self.group, dist.ProcessGroup):
+            check.fail('group', 'must be a process group this rank belongs to', check.describe(group))
         self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if num_experts % self.world_size:
             raise ArgumentError(
@@ -202,8 +209,11 @@ class MoEDistributed:
     @_explained
     def send_tokens(self, hidden: Tensor, topk_indices: Tensor) -> PendingTokens:
         """`route_tokens` without waiting for the rows: `wait` of the result does."""
-        num_tokens, _ = check.shape(hidden, 'hidden', 'num_tokens hidden')
-        check.shape(topk_indices, 'topk_indices', 'num_tokens topk', num_tokens=num_tokens, topk=self.topk)
+        # everything is checked before the first exchange: a rank that raises later leaves the others waiting
+        num_tokens, _ = check.shape(hidden, 'hidden', 'num_tokens hidden', dtype=FLOATS)
+        known = dict(num_tokens=num_tokens, topk=self.topk)
+        check.shape(topk_indices, 'topk_indices', 'num_tokens topk', dtype=(torch.int64, torch.int32), **known)
+        check.same_device(hidden=hidden, topk_indices=topk_indices)
         home = token_to_expert_map(topk_indices, self.num_experts)
         counts = home.num_tokens_per_expert.view(self.world_size, self.num_local_experts)
         arriving = torch.empty_like(counts)
@@ -211,7 +221,7 @@ class MoEDistributed:
         send_sizes, receive_sizes = counts.sum(1).tolist(), arriving.sum(1).tolist()
         exchange = _Exchange(send_sizes, receive_sizes, self.group, self.fp8_payload)
         placed = home.pos_to_expert[: sum(send_sizes)]
-        token = exchange.begin(expand_to_fused(hidden, home.token_topk_to_pos, placed))
+        token = exchange.begin(expand_to_fused(hidden.contiguous(), home.token_topk_to_pos, placed))
         return PendingTokens(self, exchange, token, home, arriving)
 
     @_explained
@@ -238,9 +248,13 @@ class MoEDistributed:
         """
         if self._trip is None:
             raise ArgumentError('MoEDistributed: gather_output must follow route_tokens')
-        trip, self._trip = self._trip, None
-        check.shape(expert_output, 'expert_output', 'num_rows out_hidden', num_rows=sum(trip.receive_sizes))
-        rows = reduce_fused(expert_output, None, trip.arrivals.token_topk_to_pos)
+        trip = self._trip
+        num_rows, (num_tokens, topk) = sum(trip.receive_sizes), trip.home.token_topk_to_pos.shape
+        check.shape(expert_output, 'expert_output', 'num_rows out_hidden', dtype=FLOATS, num_rows=num_rows)
+        check.packed(topk_scores, 'topk_scores', 'num_tokens topk', torch.float32, num_tokens=num_tokens, topk=topk)
+        check.same_device(expert_output=expert_output, topk_scores=topk_scores)
+        self._trip = None
+        rows = reduce_fused(expert_output.contiguous(), None, trip.arrivals.token_topk_to_pos)
         exchange = _Exchange(trip.receive_sizes, trip.send_sizes, self.group)
         rows = exchange.finish(exchange.begin(rows))
         return reduce_fused(rows, topk_scores, trip.home.token_topk_to_pos)
