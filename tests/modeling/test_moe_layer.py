@@ -189,17 +189,31 @@ def test_trains_under_autocast(compute):
 @pytest.mark.parametrize(
     ('arguments', 'sentence'),
     [
-        (dict(num_experts=4, topk=5, hidden_dim=64), 'topk must be at most 4, got 5'),
-        (dict(num_experts=4, topk=0, hidden_dim=64), 'topk must be at least 1, got 0'),
-        (dict(num_experts=4, topk=1, hidden_dim=63), 'hidden_dim must be a multiple of 8, got 63'),
+        (dict(topk=5), 'topk must be at most 4, got 5'),
+        (dict(topk=0), 'topk must be at least 1, got 0'),
+        (dict(num_experts=100, topk=65), 'topk must be at most 64, got 65'),
+        (dict(num_experts=4097), 'num_experts must be at most 4096, got 4097'),
+        (dict(hidden_dim=63), 'hidden_dim must be a multiple of 8, got 63'),
+        (dict(intermediate_dim=0), 'intermediate_dim must be at least 1, got 0'),
+        (dict(num_shared_experts=-1), 'num_shared_experts must be at least 0, got -1'),
+        (dict(num_groups=3, num_topk_groups=1), 'num_experts % num_groups must be 0, got 1'),
+        (dict(compute='fp4'), "compute must be one of bf16, fp8, got 'fp4'"),
+        (dict(fp8_payload=True), 'fp8_payload must come with group, got no group'),
     ],
 )
 def test_bad_arguments_are_told(arguments, sentence):
-    with pytest.raises(ArgumentError, match=sentence):
-        MoELayer(**arguments)
+    with pytest.raises(ArgumentError, match=f'MoELayer: {sentence}'):
+        MoELayer(**dict(num_experts=4, topk=1, hidden_dim=64) | arguments)
 
 
-def test_a_wrong_width_is_told():
+def test_wrong_tokens_are_told():
     layer, x = make()
     with pytest.raises(ArgumentError, match=r'x must be \(\.\.\., 64\)'):
         layer(x[:, :32])
+    with pytest.raises(ArgumentError, match='x must be of floating point, got int64'):
+        layer(x.long())
+
+
+def test_tokens_may_have_any_strides():
+    layer, x = make()
+    assert torch.equal(layer(x.T.contiguous().T), layer(x))

@@ -30,7 +30,8 @@ from tile_kernels.moe.group_count import aux_fi, group_count
 from tile_kernels.moe.reduce import reduce_fused
 from tile_kernels.moe.routing import RoutingMap, token_to_expert_map
 from tile_kernels.moe.scoring import SCORINGS
-from tile_kernels.moe.topk_gating import topk_gating
+from tile_kernels.moe.topk_gate import MAX_EXPERTS, MAX_TOPK
+from tile_kernels.moe.topk_gating import check_groups, topk_gating
 from tile_kernels.quant.per_block_cast import per_block_cast
 from tile_kernels.quant.swiglu_backward import swiglu_backward
 from tile_kernels.quant.swiglu_forward import swiglu_forward
@@ -172,6 +173,7 @@ class SharedExperts(nn.Module):
         return nn.functional.linear(swiglu_forward(hidden, dtype=x.dtype), self.down_proj.weight.to(x.dtype))
 
 
+@check.names(hidden_states='x')
 class MoELayer(nn.Module):
     """A mixture-of-experts layer with stacked SwiGLU experts; trainable.
 
@@ -225,12 +227,16 @@ class MoELayer(nn.Module):
         super().__init__()
         intermediate_dim = hidden_dim if intermediate_dim is None else intermediate_dim
         check.at_least(num_experts, 1, 'num_experts')
+        check.at_most(num_experts, MAX_EXPERTS, 'num_experts')
         check.at_least(topk, 1, 'topk')
-        check.at_most(topk, num_experts, 'topk')
+        check.at_most(topk, min(num_experts, MAX_TOPK), 'topk')
+        check.at_least(num_shared_experts, 0, 'num_shared_experts')
         check.one_of(scoring, SCORINGS, 'scoring')
-        for name, width in dict(hidden_dim=hidden_dim, intermediate_dim=intermediate_dim).items():
-            check.multiple(width, 128 if compute == 'fp8' else 8, name)
+        check_groups(num_experts, topk, num_groups, num_topk_groups, 'topk')
         check.one_of(compute, ('bf16', 'fp8'), 'compute')
+        for name, width in dict(hidden_dim=hidden_dim, intermediate_dim=intermediate_dim).items():
+            check.at_least(width, 1, name)
+            check.multiple(width, 128 if compute == 'fp8' else 8, name)
         factory = dict(dtype=dtype, device=device)
         options = dict(
             scoring=scoring,
@@ -249,6 +255,8 @@ class MoELayer(nn.Module):
 
             check.equal(compute, 'bf16', 'compute of a layer over several ranks')
             self.router = MoEDistributed(num_experts, topk, group=group, fp8_payload=fp8_payload)
+        elif fp8_payload:
+            check.fail('fp8_payload', 'must come with group', 'no group')
         num_own = num_experts if self.router is None else self.router.num_local_experts
         self.experts = Experts(num_own, hidden_dim, intermediate_dim, factory)
         self.shared_experts = (
@@ -272,10 +280,13 @@ class MoELayer(nn.Module):
         """
         if check.tensor(x, 'x').shape[-1:] != (self.hidden_dim,):
             check.fail('x', f'must be (..., {self.hidden_dim})', check.describe(x))
+        if not x.is_floating_point():
+            check.fail('x', 'must be of floating point', check.describe(x))
         if gate_weight is not None:
             known = dict(num_experts=self.num_experts, hidden_dim=self.hidden_dim)
             check.shape(gate_weight, 'gate_weight', 'num_experts hidden_dim', **known)
         tokens = x.reshape(-1, self.hidden_dim).to(torch.bfloat16)
+        tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
         weights, indices = self.gate(tokens, gate_weight)
         if self.training:
             with torch.no_grad():
