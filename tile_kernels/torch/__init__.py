@@ -37,6 +37,7 @@ from tile_kernels.torch.mhc import (
     sinkhorn_normalize_ref,
 )
 from tile_kernels.torch.moe import (
+    MoETopKRouting,
     aux_fi,
     expand_to_fused,
     expand_to_fused_with_sf,
@@ -81,6 +82,7 @@ from tile_kernels.torch.transform import rotary_embedding_ref
 from tile_kernels.torch.transpose import batched_transpose, transpose
 
 __all__ = [
+    'MoETopKRouting',
     'aux_fi',
     'batched_transpose',
     'batched_transpose_weight_sf',

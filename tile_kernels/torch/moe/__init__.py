@@ -26,6 +26,7 @@ from tile_kernels.torch.moe.moving import (
     weighted_reduce_rows_bwd,
 )
 from tile_kernels.torch.moe.routes import (
+    MoETopKRouting,
     gate_logits,
     gate_logits_bwd,
     moe_topk_gate,

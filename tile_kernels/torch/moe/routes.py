@@ -308,3 +308,9 @@ def gate_logits_bwd(dlogits: Tensor, hidden_states: Tensor, gate_weight: Tensor)
 def moe_topk_routing(hidden_states: Tensor, gate_weight: Tensor, topk: int = 8) -> tuple[Tensor, Tensor]:
     """Scores of all experts, the best of them, and their softmax."""
     return topk_gating(gate_logits(hidden_states, gate_weight), topk)
+
+
+class MoETopKRouting:
+    """`moe_topk_routing` in the form of an autograd function."""
+
+    apply = staticmethod(moe_topk_routing)
