@@ -197,6 +197,7 @@ def test_one_graph_for_any_number_of_tokens():
         (lambda x: get_fused_mapping(x, 5000, 64, 1), 'num_experts must be at most 4096, got 5000'),
         (lambda x: get_fused_mapping(x, 4, -1, 1), 'num_expanded_tokens must be at least 0, got -1'),
         (lambda x: token_to_expert_map(x.float(), 4), 'topk_indices must be int64 or int32'),
+        (lambda x: token_to_expert_map(x.new_empty(6, 0), 4), 'num_topk must be at least 1, got 0'),
         (lambda x: token_to_expert_map(x, 4, 0), 'alignment must be at least 1, got 0'),
         (lambda x: get_fused_mapping(x.t(), 4, 0, 1), 'topk_idx must be contiguous'),
         (lambda x: token_to_expert_map(x[0], 4), r'topk_indices must be \(num_tokens, num_topk\)'),

@@ -210,6 +210,7 @@ def test_rows_no_token_has_get_no_gradient():
         (lambda x, w, m: reduce_fused(x, w, m, fp8_format='e5m2'), "fp8_format must be one of '', e4m3, got 'e5m2'"),
         (lambda x, w, m: reduce_fused(x, w, m, sf=torch.ones(1)), "sf must be None unless fp8_format is 'e4m3'"),
         (lambda x, w, m: reduce_fused(x.int(), w, m), 'x must be bfloat16 or float16 or float32'),
+        (lambda x, w, m: reduce_fused(x.new_empty(4, 0), w, m), 'hidden must be at least 1, got 0'),
         (lambda x, w, m: reduce_fused(x, w[:2], m), 'topk_weights must be .* with num_tokens = 3'),
         (lambda x, w, m: reduce_fused((x, w[0]), w, m), r'x\[1\] must be .* with num_expanded = 4'),
         (lambda x, w, m: reduce_fused(x, w, m, out=x), 'out must be .* with num_tokens = 3'),

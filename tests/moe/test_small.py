@@ -146,10 +146,13 @@ def test_gradient_of_normalised_weights():
         (lambda x: group_count(x.float(), 4), 'group_idx must be int64 or int32'),
         (lambda x: group_count(x, 0), 'num_groups must be at least 1'),
         (lambda x: aux_fi(x, 0, 1), 'num_experts must be at least 1'),
+        (lambda x: aux_fi(x[:, :0].contiguous(), 4, 1), 'num_topk must be at least 1, got 0'),
         (lambda x: aux_fi(x, 4, 0), 'num_aux_topk must be at least 1'),
+        (lambda x: inplace_unique_group_indices(x.new_empty(6, 0), 4), 'num_topk must be at least 1, got 0'),
         (lambda x: inplace_unique_group_indices(x.t(), 4), 'group_indices must be contiguous'),
         (lambda x: mask_indices_by_tp(x, 4, 8, 0, 1), 'n must be at least 8, got 4'),
         (lambda x: mask_indices_by_tp(x, 8, 8, 2, 2), 'tp_rank must be at most 1, got 2'),
+        (lambda x: normalize_weight(torch.empty(6, 0)), 'num_topk must be at least 1, got 0'),
         (lambda x: normalize_weight(x), 'topk_weights must be float32'),
     ],
 )

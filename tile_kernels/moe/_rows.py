@@ -85,6 +85,7 @@ def check_places(token_topk_to_pos: Tensor, pos_to_expert: Tensor, num_tokens: i
         token_topk_to_pos, 'token_topk_to_pos', 'num_tokens num_topk', dtype=torch.int32, num_tokens=num_tokens
     )
     (num_expanded,) = check.shape(pos_to_expert, 'pos_to_expert', 'num_expanded', dtype=torch.int32)
+    check.at_least(num_topk, 1, 'num_topk')
     check.contiguous(token_topk_to_pos, 'token_topk_to_pos')
     check.contiguous(pos_to_expert, 'pos_to_expert')
     return num_topk, num_expanded

@@ -123,6 +123,7 @@ def expand_to_fused(x: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor)
         (num_expanded, hidden) of x's dtype, bits unchanged; 0 where pos_to_expert is negative, also without any token.
     """
     num_tokens, hidden = check.shape(x, 'x', 'num_tokens hidden')
+    check.at_least(hidden, 1, 'hidden')
     num_topk, num_expanded = check_places(token_topk_to_pos, pos_to_expert, num_tokens)
     check.unit_stride(x, 'x')
     check.same_device(x=x, token_topk_to_pos=token_topk_to_pos, pos_to_expert=pos_to_expert)

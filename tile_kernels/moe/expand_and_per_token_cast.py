@@ -272,6 +272,7 @@ def expand_and_per_token_cast(
     """
     num_tokens, hidden = check.shape(x, 'x', 'num_tokens hidden', dtype=DTYPES)
     num_topk, num_expanded = check_places(token_topk_to_pos, pos_to_expert, num_tokens)
+    check.at_least(hidden, 1, 'hidden')
     check.unit_stride(x, 'x')
     check.same_device(x=x, token_topk_to_pos=token_topk_to_pos, pos_to_expert=pos_to_expert)
     check.one_of(fmt.data.name, DATA, 'data of fmt')

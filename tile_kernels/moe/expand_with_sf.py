@@ -178,6 +178,7 @@ def expand_with_sf(
     num_tokens, hidden = check.shape(x, 'x', 'num_tokens hidden')
     _, num_groups = check.shape(x_sf, 'x_sf', 'num_tokens num_groups', num_tokens=num_tokens)
     num_topk, num_expanded = check_places(token_topk_to_pos, pos_to_expert, num_tokens)
+    check.at_least(hidden, 1, 'hidden')
     check.unit_stride(x, 'x')
     check.unit_stride(x_sf, 'x_sf')
     check.same_device(x=x, x_sf=x_sf, token_topk_to_pos=token_topk_to_pos, pos_to_expert=pos_to_expert)

@@ -50,6 +50,7 @@ def fused_mapping(
         the number of places that were missing, 0 if everything fits.
     """
     num_tokens, num_topk = check.shape(topk_idx, 'topk_idx', 'num_tokens num_topk', dtype=(torch.int64, torch.int32))
+    check.at_least(num_topk, 1, 'num_topk')
     check.contiguous(topk_idx, 'topk_idx')
     check.at_least(num_experts, 1, 'num_experts')
     check.at_most(num_experts, MAX_EXPERTS, 'num_experts')

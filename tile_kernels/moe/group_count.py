@@ -144,6 +144,7 @@ def group_count_kernel(
 def _count(index: Tensor, name: str, num_groups: int, num_aux_topk: int = 0) -> Tensor:
     """Counts of the groups of (num_tokens, num_topk) indices, or fractions if `num_aux_topk` is given."""
     num_tokens, num_topk = check.shape(index, name, 'num_tokens num_topk', dtype=(torch.int64, torch.int32))
+    check.at_least(num_topk, 1, 'num_topk')
     check.contiguous(index, name)
     counted = 'num_experts' if num_aux_topk else 'num_groups'
     check.at_least(num_groups, 1, counted)

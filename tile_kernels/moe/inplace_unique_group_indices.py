@@ -80,6 +80,7 @@ def inplace_unique_group_indices(group_indices: Mut, num_groups: int) -> None:
     _, num_topk = check.shape(group_indices, 'group_indices', 'num_tokens num_topk', dtype=(torch.int64, torch.int32))
     check.contiguous(group_indices, 'group_indices')
     check.at_least(num_groups, 1, 'num_groups')
+    check.at_least(num_topk, 1, 'num_topk')
     check.at_most(num_topk, MAX_TOPK, 'num_topk')
     launch(inplace_unique_group_indices_kernel, (num_topk, group_indices.dtype), group_indices)
 

@@ -164,6 +164,7 @@ def normalize_weight(topk_weights: Tensor) -> tuple[Tensor, Tensor]:
     """
     num_tokens, num_topk = check.shape(topk_weights, 'topk_weights', 'num_tokens num_topk', dtype=torch.float32)
     check.contiguous(topk_weights, 'topk_weights')
+    check.at_least(num_topk, 1, 'num_topk')
     check.at_most(num_topk, MAX_TOPK, 'num_topk')
     denominator, normalized = topk_weights.new_empty(num_tokens), torch.empty_like(topk_weights)
     launch(normalize_weight_kernel, (num_topk,), topk_weights, denominator, normalized)

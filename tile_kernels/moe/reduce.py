@@ -40,6 +40,8 @@ def _check(
         check.contiguous(x_sf, 'x_sf')
     if sf is not None:
         check.shape(sf, 'sf', 'one', dtype=torch.float32, one=1)
+    check.at_least(hidden, 1, 'hidden')
+    check.at_least(num_topk, 1, 'num_topk')
     check.contiguous(x, 'x')
     check.contiguous(token_topk_to_pos, 'token_topk_to_pos')
     check.same_device(x=x, token_topk_to_pos=token_topk_to_pos, topk_weights=topk_weights, x_sf=x_sf, sf=sf)
