@@ -161,6 +161,11 @@ def test_checkpointing_export_and_autocast():
     checkpointed = lambda t: torch.utils.checkpoint.checkpoint(layer, t, use_reentrant=False)
     _, dx_again, dw_again = gradients(checkpointed, layer, x)
     assert torch.equal(dx, dx_again) and all(torch.equal(dw[name], dw_again[name]) for name in dw)
+    assert layer.tokens_per_expert.sum() == 2 * 37 * 2  # of two forward passes: recomputing does not count
+    compiled = torch.compile(checkpointed, fullgraph=True, backend='aot_eager')
+    _, dx_again, dw_again = gradients(compiled, layer, x)
+    assert torch.equal(dx, dx_again) and all(torch.equal(dw[name], dw_again[name]) for name in dw)
+    assert layer.tokens_per_expert.sum() == 3 * 37 * 2
     layer.eval()
     with torch.no_grad():
         tokens = torch.export.Dim('tokens', min=2, max=4096)

@@ -107,6 +107,11 @@ class Experts(nn.Module):
         super()._load_from_state_dict(*args)
 
 
+def _recomputing() -> bool:
+    """Whether a checkpointed layer runs again in the backward pass, when its tokens have been counted already."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
 def _quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scale factors of stacked matrices, in blocks of 128 x 128."""
     num_experts, n, k = weight.shape
@@ -288,9 +293,9 @@ class MoELayer(nn.Module):
         tokens = x.reshape(-1, self.hidden_dim).to(torch.bfloat16)
         tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
         weights, indices = self.gate(tokens, gate_weight)
-        if self.training:
+        if self.training and not _recomputing():
             with torch.no_grad():
-                self.tokens_per_expert += group_count(indices, self.num_experts)
+                self.tokens_per_expert.add_(group_count(indices, self.num_experts))
         if self.router is None:
             y = self._through_experts(tokens, weights, indices)
             y = y if self.shared_experts is None else y + self.shared_experts(tokens)
