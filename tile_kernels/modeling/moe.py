@@ -174,8 +174,9 @@ class SharedExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Rows in, rows out."""
-        hidden = nn.functional.linear(x, self.gate_up_proj.weight.to(x.dtype))
-        return nn.functional.linear(swiglu_forward(hidden, dtype=x.dtype), self.down_proj.weight.to(x.dtype))
+        with torch.autocast(x.device.type, enabled=False):  # in the same numbers as the other experts
+            hidden = nn.functional.linear(x, self.gate_up_proj.weight.to(x.dtype))
+            return nn.functional.linear(swiglu_forward(hidden, dtype=x.dtype), self.down_proj.weight.to(x.dtype))
 
 
 @check.names(hidden_states='x')
