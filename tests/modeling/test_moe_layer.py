@@ -99,6 +99,21 @@ def test_fp8_stays_near_and_its_gradients_are_those_of_bf16():
     assert layer.experts.prepared is None
 
 
+def test_prepared_weights_are_those_of_the_layer_also_after_training():
+    torch.manual_seed(0)
+    layer = MoELayer(4, 2, 128, compute='fp8', dtype=torch.float32, device=DEVICE).eval()
+    x = torch.randn(20, 128, device=DEVICE)
+    for _ in range(2):
+        with torch.no_grad():
+            before = layer(x)
+            layer.experts.prepare_fp8()
+            assert torch.equal(layer(x), before)
+            layer.train()
+            layer.experts.down_proj.mul_(2)
+            layer.eval()
+            assert not torch.equal(layer(x), before)
+
+
 def test_leading_shapes_empty_batches_and_a_given_gate_weight():
     layer, x = make(num_tokens=12)
     assert_near(layer(x.view(3, 4, 64)), layer(x).view(3, 4, 64))

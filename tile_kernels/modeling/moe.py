@@ -95,8 +95,15 @@ class Experts(nn.Module):
 
     @torch.no_grad()
     def prepare_fp8(self) -> None:
-        """Quantise the weights once, for inference; moving the module or loading weights forgets it."""
-        self.prepared = (*_quantise(self.gate_up_proj), *_quantise(self.down_proj))
+        """Quantise the weights once, for inference; training, moving the module or loading weights forgets it."""
+        # by way of bfloat16, as every forward without it does
+        weights = (self.gate_up_proj.to(torch.bfloat16), self.down_proj.to(torch.bfloat16))
+        self.prepared = (*_quantise(weights[0]), *_quantise(weights[1]))
+
+    def train(self, mode: bool = True) -> Experts:
+        """As for every module; training changes what was prepared."""
+        self.prepared = None if mode else self.prepared
+        return super().train(mode)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
         self.prepared = None
