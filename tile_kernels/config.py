@@ -29,6 +29,7 @@ def get_device_num_sms() -> int:
 
 def set_num_sms(num_sms: int) -> None:
     """Limit the blocks of persistent kernels to `num_sms`."""
+    check.integer(num_sms, 'num_sms')
     check.at_least(num_sms, 1, 'num_sms')
     check.at_most(num_sms, get_device_num_sms(), 'num_sms')
     knobs.num_sms = num_sms

@@ -92,9 +92,11 @@ def test_recompute_has_the_bits_of_its_parts(num_layers, num_posts):
 
 def test_recompute_counts_its_lists():
     x = randn(2, 4, 64, dtype=BF16)
-    with pytest.raises(ArgumentError, match=r'mhc\.mhc_multilayer_recompute: the number of layers must be at least 1'):
+    with pytest.raises(
+        ArgumentError, match=r'mhc\.mhc_multilayer_recompute: the length of pre_mix_list must be at least 1'
+    ):
         mhc_multilayer_recompute(x, [], [], [], [], [], [])
-    with pytest.raises(ArgumentError, match='the number of layer inputs must be 1, got 0'):
+    with pytest.raises(ArgumentError, match='the length of layer_input_list must be 1, got 0'):
         mhc_multilayer_recompute(x, [randn(2, 4, 1)], [], [], [], [], [])
 
 

@@ -1,5 +1,7 @@
 """Functions and modules over the ops: gradients with and without a hand-over, main_grad, no_grad, out=, training."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -187,6 +189,30 @@ def test_the_head_closes_any_number_of_streams():
         out = mhc_head(residual, fn, torch.ones(1, device=DEVICE), torch.zeros(n, device=DEVICE), mhc_mult=n)
         out.float().sum().backward()
         assert out.shape == (3, 64) and fn.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    'call, sentence',
+    [
+        (lambda x, y: ops.mhc_post(x, y, y[..., :1].float(), y[..., :4]), 'comb_res_mix must be float32'),
+        (
+            lambda x, y: ops.mhc_pre_apply_mix(y, y[..., :1].float(), x[:2]),
+            'out must be (..., hidden) with the leading',
+        ),
+        (lambda x, y: ops.expand_to_mhc(x.T, 4), 'hidden must be contiguous'),
+        (
+            lambda x, y: ops.mhc_head_compute_mix(torch.ones(3, 4), torch.ones(2), torch.ones(4), 0.0),
+            'mhc_scale must be',
+        ),
+        (
+            lambda x, y: mhc_head(y, torch.ones(24, 256), torch.ones(1), torch.ones(4)),
+            'fn must be (mhc_mult, elements)',
+        ),
+    ],
+)
+def test_errors_call_arguments_as_the_function_does(call, sentence):
+    with pytest.raises(ArgumentError, match=re.escape(sentence)):
+        call(torch.zeros(3, 64, dtype=torch.bfloat16), torch.zeros(3, 4, 64, dtype=torch.bfloat16))
 
 
 def test_a_wrong_number_of_streams_is_named():

@@ -108,6 +108,7 @@ def test_gradients_against_float64(with_key):
         (lambda x: apply_rotary(x, table(4, 32)), 'channels of query must be at least 32, got 16'),
         (lambda x: apply_rotary(x, table(4, 8)[:, :7].contiguous()), 'cos_sin_cache must have an even number'),
         (lambda x: apply_rotary(x, table(4, 8), x.half()), 'key must be float32'),
+        (lambda x: apply_rotary(x, table(4, 8), x[:3]), 'key must be \\(4, num_heads, channels\\), got'),
         (lambda x: apply_rotary(x, table(4, 8), positions=torch.arange(3)), 'positions must be \\(4,\\)'),
         (lambda x: apply_rotary(x, table(4, 8), positions=torch.ones(4)), 'positions must be int32 or int64'),
         (lambda x: apply_rotary(x.transpose(1, 2), table(4, 2)), 'query must have stride 1 in the last dimension'),

@@ -1,7 +1,8 @@
 """The checks of op bodies. Each raises `ArgumentError` in one form: `<op>: <argument> must <rule>, got <fact>`.
 
 They run on every call, so the passing path does nothing but compare; sentences are built only on failure. The name in
-front is the public function the user called, read from the call stack.
+front is the public function the user called, read from the call stack, and the argument is called as that function has
+it: a front may hand its `out` to an op that knows it as `y`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Front = TypeVar('Front', bound=Callable)
 
 
 def names(**names: str) -> Callable[[Front], Front]:
-    """What a front calls the arguments of the op underneath: sentences about a call of the front use its names."""
+    """What a front calls arguments of the op underneath, where it does not hand on the object it was given."""
 
     def mark(front: Front) -> Front:
         setattr(front, 'argument_names', names)  # noqa: B010
@@ -35,9 +36,12 @@ def names(**names: str) -> Callable[[Front], Front]:
     return mark
 
 
-def _caller(op: str) -> tuple[str, dict[str, str]]:
-    """The outermost function of this package on the stack, or `op`: what the user called, and its `names`."""
-    name, names = op, dict[str, str]()
+def _called(op: str) -> tuple[str, dict[str, str], FrameType | None]:
+    """What the user called: name, `names` and frame of the outermost function of this package on the stack.
+
+    `op` is the name if there is none.
+    """
+    name, names, user = op, dict[str, str](), None
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         package, _, rest = frame.f_globals.get('__name__', '').partition('.')
@@ -47,23 +51,37 @@ def _caller(op: str) -> tuple[str, dict[str, str]]:
             owner = type(frame.f_locals['self'])
             inner = function.startswith('_') or function == 'forward'
             name = owner.__name__ if inner else f'{owner.__name__}.{function}'
-            names = getattr(owner, 'argument_names', {})
+            names, user = getattr(owner, 'argument_names', {}), frame
         elif inside and not function.startswith(('_', '<')):
             name = f'{family}.{function}'
-            names = getattr(frame.f_globals.get(function), 'argument_names', {})
+            names, user = getattr(frame.f_globals.get(function), 'argument_names', {}), frame
         elif not name and package != 'tile_kernels':
             name = function
         frame = frame.f_back
-    return name, names
+    return name, names, user
+
+
+def _argument(name: str, user: FrameType | None) -> str:
+    """What the function of frame `user` calls the object that a function below it checks under `name`."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame is not user and (name not in frame.f_locals or frame.f_globals is globals()):
+        frame = frame.f_back
+    if frame is None or user is None or frame is user or isinstance(frame.f_locals[name], (int, float)):
+        return name  # no other, their own, or of a number: equal numbers are one object
+    code, given = user.f_code, user.f_locals
+    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    theirs = [argument for argument in arguments if given.get(argument, given) is frame.f_locals[name]]
+    return theirs[0] if len(theirs) == 1 else name  # an object given twice may be either
 
 
 def fail(argument: str, rule: str, fact: str, hint: str | None = None, op: str = '') -> NoReturn:
     """Raise the one error sentence; `op` is who raises it if no function of an op is on the stack yet."""
-    caller, names = _caller(op)
+    function, names, user = _called(op)
+    names = {argument: _argument(argument, user)} | names
     said = [
         re.sub(r'\w+', lambda word: names.get(word[0], word[0]), text) for text in (f'{argument} {rule}', hint or '')
     ]
-    raise ArgumentError(f'{caller}: {said[0]}, got {fact}' + (f'; {said[1]}' if hint else ''))
+    raise ArgumentError(f'{function}: {said[0]}, got {fact}' + (f'; {said[1]}' if hint else ''))
 
 
 def describe(x: object) -> str:

@@ -51,6 +51,9 @@ AHEAD = 4
 #: What a layer has, in the order of the parameters.
 SLOTS = ('pre', 'layer_input', 'layer_output', 'post', 'comb', 'residual')
 
+#: The arguments of the public function that fill them.
+LISTS = {name: f'{name}_mix_list' if name in ('pre', 'post', 'comb') else f'{name}_list' for name in SLOTS}
+
 # Config -------------------------------------------------------------------------------------
 
 
@@ -270,11 +273,11 @@ def recompute_(first: Tensor, **slots: Tensor | None) -> None:
 def _check(first: Tensor, of: dict[str, list[Tensor]]) -> tuple[tuple, int, int]:
     """Check all tensors; returns the leading shape, the number of streams and hidden."""
     num_layers, num_posts = len(of['pre']), len(of['layer_output'])
-    check.at_least(num_layers, 1, 'the number of layers')
-    check.equal(len(of['layer_input']), num_layers, 'the number of layer inputs')
-    check.one_of(num_posts, (num_layers - 1, num_layers), 'the number of layer outputs')
+    check.at_least(num_layers, 1, f'the length of {LISTS["pre"]}')
+    check.equal(len(of['layer_input']), num_layers, f'the length of {LISTS["layer_input"]}')
+    check.one_of(num_posts, (num_layers - 1, num_layers), f'the length of {LISTS["layer_output"]}')
     for name in ('post', 'comb', 'residual'):
-        check.equal(len(of[name]), num_posts, f'the number of {name} tensors')
+        check.equal(len(of[name]), num_posts, f'the length of {LISTS[name]}')
     lead = lead_of(first, 'initial_residual', 'num_streams hidden', BF16)
     num_streams, hidden = first.shape[-2:]
     check_streams(num_streams, hidden)
@@ -289,8 +292,8 @@ def _check(first: Tensor, of: dict[str, list[Tensor]]) -> tuple[tuple, int, int]
     known = dict(num_streams=num_streams, one=1, outputs=num_streams, hidden=hidden)
     for name, (spec, dtype) in specs.items():
         for layer, x in enumerate(of[name]):
-            lead_of(x, f'{name} of layer {layer}', spec, dtype, lead, **known)
-            check.same_device(initial_residual=first, **{name: x})
+            lead_of(x, f'{LISTS[name]}[{layer}]', spec, dtype, lead, **known)
+            check.same_device(initial_residual=first, **{f'{LISTS[name]}[{layer}]': x})
     return lead, num_streams, hidden
 
 
@@ -317,7 +320,7 @@ def mhc_multilayer_recompute(
     lists = (pre_mix_list, layer_input_list, layer_output_list, post_mix_list, comb_mix_list, residual_list)
     for name, tensors in zip(SLOTS, lists, strict=True):
         if not isinstance(tensors, Sequence):
-            check.fail(f'the list of {name}', 'must be a sequence of tensors', check.describe(tensors))
+            check.fail(LISTS[name], 'must be a sequence of tensors', check.describe(tensors))
     of = dict(zip(SLOTS, (list(tensors) for tensors in lists), strict=True))
     _check(initial_residual, of)
     first = initial_residual

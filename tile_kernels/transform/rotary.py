@@ -43,7 +43,8 @@ def _check(query: Tensor, cos_sin_cache: Tensor, key: Tensor | None, positions: 
             continue
         check.dtype(x, name, DTYPES if name == 'query' else query.dtype)
         if x.dim() != query.dim() or tuple(x.shape[:-2]) != rows:
-            check.fail(name, f'must be {(*rows, "heads", "channels")}', check.describe(x))
+            extents = ', '.join(str(extent) for extent in rows)
+            check.fail(name, f'must be ({extents}, num_heads, channels)', check.describe(x))
         check.at_least(x.shape[-1], rotary, f'channels of {name}')
         check.unit_stride(x, name)
     if positions is not None:

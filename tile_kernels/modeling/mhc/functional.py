@@ -237,6 +237,7 @@ def mhc_head(
         (..., hidden) bfloat16.
     """
     _check_streams(residual, mhc_mult)
+    check.shape(fn, 'fn', 'mhc_mult elements', mhc_mult=mhc_mult)
     mixes = mhc_pre_norm_fn(residual, fn, norm_weight, norm_eps)
     mix = mhc_head_compute_mix(mixes, scale, base, pre_eps)
     return mhc_pre_apply_mix(residual, mix.unsqueeze(-1))
