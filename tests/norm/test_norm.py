@@ -177,6 +177,26 @@ def test_without_rows_the_gradient_of_the_weight_is_zero():
     assert_equal(dweight, torch.zeros_like(weight))
 
 
+@pytest.mark.parametrize('shape', [(2, 0, 64), (0, 3, 64), (2, 3, 64)])
+@pytest.mark.parametrize('tma', [False, True])
+def test_batches_may_be_empty_and_results_go_where_told(shape, tma):
+    x = torch.randn(shape).bfloat16()
+    y, _, z = quant.norm_forward(x, None, 1e-6, residual=x)
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    written, _, _ = quant.norm_forward(x, None, 1e-6, residual=x, out=out, residual_out=total)
+    assert written is out
+    assert_equal(out, y)
+    assert_equal(total, z)
+    (data, sf), *_ = quant.norm_forward_and_per_token_cast(x, None, 1e-6, 'e4m3', 32, use_tma_aligned_col_major_sf=tma)
+    room = torch.empty_like(data)  # data alone: the scale factors are new
+    given = quant.norm_forward_and_per_token_cast(
+        x, None, 1e-6, 'e4m3', 32, use_tma_aligned_col_major_sf=tma, out=room
+    )[0]
+    assert given.data.data_ptr() == room.data_ptr()
+    assert_equal(room, data)
+    assert_equal(given.sf, sf)
+
+
 # Errors -------------------------------------------------------------------------------------
 
 
@@ -189,6 +209,9 @@ def test_without_rows_the_gradient_of_the_weight_is_zero():
         (lambda x: quant.norm_forward(x.new_empty(1, 1 << 17), None, 1e-6), 'hidden must be at most 65536'),
         (lambda x: quant.norm_forward(x[0], None, 1e-6), 'x must be \\(num_tokens, hidden\\) or'),
         (lambda x: quant.norm_backward(x, x, None, torch.empty(3)), 'rstd must be \\(num_tokens\\)'),
+        (lambda x: quant.norm_backward(x.float(), x, None, torch.empty(2)), 'out_grad must be bfloat16'),
+        (lambda x: quant.norm_backward(x, x, x[0], torch.empty(2), weight_grad=x[0, :4]), 'weight_grad must be'),
+        (lambda x: quant.norm_forward_and_per_token_cast(x, None, 1e-6, 'e4m3', 16, out=3), 'out must be a pair'),
         (lambda x: quant.norm_forward_and_per_token_cast(x, None, 1e-6, 'e4m3', 48), 'num_per_channels must be one of'),
     ],
 )

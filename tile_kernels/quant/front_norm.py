@@ -35,9 +35,15 @@ def _room(x: Tensor | None, like: Tensor, name: str) -> Any:
         return x
     if x.shape != like.shape:
         check.fail(name, f'must be {tuple(like.shape)}', check.describe(x))
-    if x.stride(0) != x.shape[1] * x.stride(1) and x.shape[0] > 1:
-        check.fail(name, 'must have its batches one behind the other', check.describe(x))
-    return x.view(-1, x.shape[2])
+    return _viewed(x, name, x.shape[0] * x.shape[1], x.shape[2])
+
+
+def _viewed(x: Tensor, name: str, *shape: int) -> Tensor:
+    """Memory of the caller in another shape: never a copy, which would be written instead."""
+    try:
+        return x.view(shape)
+    except RuntimeError:
+        check.fail(name, f'must be viewable as {shape}', check.describe(x))
 
 
 def _shaped(rows: Tensor, like: Tensor) -> Tensor:
@@ -104,7 +110,7 @@ def norm_forward_and_per_token_cast(
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
     with_out_bf16: bool = False,
-    out: tuple[Tensor, Tensor] | None = None,
+    out: Tensor | tuple[Tensor, Tensor] | None = None,
     out_bf16: Tensor | None = None,
     residual_out: Tensor | None = None,
     mega_moe_sf: Tensor | None = None,
@@ -125,7 +131,7 @@ def norm_forward_and_per_token_cast(
         round_sf: scale factors are rounded up to powers of two.
         use_packed_ue8m0: four exponent bytes in an int32; needs `round_sf`.
         with_out_bf16: whether to return the result before the cast, in the dtype of x.
-        out: data and scale factors to write to.
+        out: data to write to, or data and scale factors.
         out_bf16: where to write the result before the cast; implies `with_out_bf16`.
         residual_out: where to write the sum; may be x or residual itself.
         mega_moe_sf: int32, (num_tokens, hidden / 128), tokens contiguous: the exponent bytes once more in tiles of 128
@@ -153,14 +159,16 @@ def norm_forward_and_per_token_cast(
         )
         y, z = cast if with_out_bf16 else None, total if residual is not None else None
     else:
-        if out is not None:
-            data, sf = out[0].view(layout.data_shape(num_tokens, hidden)), out[1]
-            sf = sf if num_batches > 1 else sf.reshape(layout.sf_shape(num_tokens, hidden))
-        elif num_batches > 1:
-            data = layout.empty_data(num_tokens, hidden, x.device)
+        if num_batches > 1:
             sf = empty_batched_sf(layout, num_batches, num_tokens, hidden, x.device)
         else:
-            data, sf = layout.empty(num_tokens, hidden, x.device)
+            sf = layout.empty_sf(num_tokens, hidden, x.device)
+        if out is None:
+            data = layout.empty_data(num_tokens, hidden, x.device)
+        else:
+            data, sf = (out, sf) if isinstance(out, Tensor) else check.pair(out, 'out')
+            data = _viewed(data, 'the data of out', *layout.data_shape(num_tokens, hidden))
+            sf = sf if num_batches > 1 else _viewed(sf, 'out[1]', *layout.sf_shape(num_tokens, hidden))
         y, z = _room(out_bf16, x, 'out_bf16'), _room(residual_out, x, 'residual_out')
         if y is None and with_out_bf16:
             y = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
@@ -170,7 +178,7 @@ def norm_forward_and_per_token_cast(
         options = (weight, residual_rows, y, z, tiles, block, eps, out_scale)
         rstd = norm_forward_and_per_token_cast_(data, sf, rows, layout, *options)
     if x.dim() == 3:
-        data = data.view(*x.shape[:2], -1)
+        data = data.view(*x.shape[:2], data.shape[-1])
         sf = sf if sf.dim() == 3 else sf.unflatten(0, x.shape[:2])
         rstd = rstd.view(x.shape[:2])
     y, z = y if out_bf16 is None else out_bf16, z if residual_out is None else residual_out
