@@ -170,12 +170,16 @@ def case_table(op: Op) -> str:
     levels = {level: getattr(op.case_set, level) for level in ('smoke', 'full', 'bench')}
     rows = [(level, len(cases), axes(cases)) for level, cases in levels.items() if cases]
     match = op.case_set.match
-    rule = (
-        'bit for bit'
-        if match == 'bitwise'
-        else 'within ' + ', '.join(f'{name}={value:g}' for name, value in match.items())
-    )
+    rule = 'bit for bit' if isinstance(match, str) else f'within {_bounds(match)}'
     return f'The kernel agrees with plain PyTorch {rule}.\n\n' + markdown(('level', 'cases', 'values'), rows)
+
+
+def _bounds(match: dict[str, Any]) -> str:
+    """`rtol=0.001, atol=rms * 0.002` (the root mean square of the output), then outputs with bounds of their own."""
+    own = {name: bounds for name, bounds in match.items() if isinstance(bounds, dict)}
+    common = ', '.join(f'{name}={value:.2g}' for name, value in match.items() if name not in own)
+    common = common.replace('rms=', 'atol=rms * ')
+    return '; '.join([common, *(f'{name} within {_bounds(bounds)}' for name, bounds in own.items())])
 
 
 def axes(cases: Sequence[Case]) -> str:

@@ -206,3 +206,16 @@ def test_cases_follow_the_level():
             assert [str(c) for c in contract_cases() if c.op is made] == full
     finally:
         del ops[made.name]
+
+
+def test_bounds_may_count_in_root_mean_squares_and_differ_between_outputs():
+    def off(x: Tensor) -> tuple[Tensor, Tensor]:
+        return 2 * x + 0.05 * x.square().mean().sqrt(), 2 * x
+
+    def twin(x):
+        return 2 * x, 2 * x
+
+    loose, tight = dict(rtol=0.0, rms=0.03), dict(rtol=0.0, rms=0.02)
+    contract.check_kernel(declare(off, twin, outputs='y z', match=tight | dict(y=loose)), dict(rows=3))
+    with pytest.raises(AssertionError, match='kernel and twin: y: Tensor-likes are not close'):
+        contract.check_kernel(declare(off, twin, outputs='y z', match=loose | dict(y=tight)), dict(rows=3))

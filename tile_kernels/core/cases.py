@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 Case = dict[str, Any]
 
@@ -41,15 +42,26 @@ def case_seed(op_name: str, case: Case) -> int:
     return int.from_bytes(digest[:4], 'little')
 
 
+def bounds_of(match: dict[str, Any], output: str, expected: Tensor) -> dict[str, float]:
+    """`rtol` and `atol` that an output must keep; none if `match` has none, which means those of its dtype."""
+    bounds = match.get(output, match)
+    if 'rtol' not in bounds:
+        return {}
+    rms = expected.double().square().mean().sqrt().item() if 'rms' in bounds and expected.numel() else 0.0
+    return dict(rtol=bounds['rtol'], atol=bounds.get('atol', 0.0) + bounds.get('rms', 0.0) * rms)
+
+
 @dataclass(frozen=True)
 class Cases:
     """The cases of one op: `make(**case)` gives its arguments, `match` says how it must agree with its twin.
 
+    That is 'bitwise', or bounds of the difference from an expected x: `rtol` |x| + `atol` + `rms` times the root mean
+    square of its tensor, which is how errors of sums grow. An output may have bounds of its own, under its name.
     `flops(**arguments)` counts the operations of an op that is bound by them rather than by memory.
     """
 
     make: Callable[..., dict[str, Any]]
-    match: str | dict[str, float] = 'bitwise'
+    match: str | dict[str, Any] = 'bitwise'
     smoke: list[Case] = field(default_factory=list)
     full: list[Case] = field(default_factory=list)
     bench: list[Case] = field(default_factory=list)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from tile_kernels.core.cases import Case, Cases, case_id
+from tile_kernels.core.cases import Case, Cases, bounds_of, case_id
 from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.op import Op, ops
@@ -174,17 +174,17 @@ def _gradients(op: Op, call: Callable[..., Any], outputs: list[str], arguments: 
 # Comparing -----------------------------------------------------------------------------------
 
 
-def _match(op: Op) -> str | dict[str, float]:
+def _match(op: Op) -> str | dict[str, Any]:
     return 'bitwise' if op.case_set is None else op.case_set.match
 
 
-def _compare(what: str, actual: Outcome, expected: Outcome, match: str | dict[str, float]) -> None:
-    """Assert that two outcomes agree bit for bit, or within bounds (`rtol`, `atol`; none means those of the dtype)."""
+def _compare(what: str, actual: Outcome, expected: Outcome, match: str | dict[str, Any]) -> None:
+    """Assert that two outcomes agree bit for bit, or within bounds."""
     __tracebackhide__ = True
     for name, tensor in expected.items():
         try:
             if isinstance(match, dict) and tensor.is_floating_point():
-                _assert_close(actual[name], tensor, match)
+                _assert_close(actual[name], tensor, bounds_of(match, name, tensor))
             else:
                 assert_equal(actual[name], tensor)
         except AssertionError as error:

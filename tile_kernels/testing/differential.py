@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tile_kernels.core.cases import bounds_of
 from tile_kernels.testing.contract import ContractCase, cases_of
 from tile_kernels.testing.poison import poisoned
 
@@ -71,6 +72,7 @@ def difference(case: ContractCase, stored: Entry, found: Entry) -> str | None:
         return None if stored['outputs'] == found['outputs'] else 'the outputs have other bits'
     for i, (expected, actual) in enumerate(zip(stored['values'], found['values'], strict=True)):
         e, a = torch.tensor(expected, dtype=torch.float64), torch.tensor(actual, dtype=torch.float64)
-        if not torch.allclose(a, e, equal_nan=True, **match):
+        name = case.op.outputs[i] if i < len(case.op.outputs) else ''  # arguments written in place come last, nameless
+        if not torch.allclose(a, e, equal_nan=True, **bounds_of(match, name, e)):
             return f'output {i} is off by {(a - e).abs().max():.3g}'
     return None

@@ -64,9 +64,11 @@ def pre(
     post_mult: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Input and coefficients of a layer from the residual streams, and what they were made of."""
-    mixes, rstd = norm_fn(residual, fn, eps)
+    streams = residual.float()  # once: autograd adds the gradients of both uses before it rounds them
+    mixes, rstd = norm_fn(streams, fn, eps)
     pre, post, z = split_mixes(mixes, scale, base, residual.shape[-2], post_mult, pre_eps)
-    return apply_mix(residual, pre), post, sinkhorn(z, repeat, sinkhorn_eps), pre, mixes, rstd
+    layer_input = apply_mix(streams, pre).to(torch.bfloat16)
+    return layer_input, post, sinkhorn(z, repeat, sinkhorn_eps), pre, mixes, rstd
 
 
 def pre_bwd(
@@ -132,8 +134,9 @@ def post_pre(
     post_mult: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Post of one layer and pre of the next."""
-    y = post(x, residual, post_mix, comb_mix)
-    return y, *pre(y, fn, scale, base, repeat, eps, pre_eps, sinkhorn_eps, post_mult)
+    streams = post(x, residual, post_mix, comb_mix).float()
+    results = pre(streams, fn, scale, base, repeat, eps, pre_eps, sinkhorn_eps, post_mult)
+    return streams.to(residual.dtype), *results
 
 
 def post_pre_bwd(
