@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.torch.mhc.mixes import head_mix, sinkhorn, split_mixes
+from tile_kernels.torch.mhc.projection import norm_fn
 from tile_kernels.torch.mhc.streams import apply_mix, expand, post
 
 
@@ -75,10 +76,8 @@ def mhc_post_ref(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_m
 def mhc_pre_norm_fn_ref(
     residual: Tensor, mhc_fn: Tensor, mhc_norm_weight: Tensor | None, mhc_norm_eps: float
 ) -> Tensor:
-    """The normalised projection; its product has the precision that PyTorch is set to."""
-    merged = mhc_fn if mhc_norm_weight is None else mhc_fn * mhc_norm_weight
-    x = residual.flatten(-2).float()
-    return x @ merged.T * (x.square().mean(-1, keepdim=True) + mhc_norm_eps).rsqrt()
+    """The normalised projection with products as TF32 takes them, whatever precision PyTorch is set to."""
+    return norm_fn(residual, mhc_fn if mhc_norm_weight is None else mhc_fn * mhc_norm_weight, mhc_norm_eps)[0]
 
 
 def mhc_pre_norm_fn_partials_ref(residual: Tensor, fn: Tensor, n_splits: int) -> tuple[Tensor, Tensor]:
