@@ -177,7 +177,7 @@ def test_without_rows_the_gradient_of_the_weight_is_zero():
     assert_equal(dweight, torch.zeros_like(weight))
 
 
-@pytest.mark.parametrize('shape', [(2, 0, 64), (0, 3, 64), (2, 3, 64)])
+@pytest.mark.parametrize('shape', [(2, 0, 64), (0, 3, 64), (1, 3, 64), (2, 3, 64)])
 @pytest.mark.parametrize('tma', [False, True])
 def test_batches_may_be_empty_and_results_go_where_told(shape, tma):
     x = torch.randn(shape).bfloat16()
@@ -194,6 +194,8 @@ def test_batches_may_be_empty_and_results_go_where_told(shape, tma):
     )[0]
     assert given.data.data_ptr() == room.data_ptr()
     assert_equal(room, data)
+    if tma and x.numel():
+        assert sf.stride() == (2 * 4, 1, 4)  # the columns of a batch one behind the other
     assert_equal(given.sf, sf)
 
 

@@ -179,6 +179,8 @@ def norm_forward_and_per_token_cast(
         rstd = norm_forward_and_per_token_cast_(data, sf, rows, layout, *options)
     if x.dim() == 3:
         data = data.view(*x.shape[:2], data.shape[-1])
+        if sf.dim() == 2 and layout.col and x.shape[0] == 1:  # of one batch, with the strides that more would have
+            sf = sf.as_strided((1, *sf.shape), (sf.shape[1] * sf.stride(1), *sf.stride()))
         sf = sf if sf.dim() == 3 else sf.unflatten(0, x.shape[:2])
         rstd = rstd.view(x.shape[:2])
     y, z = y if out_bf16 is None else out_bf16, z if residual_out is None else residual_out
