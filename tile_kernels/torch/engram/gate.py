@@ -21,7 +21,7 @@ def gate(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gate the value of each token into its residual streams; see `tile_kernels.engram.engram_gate_fwd`."""
     xf, kf, vf = x.float(), k.float(), v.float()
-    dot = (xf * weight_fused * kf).sum(-1)
+    dot = (xf.double() * weight_fused * kf).sum(-1).float()  # near 0 the gate follows its root, and so do all errors
     rstd_x = torch.rsqrt(xf.square().mean(-1) + eps)
     rstd_k = torch.rsqrt(kf.square().mean(-1) + eps)
     z = dot * rstd_x * rstd_k * x.shape[-1] ** -0.5
