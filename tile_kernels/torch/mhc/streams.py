@@ -1,4 +1,7 @@
-"""Residual streams: expansion, the mix before a layer and the one after it."""
+"""Residual streams: expansion, the mix before a layer and the one after it.
+
+No matrix products: those would have the precision that PyTorch is set to, on a GPU perhaps TF32.
+"""
 
 import torch
 from torch import Tensor
@@ -34,8 +37,10 @@ def _sum_streams(streams: tuple[Tensor, ...]) -> Tensor:
 
 def post(x: Tensor, residual: Tensor, post_mix: Tensor, comb_mix: Tensor) -> Tensor:
     """Mix the output of a layer and the residual streams into the next residual streams."""
-    mixed = torch.einsum('...io,...ih->...oh', comb_mix, residual.float())
-    return (post_mix * x.float().unsqueeze(-2) + mixed).to(residual.dtype)
+    mixed = post_mix * x.float().unsqueeze(-2)
+    for stream, shares in zip(residual.float().unbind(-2), comb_mix.unbind(-2), strict=True):
+        mixed = mixed + shares.unsqueeze(-1) * stream.unsqueeze(-2)
+    return mixed.to(residual.dtype)
 
 
 def post_(x: Tensor, residual: Tensor, post_mix: Tensor, comb_mix: Tensor, y: Tensor) -> None:
@@ -49,10 +54,12 @@ def post_bwd(
     """Gradients of `post`."""
     dy = dy.float()
     dx = (post_mix * dy).sum(-2).to(x.dtype)
-    dresidual = torch.einsum('...io,...oh->...ih', comb_mix, dy).to(residual.dtype)
+    dresidual, dcomb_mix = torch.zeros_like(dy), torch.empty_like(comb_mix)
+    for o, gradient in enumerate(dy.unbind(-2)):
+        dresidual += comb_mix[..., o, None] * gradient.unsqueeze(-2)
+        dcomb_mix[..., o] = (residual.float() * gradient.unsqueeze(-2)).sum(-1)
     dpost_mix = (x.float().unsqueeze(-2) * dy).sum(-1, keepdim=True)
-    dcomb_mix = torch.einsum('...ih,...oh->...io', residual.float(), dy)
-    return dx, dresidual, dpost_mix, dcomb_mix
+    return dx, dresidual.to(residual.dtype), dpost_mix, dcomb_mix
 
 
 def apply_mix(x: Tensor, mix: Tensor) -> Tensor:
