@@ -6,7 +6,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 
-from tile_kernels import knobs, modeling
+from tile_kernels import ArgumentError, knobs, modeling
 from tile_kernels.engram import engram_gate_backward, engram_gate_forward, engram_hash, engram_weight_grad
 from tile_kernels.modeling.engram import EngramGateFn, engram_gate
 from tile_kernels.testing import assert_equal, calc_diff
@@ -228,3 +228,13 @@ def test_a_compiled_layer_is_one_graph_for_all_lengths():
         torch.testing.assert_close(grads[0], grads[1])
         frames = frames or counter.frame_count
         assert counter.frame_count == frames
+
+
+def test_wrong_arguments_of_the_gate_are_named():
+    x = torch.zeros(2, 4, 64, dtype=torch.bfloat16)
+    with pytest.raises(
+        ArgumentError, match=r'modeling\.engram_gate: hidden_states must come with k and v or kv, .* got 2'
+    ):
+        engram_gate(x, x, x[:, 0])
+    with pytest.raises(ArgumentError, match=r'image_token_mask must be a tensor, got int 3'):
+        engram_gate(x, torch.zeros(2, 5 * 64, dtype=torch.bfloat16), x[0], x[0], 1e-6, 1e-6, 3)

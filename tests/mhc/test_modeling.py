@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tile_kernels.core.errors import ArgumentError
+from tile_kernels.mhc import mhc_pre_apply_mix_fwd
 from tile_kernels.modeling import MHCPipeline
 from tile_kernels.modeling.mhc import expand_from_embedding, mhc_head, mhc_post_pre, mhc_pre, ops
 from tile_kernels.testing.numeric import assert_equal
@@ -209,6 +210,12 @@ def test_the_head_closes_any_number_of_streams():
             'out must be (..., hidden) with the leading',
         ),
         (lambda x, y: ops.expand_to_mhc(x.T, 4), 'hidden must be contiguous'),
+        (lambda x, y: ops.mhc_post(x, y, y[..., :1].float(), []), 'comb_res_mix must be a tensor, got list'),
+        (lambda x, y: mhc_pre_apply_mix_fwd(y, y[..., 0], x), 'mix must be float32'),
+        (
+            lambda x, y: mhc_post_pre(x, y, torch.ones(3, 4, 1), torch.ones(3, 4, 4), x[0], x, x),
+            'fn must be (num_mixes, num_streams*hidden)',
+        ),
         (
             lambda x, y: ops.mhc_head_compute_mix(torch.ones(3, 4), torch.ones(2), torch.ones(4), 0.0),
             'mhc_scale must be',

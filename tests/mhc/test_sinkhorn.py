@@ -60,7 +60,7 @@ def test_reference_agrees():
 def test_what_it_refuses():
     with pytest.raises(ArgumentError, match=r'mhc\.sinkhorn_normalize: num_iters must be at least 1, got 0'):
         sinkhorn_normalize(torch.randn(2, 2), num_iters=0)
-    with pytest.raises(ArgumentError, match='x must have matrices of at most 64 x 32 elements'):
+    with pytest.raises(ArgumentError, match='conn_weights must have matrices of at most 64 x 32 elements'):
         sinkhorn_normalize(torch.randn(128, 128))
     with pytest.raises(ArgumentError, match='conn_weights must be float32'):
         sinkhorn_normalize(torch.randn(4, 4, dtype=torch.float64))

@@ -28,10 +28,6 @@ def sinkhorn_normalize(conn_weights: Tensor, num_iters: int = 20, eps: float = 1
     Returns:
         Shape of conn_weights; square matrices become doubly stochastic.
     """
-    if check.tensor(conn_weights, 'conn_weights').dim() < 2:
-        check.fail('conn_weights', 'must be (..., num_rows, num_columns)', check.describe(conn_weights))
-    check.dtype(conn_weights, 'conn_weights', torch.float32)
-    check.contiguous(conn_weights, 'conn_weights')
     check.at_least(num_iters, 1, 'num_iters')
     return sinkhorn(conn_weights, num_iters, eps)
 
@@ -78,8 +74,8 @@ def mhc_mix_apply(x: Tensor, mix: Tensor) -> Tensor:
 
 
 def _view(x: Tensor, name: str, *shape: int) -> Tensor:
-    """`x` with another shape of as many elements."""
-    check.tensor(x, name)
+    """Coefficients with another shape of as many elements."""
+    check.dtype(x, name, torch.float32)
     check.contiguous(x, name)
     extent = 1
     for n in shape:

@@ -220,7 +220,7 @@ def post_pre(
         pre, mixes and rstd, which have no gradient.
     """
     check_post(x, residual, post_mix, comb_mix)
-    check.equal(fn.shape[0], num_mixes(residual.shape[-2]), 'the number of mixes')
+    check.shape(fn, 'fn', 'num_mixes num_streams*hidden', num_mixes=num_mixes(residual.shape[-2]))
     y = torch.empty_like(residual)
     options = (repeat, eps, pre_eps, sinkhorn_eps, post_mult)
     post_.fn(x, residual, post_mix, comb_mix, y)

@@ -66,6 +66,10 @@ class EngramGateFn(torch.autograd.Function):
 
 def _by_name(args: tuple) -> tuple:
     """Either form of the arguments: ((k, v) or (kv,), both weights, clamp_value, eps, image_token_mask, residual)."""
+    if len(args) < 5:
+        check.fail(
+            'hidden_states', 'must come with k and v or kv, two weights, clamp_value and eps', f'{len(args)} more'
+        )
     num_sources = 2 if isinstance(args[3], Tensor) else 1
     sources, (weight_hidden, weight_embed, clamp_value, eps, *rest) = args[:num_sources], args[num_sources:]
     mask = rest[0] if rest else None
@@ -89,7 +93,9 @@ def _flatten(
         flat = [sources[0].reshape(-1, num_streams + 1, hidden)]
     else:
         flat = [sources[0].reshape(-1, num_streams, hidden), sources[1].reshape(-1, hidden)]
-    return hidden_states.reshape(-1, num_streams, hidden), flat, None if mask is None else mask.reshape(-1)
+    if mask is not None:
+        mask = check.tensor(mask, 'image_token_mask').reshape(-1)
+    return hidden_states.reshape(-1, num_streams, hidden), flat, mask
 
 
 def _traced_gate(hidden_states: Tensor, args: tuple) -> Tensor:

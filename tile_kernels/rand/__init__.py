@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tile_kernels.core import check
 from tile_kernels.rand.normal import normal_
 
 __all__ = ['randn', 'randn_like', 'set_seed']
@@ -69,4 +70,5 @@ def randn(
 
 def randn_like(t: Tensor) -> Tensor:
     """`randn` in the shape and dtype and on the device of `t`."""
+    check.tensor(t, 't')
     return randn(t.shape, dtype=t.dtype, device=t.device)

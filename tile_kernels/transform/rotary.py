@@ -132,8 +132,8 @@ def _rotated(
     conjugate: bool,
     seqlen_offset: int,
 ) -> tuple[Tensor, Tensor]:
-    if key is not None and check.tensor(key, 'key').shape[-1] != query.shape[-1]:
-        check.fail('key', f'must have the {query.shape[-1]} channels of query', check.describe(key))
+    if key is not None and check.tensor(key, 'key').shape[-1:] != check.tensor(query, 'query').shape[-1:]:
+        check.fail('key', 'must have as many channels as query', check.describe(key))
     query_out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     shape = (0,) if key is None else key.shape
     key_out = torch.empty(shape, dtype=query.dtype, device=query.device)
