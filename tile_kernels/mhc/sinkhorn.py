@@ -375,8 +375,12 @@ def sinkhorn_bwd_(dy: Tensor, x: Tensor, dx: Mut, repeat: int = 10, eps: float =
     check.same_device(x=x, dy=dy, dx=dx)
     dy_flat, x_flat, dx_flat = (flat(t, lead, num_rows, num_columns) for t in (dy, x, dx))
     static = _static(num_rows, num_columns, dy_flat, x_flat, dx_flat)
-    history = 4 * WARP * repeat * (num_rows + -(-num_columns // lanes_for(num_rows, num_columns)))
-    check.at_most(history, MAX_HISTORY, 'repeat (num_rows + columns of a lane) * 128')
+    divisors = num_rows + -(-num_columns // lanes_for(num_rows, num_columns))  # of a lane and a step
+    most = MAX_HISTORY // (4 * WARP * divisors)
+    if repeat > most:
+        check.fail(
+            'repeat', f'must be at most {most} for gradients of {num_rows} x {num_columns} matrices', str(repeat)
+        )
     launch(sinkhorn_bwd_kernel, (*static, repeat), dy_flat, x_flat, dx_flat, eps)
 
 
