@@ -1,4 +1,7 @@
-"""The public functions under their names, and the references that test-suites compare with."""
+"""The public functions under their names, and the references that test-suites compare with.
+
+Float32 references compute in float64, so that gradients summed over all tokens leave their bounds to what is tested.
+"""
 
 import torch
 from torch import Tensor
@@ -38,17 +41,18 @@ def expand_to_mhc_ref(hidden: Tensor, mhc_mult: int) -> Tensor:
 
 def sinkhorn_normalize_ref(x: Tensor, repeat: int = 10, eps: float = 1e-6) -> Tensor:
     """Scale columns and rows in turn."""
-    x = x.softmax(-1) + eps
+    dtype, x = x.dtype, x.double().softmax(-1) + eps
     x = x / (x.sum(-2, keepdim=True) + eps)
     for _ in range(repeat - 1):
         x = x / (x.sum(-1, keepdim=True) + eps)
         x = x / (x.sum(-2, keepdim=True) + eps)
-    return x
+    return x.to(dtype)
 
 
 def mhc_head_compute_mix_ref(input_mix: Tensor, mhc_scale: Tensor, mhc_base: Tensor, mhc_pre_eps: float) -> Tensor:
     """Shares of the streams in the output of a model."""
-    return head_mix(input_mix, mhc_scale, mhc_base, mhc_pre_eps)
+    mix = head_mix(input_mix.double(), mhc_scale.double(), mhc_base.double(), mhc_pre_eps)
+    return mix.to(input_mix.dtype)
 
 
 def mhc_pre_split_mixes_ref(
@@ -60,7 +64,9 @@ def mhc_pre_split_mixes_ref(
     mhc_pre_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Coefficients from the projection."""
-    return split_mixes(input_mixes, mhc_scale, mhc_base, mhc_mult, mhc_post_mult_value, mhc_pre_eps)
+    exact = input_mixes.double(), mhc_scale.double(), mhc_base.double()
+    pre, post, comb = split_mixes(*exact, mhc_mult, mhc_post_mult_value, mhc_pre_eps)
+    return pre.to(input_mixes.dtype), post.to(input_mixes.dtype), comb.to(input_mixes.dtype)
 
 
 def mhc_pre_apply_mix_ref(x: Tensor, mix: Tensor) -> Tensor:
