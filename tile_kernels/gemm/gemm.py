@@ -11,13 +11,11 @@ from torch import Tensor
 
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
-from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
-from tile_kernels.gemm._groups import DENSE, FP8, GROUP, HALVES, SUMS, check_operands, has_warpgroups, num_workers
-from tile_kernels.gemm.grouped_gemm import grouped_gemm_kernel
-from tile_kernels.gemm.grouped_gemm_dw import grouped_gemm_dw_kernel
-from tile_kernels.gemm.grouped_gemm_fp8 import grouped_gemm_fp8_kernel
-from tile_kernels.gemm.portable import portable_dw_kernel, portable_fp8_kernel, portable_product_kernel
+from tile_kernels.gemm._groups import DENSE, FP8, GROUP
+from tile_kernels.gemm._operands import HALVES, SUMS, check_operands, launch_product
+from tile_kernels.gemm.grouped_gemm import DW, PRODUCT
+from tile_kernels.gemm.grouped_gemm_fp8 import PRODUCT_FP8
 
 
 @op(outputs='da db')
@@ -39,14 +37,8 @@ def gemm_bwd(dd: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     if m == 0:
         return torch.empty_like(a), torch.zeros_like(b)
     da, db = torch.empty_like(a), torch.empty_like(b)
-    to_a, to_b = (dd, b.view(1, n, k), None, da), (dd, a, None, db.view(1, n, k))
-    if has_warpgroups(dd):
-        workers = num_workers(dd)
-        launch(grouped_gemm_kernel, (k, n, DENSE, False, dd.dtype), *to_a, workers)
-        launch(grouped_gemm_dw_kernel, (n, k, DENSE, dd.dtype), *to_b, workers)
-    else:
-        launch(portable_product_kernel, (k, n, DENSE, False, dd.dtype), *to_a)
-        launch(portable_dw_kernel, (n, k, DENSE, dd.dtype), *to_b)
+    launch_product(PRODUCT, (k, n, DENSE, False, dd.dtype), dd, b.view(1, n, k), None, da)
+    launch_product(DW, (n, k, DENSE, dd.dtype), dd, a, None, db.view(1, n, k))
     return da, db
 
 
@@ -65,11 +57,7 @@ def gemm(a: Tensor, b: Tensor) -> Tensor:
     n, _ = check.shape(b, 'b', 'n k', dtype=a.dtype, k=k)
     check_operands((n, k), a=a, b=b)
     d = a.new_empty(m, n)
-    static, operands = (n, k, DENSE, True, a.dtype), (a, b.view(1, n, k), None, d)
-    if has_warpgroups(a):
-        launch(grouped_gemm_kernel, static, *operands, num_workers(a))
-    else:
-        launch(portable_product_kernel, static, *operands)
+    launch_product(PRODUCT, (n, k, DENSE, True, a.dtype), a, b.view(1, n, k), None, d)
     return d
 
 
@@ -95,11 +83,7 @@ def gemm_fp8(a: Tensor, a_sf: Tensor, b: Tensor, b_sf: Tensor) -> Tensor:
     check.same_device(a=a, a_sf=a_sf, b_sf=b_sf)
     check.multiple(n, 8, 'the rows of b')
     d = torch.empty((m, n), dtype=torch.bfloat16, device=a.device)
-    static, operands = (n, k, DENSE, False), (a, a_sf, b.view(1, n, k), b_sf, None, d, None)
-    if has_warpgroups(a):
-        launch(grouped_gemm_fp8_kernel, static, *operands, num_workers(a))
-    else:
-        launch(portable_fp8_kernel, static, *operands)
+    launch_product(PRODUCT_FP8, (n, k, DENSE, False), a, a_sf, b.view(1, n, k), b_sf, None, d, None)
     return d
 
 

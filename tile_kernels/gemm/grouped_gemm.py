@@ -7,37 +7,44 @@ Rows of a group are neighbours; where the groups end is known to the device alon
 Compute bound for many rows; for few rows a group the floor is reading b once.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T
-from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
 from tile_kernels.gemm._groups import (
     DENSE,
-    EXPLICIT_BARRIERS,
     LOADING_REGISTERS,
     MULTIPLYING_REGISTERS,
-    SUMS,
     WARPGROUP,
+    WARPGROUP_ROLES,
     WARPGROUP_ROWS,
-    check_gradient,
-    check_product,
-    count_tiles,
-    has_warpgroups,
+    Tiles,
+    count_turns,
+    free_last,
+    load_rows,
     locate_tile,
-    num_tiles,
-    num_turns,
-    num_workers,
-    product_flops,
-    random_gradient,
-    random_operands,
+    make_ring,
+    next_free,
+    next_full,
+    silu,
     skip_steps,
     store_rows,
     swizzled,
     wastes_little,
+)
+from tile_kernels.gemm._operands import (
+    SUMS,
+    check_gradient,
+    check_product,
+    launch_product,
+    product_flops,
+    random_gradient,
+    random_operands,
 )
 from tile_kernels.gemm.grouped_gemm_dw import grouped_gemm_dw_kernel
 from tile_kernels.gemm.portable import portable_dw_kernel, portable_product_kernel
@@ -63,122 +70,131 @@ def choose(n: int, k: int, num_groups: int, b_is_nk: bool, dtype: torch.dtype, n
 # Kernel -------------------------------------------------------------------------------------
 
 
-@kernel(
-    choose=choose,
-    space=dict(block_m=(64, 128), block_n=(64, 128, 256), ring=(3, 4, 6)),
-    pass_configs=EXPLICIT_BARRIERS,
-    min_arch=90,
-    max_arch=90,
-)
-def grouped_gemm_kernel(
-    n: int, k: int, num_groups: int, b_is_nk: bool, dtype: torch.dtype, *, block_m: int, block_n: int, ring: int
-):
+def build_product(
+    n: int,
+    k: int,
+    num_groups: int,
+    b_is_nk: bool,
+    dtype: torch.dtype,
+    swiglu: bool = False,
+    *,
+    block_m: int,
+    block_n: int,
+    ring: int,
+) -> Any:
     """`b` is (num_groups, n, k) if `b_is_nk`, else (num_groups, k, n); a dense product has one, and no `group_end`.
 
-    The last warpgroup loads, the others multiply 64 rows each; they hand over the `ring` buffers through barriers.
+    The last warpgroup loads, the others multiply 64 rows each; they hand over the `ring` buffers through barriers. With
+    SwiGLU a thread block multiplies with `block_n` rows of the gate and the same of the up matrix.
     """
     num_rows = T.dynamic('num_rows')
     elem = T.dtype(dtype)
     num_matrices = max(num_groups, 1)
     b_shape = (num_matrices, n, k) if b_is_nk else (num_matrices, k, n)
     b_tile = (block_n, BLOCK_K) if b_is_nk else (BLOCK_K, block_n)
+    halves = (0, 1) if swiglu else (0,)
+    width = n // len(halves)
     members = block_m // WARPGROUP_ROWS
     per_sm = 3 - members  # thread blocks of an SM; a small tile leaves room for two
-    tiles_n, steps = -(-n // block_n), -(-k // BLOCK_K)
+    tiles_n, steps = -(-width // block_n), -(-k // BLOCK_K)
 
     @T.prim_func
     def grouped_gemm(
         a: T.Tensor((num_rows, k), elem),
         b: T.Tensor(b_shape, elem),
         group_end: T.Tensor((num_matrices,), T.int32),
-        d: T.Tensor((num_rows, n), elem),
+        d: T.Tensor((num_rows, width), elem),
         num_sms: T.int32,
     ):
         with T.Kernel(num_sms * per_sm, threads=(members + 1) * WARPGROUP) as pid:
             T.annotate_min_blocks_per_sm(per_sm)
             num_blocks = num_sms * per_sm
             a_shared = T.alloc_shared((ring, members, WARPGROUP_ROWS, BLOCK_K), elem)
-            b_shared = T.alloc_shared((ring, *b_tile), elem)
+            b_shared = T.alloc_shared((len(halves), ring, *b_tile), elem)
             d_shared = [T.alloc_shared((WARPGROUP_ROWS, block_n), elem) for _ in range(members)]
             T.annotate_layout({buffer: swizzled(buffer) for buffer in d_shared})
-            acc_frag = [T.alloc_fragment((WARPGROUP_ROWS, block_n), T.float32) for _ in range(members)]
+            acc_frag = [
+                [T.alloc_fragment((WARPGROUP_ROWS, block_n), T.float32) for _ in range(members)] for _ in halves
+            ]
             first_shared = T.alloc_shared((num_groups + 1,), T.int32)
-            full = T.alloc_barrier([WARPGROUP] * ring)
-            free = T.alloc_barrier([members * WARPGROUP] * ring)
+            buffers = make_ring(ring, members)
             tile = T.alloc_local((5,), T.int32)
-            used = T.alloc_local((1,), T.int32)
-            used[0] = 0
-            if num_groups != DENSE:
-                count_tiles(group_end, first_shared, num_rows, num_groups, block_m, (members + 1) * WARPGROUP)
-            tiles = num_tiles(group_end, first_shared, num_rows, num_groups, block_m, tiles_n)
-            turns = num_turns(tiles, num_blocks)
+            tiles = Tiles(group_end, first_shared, num_rows, num_groups, block_m, tiles_n)
+            turns = count_turns(tiles, num_blocks, (members + 1) * WARPGROUP)
 
             with T.ws(members):
                 if members > 1:
                     T.dec_max_nreg(LOADING_REGISTERS)
                 for turn in T.serial(turns):
-                    index = turn * num_blocks + pid
-                    locate_tile(group_end, first_shared, index, num_rows, num_groups, block_m, tiles_n, tile)
+                    locate_tile(tiles, turn * num_blocks + pid, tile)
                     group, row, col = tile[0], tile[1], tile[4] * block_n
                     for step in T.serial(tile[3] * steps):
-                        slot, depth = T.truncmod(used[0], ring), step * BLOCK_K
-                        T.mbarrier_wait_parity(free[slot], (T.truncdiv(used[0], ring) + 1) & 1)
-                        for member in (0, 1)[:members]:
-                            first = row + member * WARPGROUP_ROWS
-                            T.tma_copy(
-                                a[first : first + WARPGROUP_ROWS, depth : depth + BLOCK_K],
-                                a_shared[slot, member, :, :],
-                                barrier=full[slot],
-                            )
-                        if b_is_nk:
-                            T.tma_copy(
-                                b[group, col : col + block_n, depth : depth + BLOCK_K],
-                                b_shared[slot, :, :],
-                                barrier=full[slot],
-                            )
-                        else:
-                            T.tma_copy(
-                                b[group, depth : depth + BLOCK_K, col : col + block_n],
-                                b_shared[slot, :, :],
-                                barrier=full[slot],
-                            )
-                        T.barrier_arrive(full[slot])
-                        used[0] += 1
+                        slot, depth = next_free(buffers), step * BLOCK_K
+                        load_rows(a, row, depth, a_shared, slot, buffers.full)
+                        for half in halves:
+                            b_row = half * width + col
+                            if b_is_nk:
+                                T.tma_copy(
+                                    b[group, b_row : b_row + block_n, depth : depth + BLOCK_K],
+                                    b_shared[half, slot, :, :],
+                                    barrier=buffers.full[slot],
+                                )
+                            else:
+                                T.tma_copy(
+                                    b[group, depth : depth + BLOCK_K, b_row : b_row + block_n],
+                                    b_shared[half, slot, :, :],
+                                    barrier=buffers.full[slot],
+                                )
+                        T.barrier_arrive(buffers.full[slot])
+                        buffers.used[0] += 1
             for member in (0, 1)[:members]:
                 with T.ws(member):
                     if members > 1:
                         T.inc_max_nreg(MULTIPLYING_REGISTERS)
+                    acc = [frags[member] for frags in acc_frag]
                     for turn in T.serial(turns):
-                        index = turn * num_blocks + pid
-                        locate_tile(group_end, first_shared, index, num_rows, num_groups, block_m, tiles_n, tile)
+                        locate_tile(tiles, turn * num_blocks + pid, tile)
                         row, end, col = tile[1] + member * WARPGROUP_ROWS, tile[2], tile[4] * block_n
                         if row < end:
-                            T.clear(acc_frag[member])
+                            for half in halves:
+                                T.clear(acc[half])
                             for step in T.serial(tile[3] * steps):
-                                slot = T.truncmod(used[0], ring)
-                                T.mbarrier_wait_parity(full[slot], T.truncdiv(used[0], ring) & 1)
-                                T.wgmma_gemm(
-                                    a_shared[slot, member, :, :],
-                                    b_shared[slot, :, :],
-                                    acc_frag[member],
-                                    transpose_B=b_is_nk,
-                                )
-                                T.wait_wgmma(1)
+                                slot = next_full(buffers)
+                                for half in halves:
+                                    T.wgmma_gemm(
+                                        a_shared[slot, member, :, :],
+                                        b_shared[half, slot, :, :],
+                                        acc[half],
+                                        transpose_B=b_is_nk,
+                                    )
+                                T.wait_wgmma(len(halves))
                                 if step > 0:
-                                    T.barrier_arrive(free[T.truncmod(used[0] - 1, ring)])
-                                used[0] += 1
+                                    free_last(buffers)
+                                buffers.used[0] += 1
                             T.wait_wgmma(0)
                             if tile[3] > 0:
-                                T.barrier_arrive(free[T.truncmod(used[0] - 1, ring)])
-                            store_rows(acc_frag[member], d_shared[member], d, row, end, col, n, block_n, member)
+                                free_last(buffers)
+                            if swiglu:
+                                for i, j in T.Parallel(WARPGROUP_ROWS, block_n):
+                                    acc[0][i, j] = silu(acc[0][i, j]) * acc[1][i, j]
+                            store_rows(acc[0], d_shared[member], d, row, end, col, width, block_n, member)
                         else:
-                            skip_steps(full, free, used, tile[3] * steps, ring)
+                            skip_steps(buffers, tile[3] * steps)
                     T.tma_store_wait(0)
 
     return grouped_gemm
 
 
+@kernel(choose=choose, space=dict(block_m=(64, 128), block_n=(64, 128, 256), ring=(3, 4, 6)), **WARPGROUP_ROLES)
+def grouped_gemm_kernel(n: int, k: int, num_groups: int, b_is_nk: bool, dtype: torch.dtype, **config: int):
+    """The product alone; see `build_product`."""
+    return build_product(n, k, num_groups, b_is_nk, dtype, **config)
+
+
 # Ops ----------------------------------------------------------------------------------------
+
+PRODUCT = grouped_gemm_kernel, portable_product_kernel
+DW = grouped_gemm_dw_kernel, portable_dw_kernel
 
 
 @op(outputs='da db')
@@ -198,13 +214,8 @@ def grouped_gemm_bwd(dd: Tensor, a: Tensor, b: Tensor, group_end: Tensor) -> tup
     if num_rows == 0:
         return torch.empty_like(a), torch.zeros_like(b)
     da, db = torch.empty_like(a), torch.empty_like(b)
-    if has_warpgroups(dd):
-        workers = num_workers(dd)
-        launch(grouped_gemm_kernel, (k, n, num_groups, False, dd.dtype), dd, b, group_end, da, workers)
-        launch(grouped_gemm_dw_kernel, (n, k, num_groups, dd.dtype), dd, a, group_end, db, workers, size=num_groups)
-    else:
-        launch(portable_product_kernel, (k, n, num_groups, False, dd.dtype), dd, b, group_end, da)
-        launch(portable_dw_kernel, (n, k, num_groups, dd.dtype), dd, a, group_end, db, size=num_groups)
+    launch_product(PRODUCT, (k, n, num_groups, False, dd.dtype), dd, b, group_end, da)
+    launch_product(DW, (n, k, num_groups, dd.dtype), dd, a, group_end, db, size=num_groups)
     return da, db
 
 
@@ -223,10 +234,7 @@ def grouped_gemm(a: Tensor, b: Tensor, group_end: Tensor) -> Tensor:
     """
     num_rows, num_groups, n, k = check_product(a, b, group_end)
     d = a.new_empty(num_rows, n)
-    if has_warpgroups(a):
-        launch(grouped_gemm_kernel, (n, k, num_groups, True, a.dtype), a, b, group_end, d, num_workers(a))
-    else:
-        launch(portable_product_kernel, (n, k, num_groups, True, a.dtype), a, b, group_end, d)
+    launch_product(PRODUCT, (n, k, num_groups, True, a.dtype), a, b, group_end, d)
     return d
 
 

@@ -11,13 +11,18 @@ import torch
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T
 from tile_kernels.gemm._groups import (
-    EXPLICIT_BARRIERS,
     LOADING_REGISTERS,
     MULTIPLYING_REGISTERS,
     WARPGROUP,
+    WARPGROUP_ROLES,
     WARPGROUP_ROWS,
     find_rows,
+    free_last,
+    make_ring,
+    next_free,
+    next_full,
     num_turns,
+    stage,
     swizzled,
     wastes_little,
 )
@@ -35,13 +40,7 @@ def choose(n: int, k: int, num_groups: int, dtype: torch.dtype, num_groups_: int
 # Kernel -------------------------------------------------------------------------------------
 
 
-@kernel(
-    choose=choose,
-    space=dict(block_n=(64, 128), block_k=(128, 256), ring=(2, 3, 4)),
-    pass_configs=EXPLICIT_BARRIERS,
-    min_arch=90,
-    max_arch=90,
-)
+@kernel(choose=choose, space=dict(block_n=(64, 128), block_k=(128, 256), ring=(2, 3, 4)), **WARPGROUP_ROLES)
 def grouped_gemm_dw_kernel(
     n: int, k: int, num_groups: int, dtype: torch.dtype, *, block_n: int, block_k: int, ring: int
 ):
@@ -66,11 +65,8 @@ def grouped_gemm_dw_kernel(
             db_shared = [T.alloc_shared((WARPGROUP_ROWS, block_k), elem) for _ in range(members)]
             T.annotate_layout({buffer: swizzled(buffer) for buffer in db_shared})
             acc_frag = [T.alloc_fragment((WARPGROUP_ROWS, block_k), T.float32) for _ in range(members)]
-            full = T.alloc_barrier([WARPGROUP] * ring)
-            free = T.alloc_barrier([members * WARPGROUP] * ring)
+            buffers = make_ring(ring, members)
             rows = T.alloc_local((2,), T.int32)
-            used = T.alloc_local((1,), T.int32)
-            used[0] = 0
 
             with T.ws(members):
                 if members > 1:
@@ -81,22 +77,22 @@ def grouped_gemm_dw_kernel(
                     n_start = T.truncmod(T.truncdiv(index, tiles_k), tiles_n) * block_n
                     k_start = T.truncmod(index, tiles_k) * block_k
                     for step in T.serial(T.ceildiv(rows[1] - rows[0], BLOCK_ROWS)):
-                        slot, row = T.truncmod(used[0], ring), rows[0] + step * BLOCK_ROWS
-                        T.mbarrier_wait_parity(free[slot], (T.truncdiv(used[0], ring) + 1) & 1)
+                        row = rows[0] + step * BLOCK_ROWS
+                        slot = next_free(buffers)
                         for member in (0, 1)[:members]:
                             first = n_start + member * WARPGROUP_ROWS
                             T.tma_copy(
                                 dd[row : row + BLOCK_ROWS, first : first + WARPGROUP_ROWS],
                                 dd_shared[slot, member, :, :],
-                                barrier=full[slot],
+                                barrier=buffers.full[slot],
                             )
                         T.tma_copy(
                             a[row : row + BLOCK_ROWS, k_start : k_start + block_k],
                             a_shared[slot, :, :],
-                            barrier=full[slot],
+                            barrier=buffers.full[slot],
                         )
-                        T.barrier_arrive(full[slot])
-                        used[0] += 1
+                        T.barrier_arrive(buffers.full[slot])
+                        buffers.used[0] += 1
             for member in (0, 1)[:members]:
                 with T.ws(member):
                     if members > 1:
@@ -109,9 +105,8 @@ def grouped_gemm_dw_kernel(
                         k_start = T.truncmod(index, tiles_k) * block_k
                         T.clear(acc_frag[member])
                         for step in T.serial(T.ceildiv(rows[1] - rows[0], BLOCK_ROWS)):
-                            slot = T.truncmod(used[0], ring)
                             behind = rows[1] - rows[0] - step * BLOCK_ROWS  # first row of this step behind the group
-                            T.mbarrier_wait_parity(full[slot], T.truncdiv(used[0], ring) & 1)
+                            slot = next_full(buffers)
                             if behind < BLOCK_ROWS:
                                 for i, j in T.Parallel(BLOCK_ROWS, WARPGROUP_ROWS):
                                     if i >= behind:
@@ -126,17 +121,13 @@ def grouped_gemm_dw_kernel(
                             )
                             T.wait_wgmma(1)
                             if step > 0:
-                                T.barrier_arrive(free[T.truncmod(used[0] - 1, ring)])
-                            used[0] += 1
+                                free_last(buffers)
+                            buffers.used[0] += 1
                         T.wait_wgmma(0)
                         if rows[1] > rows[0]:
-                            T.barrier_arrive(free[T.truncmod(used[0] - 1, ring)])
+                            free_last(buffers)
                         if group < num_matrices:
-                            T.tma_store_wait(0)
-                            T.sync_threads(8 + member, WARPGROUP)
-                            T.copy(acc_frag[member], db_shared[member])
-                            T.fence_proxy_async()
-                            T.sync_threads(8 + member, WARPGROUP)
+                            stage(acc_frag[member], db_shared[member], member)
                             T.tma_copy(
                                 db_shared[member],
                                 db[group, n_start : n_start + WARPGROUP_ROWS, k_start : k_start + block_k],

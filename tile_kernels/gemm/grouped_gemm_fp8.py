@@ -17,35 +17,37 @@ from torch import Tensor
 from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, macro
-from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
 from tile_kernels.gemm._groups import (
     AMAX_FLOOR,
-    CODES,
-    DENSE,
-    EXPLICIT_BARRIERS,
     FP8,
     FP8_MAX,
     GROUP,
     LOADING_REGISTERS,
     MULTIPLYING_REGISTERS,
-    SUMS,
     WARPGROUP,
+    WARPGROUP_ROLES,
     WARPGROUP_ROWS,
-    check_fp8,
-    count_tiles,
-    has_warpgroups,
+    Tiles,
+    count_turns,
+    load_rows,
     locate_tile,
-    num_tiles,
-    num_turns,
-    num_workers,
-    product_flops,
-    random_fp8,
-    random_fp8_swiglu,
+    make_ring,
+    next_free,
+    next_full,
     silu,
     skip_steps,
     store_rows,
     swizzled,
+)
+from tile_kernels.gemm._operands import (
+    CODES,
+    SUMS,
+    check_fp8,
+    launch_product,
+    product_flops,
+    random_fp8,
+    random_fp8_swiglu,
 )
 from tile_kernels.gemm.portable import portable_fp8_kernel
 
@@ -73,9 +75,7 @@ def add_scaled(part_frag, scale_frag, acc_frag):
         acc_frag[i, j] += part_frag[i, j] * scale_frag[i]
 
 
-@kernel(
-    choose=choose, space=dict(block_m=(64, 128), ring=(3, 4)), pass_configs=EXPLICIT_BARRIERS, min_arch=90, max_arch=90
-)
+@kernel(choose=choose, space=dict(block_m=(64, 128), ring=(3, 4)), **WARPGROUP_ROLES)
 def grouped_gemm_fp8_kernel(n: int, k: int, num_groups: int, swiglu: bool, *, block_m: int, ring: int):
     """The last warpgroup loads, the others multiply 64 rows each, with two times 128 rows of b.
 
@@ -117,44 +117,31 @@ def grouped_gemm_fp8_kernel(n: int, k: int, num_groups: int, swiglu: bool, *, bl
             scale_frag = [T.alloc_fragment((WARPGROUP_ROWS,), T.float32) for _ in range(members)]
             amax_frag = [T.alloc_fragment((WARPGROUP_ROWS,), T.float32) for _ in range(members)]
             first_shared = T.alloc_shared((num_groups + 1,), T.int32)
-            full = T.alloc_barrier([WARPGROUP] * ring)
-            free = T.alloc_barrier([members * WARPGROUP] * ring)
+            buffers = make_ring(ring, members)
             tile = T.alloc_local((5,), T.int32)
-            used = T.alloc_local((1,), T.int32)
-            used[0] = 0
-            if num_groups != DENSE:
-                count_tiles(group_end, first_shared, num_rows, num_groups, block_m, (members + 1) * WARPGROUP)
-            tiles = num_tiles(group_end, first_shared, num_rows, num_groups, block_m, tiles_n)
-            turns = num_turns(tiles, num_blocks)
+            tiles = Tiles(group_end, first_shared, num_rows, num_groups, block_m, tiles_n)
+            turns = count_turns(tiles, num_blocks, (members + 1) * WARPGROUP)
 
             with T.ws(members):
                 if members > 1:
                     T.dec_max_nreg(LOADING_REGISTERS)
                 for turn in T.serial(turns):
-                    index = turn * num_blocks + pid
-                    locate_tile(group_end, first_shared, index, num_rows, num_groups, block_m, tiles_n, tile)
+                    locate_tile(tiles, turn * num_blocks + pid, tile)
                     group, row, b_group = tile[0], tile[1], tile[4] * (span // GROUP)
                     for step in T.serial(tile[3] * steps):
-                        slot, depth = T.truncmod(used[0], ring), step * GROUP
-                        T.mbarrier_wait_parity(free[slot], (T.truncdiv(used[0], ring) + 1) & 1)
-                        for member in (0, 1)[:members]:
-                            first = row + member * WARPGROUP_ROWS
-                            T.tma_copy(
-                                a[first : first + WARPGROUP_ROWS, depth : depth + GROUP],
-                                a_shared[slot, member, :, :],
-                                barrier=full[slot],
-                            )
+                        slot, depth = next_free(buffers), step * GROUP
+                        load_rows(a, row, depth, a_shared, slot, buffers.full)
                         for half in (0, 1):
                             b_row = (b_group + half * second) * GROUP
                             T.tma_copy(
                                 b[group, b_row : b_row + GROUP, depth : depth + GROUP],
                                 b_shared[half, slot, :, :],
-                                barrier=full[slot],
+                                barrier=buffers.full[slot],
                             )
                         for i in T.Parallel(block_m):
                             sf_shared[slot, i] = a_sf[T.min(row + i, num_rows - 1), step]
-                        T.barrier_arrive(full[slot])
-                        used[0] += 1
+                        T.barrier_arrive(buffers.full[slot])
+                        buffers.used[0] += 1
             for member in (0, 1)[:members]:
                 with T.ws(member):
                     if members > 1:
@@ -162,8 +149,7 @@ def grouped_gemm_fp8_kernel(n: int, k: int, num_groups: int, swiglu: bool, *, bl
                     part, acc, other = part_frag[member], acc_frag[member], second_frag[member]
                     scale, amax = scale_frag[member], amax_frag[member]
                     for turn in T.serial(turns):
-                        index = turn * num_blocks + pid
-                        locate_tile(group_end, first_shared, index, num_rows, num_groups, block_m, tiles_n, tile)
+                        locate_tile(tiles, turn * num_blocks + pid, tile)
                         row, end = tile[1] + member * WARPGROUP_ROWS, tile[2]
                         pid_n = tile[4]
                         b_group = pid_n * (span // GROUP)
@@ -173,8 +159,7 @@ def grouped_gemm_fp8_kernel(n: int, k: int, num_groups: int, swiglu: bool, *, bl
                             T.clear(acc)
                             T.clear(other)
                             for step in T.serial(tile[3] * steps):
-                                slot = T.truncmod(used[0], ring)
-                                T.mbarrier_wait_parity(full[slot], T.truncdiv(used[0], ring) & 1)
+                                slot = next_full(buffers)
                                 multiply(a_shared[slot, member, :, :], b_shared[0, slot, :, :], part)
                                 for i in T.Parallel(WARPGROUP_ROWS):  # while the tensor cores work
                                     scale[i] = sf_shared[slot, member * WARPGROUP_ROWS + i] * b_sf[b_sf_row, step]
@@ -184,9 +169,9 @@ def grouped_gemm_fp8_kernel(n: int, k: int, num_groups: int, swiglu: bool, *, bl
                                 for i in T.Parallel(WARPGROUP_ROWS):
                                     scale[i] = sf_shared[slot, member * WARPGROUP_ROWS + i] * b_sf[second_sf_row, step]
                                 T.wait_wgmma(0)
-                                T.barrier_arrive(free[slot])
+                                T.barrier_arrive(buffers.free[slot])
                                 add_scaled(part, scale, other)
-                                used[0] += 1
+                                buffers.used[0] += 1
                             if swiglu:
                                 for i, j in T.Parallel(WARPGROUP_ROWS, GROUP):
                                     acc[i, j] = silu(acc[i, j]) * other[i, j]
@@ -204,13 +189,15 @@ def grouped_gemm_fp8_kernel(n: int, k: int, num_groups: int, swiglu: bool, *, bl
                                 if col < width:
                                     store_rows(other, d_shared[member], d, row, end, col, width, GROUP, member)
                         else:
-                            skip_steps(full, free, used, tile[3] * steps, ring)
+                            skip_steps(buffers, tile[3] * steps)
                     T.tma_store_wait(0)
 
     return grouped_gemm_fp8
 
 
 # Ops ----------------------------------------------------------------------------------------
+
+PRODUCT_FP8 = grouped_gemm_fp8_kernel, portable_fp8_kernel
 
 
 @op(outputs='d')
@@ -229,11 +216,7 @@ def grouped_gemm_fp8(a: Tensor, a_sf: Tensor, b: Tensor, b_sf: Tensor, group_end
     """
     num_rows, num_groups, n, k = check_fp8(a, a_sf, b, b_sf, group_end, 8)
     d = torch.empty((num_rows, n), dtype=torch.bfloat16, device=a.device)
-    static, operands = (n, k, num_groups, False), (a, a_sf, b, b_sf.flatten(0, 1), group_end, d, None)
-    if has_warpgroups(a):
-        launch(grouped_gemm_fp8_kernel, static, *operands, num_workers(a))
-    else:
-        launch(portable_fp8_kernel, static, *operands)
+    launch_product(PRODUCT_FP8, (n, k, num_groups, False), a, a_sf, b, b_sf.flatten(0, 1), group_end, d, None)
     return d
 
 
@@ -257,11 +240,7 @@ def grouped_gemm_fp8_swiglu_cast(
     num_rows, num_groups, n, k = check_fp8(a, a_sf, b, b_sf, group_end, 2 * GROUP)
     d = a.new_empty(num_rows, n // 2)
     d_sf = a_sf.new_empty(num_rows, n // 2 // GROUP)
-    static, operands = (n, k, num_groups, True), (a, a_sf, b, b_sf.flatten(0, 1), group_end, d, d_sf)
-    if has_warpgroups(a):
-        launch(grouped_gemm_fp8_kernel, static, *operands, num_workers(a))
-    else:
-        launch(portable_fp8_kernel, static, *operands)
+    launch_product(PRODUCT_FP8, (n, k, num_groups, True), a, a_sf, b, b_sf.flatten(0, 1), group_end, d, d_sf)
     return d, d_sf
 
 

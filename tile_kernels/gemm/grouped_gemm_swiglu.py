@@ -12,38 +12,16 @@ from torch import Tensor
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T
-from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
-from tile_kernels.gemm._groups import (
-    DENSE,
-    EXPLICIT_BARRIERS,
-    LOADING_REGISTERS,
-    MULTIPLYING_REGISTERS,
-    SUMS,
-    WARPGROUP,
-    WARPGROUP_ROWS,
-    check_product,
-    count_tiles,
-    has_warpgroups,
-    locate_tile,
-    num_tiles,
-    num_turns,
-    num_workers,
-    product_flops,
-    random_operands,
-    silu,
-    skip_steps,
-    store_rows,
-    swizzled,
-)
-from tile_kernels.gemm.grouped_gemm import BLOCK_K
+from tile_kernels.gemm._groups import WARPGROUP_ROLES
+from tile_kernels.gemm._operands import SUMS, check_product, launch_product, product_flops, random_operands
+from tile_kernels.gemm.grouped_gemm import build_product
 from tile_kernels.gemm.portable import portable_swiglu_kernel
 
 # Config -------------------------------------------------------------------------------------
 
 
-def choose(width: int, k: int, num_groups: int, dtype: torch.dtype, num_rows: int) -> dict:
+def choose(n: int, k: int, num_groups: int, dtype: torch.dtype, num_rows: int) -> dict:
     """Wide tiles read each operand less often; with few rows a group, small ones waste fewer products."""
     if num_rows <= 64 * num_groups:
         return dict(block_m=64, block_n=64, ring=4)
@@ -53,113 +31,11 @@ def choose(width: int, k: int, num_groups: int, dtype: torch.dtype, num_rows: in
 # Kernel -------------------------------------------------------------------------------------
 
 
-@kernel(
-    choose=choose,
-    space=dict(block_m=(64, 128), block_n=(64, 128), ring=(3, 4, 6)),
-    pass_configs=EXPLICIT_BARRIERS,
-    min_arch=90,
-    max_arch=90,
-)
-def grouped_gemm_swiglu_kernel(
-    width: int, k: int, num_groups: int, dtype: torch.dtype, *, block_m: int, block_n: int, ring: int
-):
-    """The last warpgroup loads, the others multiply 64 rows each; see `grouped_gemm_kernel`."""
-    num_rows = T.dynamic('num_rows')
-    elem = T.dtype(dtype)
-    members = block_m // WARPGROUP_ROWS
-    per_sm = 3 - members  # thread blocks of an SM; a small tile leaves room for two
-    tiles_n, steps = -(-width // block_n), -(-k // BLOCK_K)
-
-    @T.prim_func
-    def grouped_gemm_swiglu(
-        a: T.Tensor((num_rows, k), elem),
-        b: T.Tensor((num_groups, 2 * width, k), elem),
-        group_end: T.Tensor((num_groups,), T.int32),
-        d: T.Tensor((num_rows, width), elem),
-        num_sms: T.int32,
-    ):
-        with T.Kernel(num_sms * per_sm, threads=(members + 1) * WARPGROUP) as pid:
-            T.annotate_min_blocks_per_sm(per_sm)
-            num_blocks = num_sms * per_sm
-            a_shared = T.alloc_shared((ring, members, WARPGROUP_ROWS, BLOCK_K), elem)
-            b_shared = T.alloc_shared((2, ring, block_n, BLOCK_K), elem)
-            d_shared = [T.alloc_shared((WARPGROUP_ROWS, block_n), elem) for _ in range(members)]
-            T.annotate_layout({buffer: swizzled(buffer) for buffer in d_shared})
-            gate_frag = [T.alloc_fragment((WARPGROUP_ROWS, block_n), T.float32) for _ in range(members)]
-            up_frag = [T.alloc_fragment((WARPGROUP_ROWS, block_n), T.float32) for _ in range(members)]
-            first_shared = T.alloc_shared((num_groups + 1,), T.int32)
-            full = T.alloc_barrier([WARPGROUP] * ring)
-            free = T.alloc_barrier([members * WARPGROUP] * ring)
-            tile = T.alloc_local((5,), T.int32)
-            used = T.alloc_local((1,), T.int32)
-            used[0] = 0
-            if num_groups != DENSE:
-                count_tiles(group_end, first_shared, num_rows, num_groups, block_m, (members + 1) * WARPGROUP)
-            tiles = num_tiles(group_end, first_shared, num_rows, num_groups, block_m, tiles_n)
-            turns = num_turns(tiles, num_blocks)
-
-            with T.ws(members):
-                if members > 1:
-                    T.dec_max_nreg(LOADING_REGISTERS)
-                for turn in T.serial(turns):
-                    index = turn * num_blocks + pid
-                    locate_tile(group_end, first_shared, index, num_rows, num_groups, block_m, tiles_n, tile)
-                    group, row, col = tile[0], tile[1], tile[4] * block_n
-                    for step in T.serial(tile[3] * steps):
-                        slot, depth = T.truncmod(used[0], ring), step * BLOCK_K
-                        T.mbarrier_wait_parity(free[slot], (T.truncdiv(used[0], ring) + 1) & 1)
-                        for member in (0, 1)[:members]:
-                            first = row + member * WARPGROUP_ROWS
-                            T.tma_copy(
-                                a[first : first + WARPGROUP_ROWS, depth : depth + BLOCK_K],
-                                a_shared[slot, member, :, :],
-                                barrier=full[slot],
-                            )
-                        for half in (0, 1):
-                            b_row = half * width + col
-                            T.tma_copy(
-                                b[group, b_row : b_row + block_n, depth : depth + BLOCK_K],
-                                b_shared[half, slot, :, :],
-                                barrier=full[slot],
-                            )
-                        T.barrier_arrive(full[slot])
-                        used[0] += 1
-            for member in (0, 1)[:members]:
-                with T.ws(member):
-                    if members > 1:
-                        T.inc_max_nreg(MULTIPLYING_REGISTERS)
-                    for turn in T.serial(turns):
-                        index = turn * num_blocks + pid
-                        locate_tile(group_end, first_shared, index, num_rows, num_groups, block_m, tiles_n, tile)
-                        row, end, col = tile[1] + member * WARPGROUP_ROWS, tile[2], tile[4] * block_n
-                        gate, up = gate_frag[member], up_frag[member]
-                        if row < end:
-                            T.clear(gate)
-                            T.clear(up)
-                            for step in T.serial(tile[3] * steps):
-                                slot = T.truncmod(used[0], ring)
-                                T.mbarrier_wait_parity(full[slot], T.truncdiv(used[0], ring) & 1)
-                                T.wgmma_gemm(
-                                    a_shared[slot, member, :, :], b_shared[0, slot, :, :], gate, transpose_B=True
-                                )
-                                T.wgmma_gemm(
-                                    a_shared[slot, member, :, :], b_shared[1, slot, :, :], up, transpose_B=True
-                                )
-                                T.wait_wgmma(2)
-                                if step > 0:
-                                    T.barrier_arrive(free[T.truncmod(used[0] - 1, ring)])
-                                used[0] += 1
-                            T.wait_wgmma(0)
-                            if tile[3] > 0:
-                                T.barrier_arrive(free[T.truncmod(used[0] - 1, ring)])
-                            for i, j in T.Parallel(WARPGROUP_ROWS, block_n):
-                                gate[i, j] = silu(gate[i, j]) * up[i, j]
-                            store_rows(gate, d_shared[member], d, row, end, col, width, block_n, member)
-                        else:
-                            skip_steps(full, free, used, tile[3] * steps, ring)
-                    T.tma_store_wait(0)
-
-    return grouped_gemm_swiglu
+@kernel(choose=choose, space=dict(block_m=(64, 128), block_n=(64, 128), ring=(3, 4, 6)), **WARPGROUP_ROLES)
+def grouped_gemm_swiglu_kernel(n: int, k: int, num_groups: int, dtype: torch.dtype, **config: int):
+    """See `build_product`."""
+    product = build_product(n, k, num_groups, True, dtype, swiglu=True, **config)
+    return product.with_attr('global_symbol', 'grouped_gemm_swiglu')
 
 
 # Op -----------------------------------------------------------------------------------------
@@ -180,10 +56,8 @@ def grouped_gemm_swiglu(a: Tensor, b: Tensor, group_end: Tensor) -> Tensor:
     num_rows, num_groups, n, k = check_product(a, b, group_end)
     check.multiple(n, 16, 'the rows of a matrix of b')
     d = a.new_empty(num_rows, n // 2)
-    if has_warpgroups(a):
-        launch(grouped_gemm_swiglu_kernel, (n // 2, k, num_groups, a.dtype), a, b, group_end, d, num_workers(a))
-    else:
-        launch(portable_swiglu_kernel, (n // 2, k, num_groups, a.dtype), a, b, group_end, d)
+    kernels = grouped_gemm_swiglu_kernel, portable_swiglu_kernel
+    launch_product(kernels, (n, k, num_groups, a.dtype), a, b, group_end, d)
     return d
 
 

@@ -19,25 +19,18 @@ from tile_kernels.core.jit import PLAIN_PRODUCTS, kernel
 from tile_kernels.core.lang import T, macro
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
-from tile_kernels.gemm._groups import (
-    AMAX_FLOOR,
+from tile_kernels.gemm._groups import AMAX_FLOOR, DENSE, FP8, FP8_MAX, GROUP, find_rows, locate_rows, silu
+from tile_kernels.gemm._operands import (
     CODES,
-    DENSE,
-    FP8,
-    FP8_MAX,
-    GROUP,
     SUMS,
     check_fp8,
     check_gradient,
     check_product,
-    find_rows,
-    locate_rows,
     product_flops,
     random_fp8,
     random_fp8_swiglu,
     random_gradient,
     random_operands,
-    silu,
 )
 
 NUM_THREADS = 128
@@ -81,12 +74,16 @@ def store_tile(acc_frag, d, row, end, col, width: int):
             d[row + i, col + j] = acc_frag[i, j]
 
 
-@kernel(pass_configs=PLAIN_PRODUCTS)
-def portable_product_kernel(n: int, k: int, num_groups: int, b_is_nk: bool, dtype: torch.dtype):
-    """`b` is (num_groups, n, k) if `b_is_nk`, else (num_groups, k, n); a thread block owns a tile of d."""
+def build_product(n: int, k: int, num_groups: int, b_is_nk: bool, dtype: torch.dtype, swiglu: bool = False) -> Any:
+    """`b` is (num_groups, n, k) if `b_is_nk`, else (num_groups, k, n); a thread block owns a tile of d.
+
+    With SwiGLU it multiplies its rows with the same rows of the gate and of the up matrix.
+    """
     num_rows = T.dynamic('num_rows')
     elem = T.dtype(dtype)
-    num_matrices, tiles_n = max(num_groups, 1), -(-n // BLOCK_N)
+    halves = (0, 1) if swiglu else (0,)
+    width = n // len(halves)
+    num_matrices, tiles_n = max(num_groups, 1), -(-width // BLOCK_N)
     b_shape = (num_matrices, n, k) if b_is_nk else (num_matrices, k, n)
     b_tile = (BLOCK_N, BLOCK_K) if b_is_nk else (BLOCK_K, BLOCK_N)
 
@@ -95,70 +92,48 @@ def portable_product_kernel(n: int, k: int, num_groups: int, b_is_nk: bool, dtyp
         a: T.Tensor((num_rows, k), elem),
         b: T.Tensor(b_shape, elem),
         group_end: T.Tensor((num_matrices,), T.int32),
-        d: T.Tensor((num_rows, n), elem),
+        d: T.Tensor((num_rows, width), elem),
     ):
         with T.Kernel(most_tiles(num_rows, num_groups, tiles_n), threads=NUM_THREADS) as pid:
             a_shared = T.alloc_shared((BLOCK_M, BLOCK_K), elem)
-            b_shared = T.alloc_shared(b_tile, elem)
-            acc_frag = T.alloc_fragment((BLOCK_M, BLOCK_N), T.float32)
+            b_shared = [T.alloc_shared(b_tile, elem) for _ in halves]
+            acc_frag = [T.alloc_fragment((BLOCK_M, BLOCK_N), T.float32) for _ in halves]
             tile = T.alloc_local((5,), T.int32)
             find_tile(group_end, pid, num_rows, num_groups, tiles_n, tile)
             row, col = tile[1], tile[4] * BLOCK_N
             group = T.min(tile[0], num_matrices - 1)
-            T.clear(acc_frag)
+            for half in halves:
+                T.clear(acc_frag[half])
             if tile[3] > 0:
-                for step in T.Pipelined(T.ceildiv(k, BLOCK_K), num_stages=3):
+                for step in T.Pipelined(T.ceildiv(k, BLOCK_K), num_stages=4 - len(halves)):
                     depth = step * BLOCK_K
                     T.copy(a[row : row + BLOCK_M, depth : depth + BLOCK_K], a_shared)
-                    if b_is_nk:
-                        T.copy(b[group, col : col + BLOCK_N, depth : depth + BLOCK_K], b_shared)
-                    else:
-                        T.copy(b[group, depth : depth + BLOCK_K, col : col + BLOCK_N], b_shared)
-                    T.gemm(a_shared, b_shared, acc_frag, transpose_B=b_is_nk)
-            store_tile(acc_frag, d, row, tile[2], col, n)
+                    for half in halves:
+                        b_row = half * width + col
+                        if b_is_nk:
+                            T.copy(b[group, b_row : b_row + BLOCK_N, depth : depth + BLOCK_K], b_shared[half])
+                        else:
+                            T.copy(b[group, depth : depth + BLOCK_K, b_row : b_row + BLOCK_N], b_shared[half])
+                    for half in halves:
+                        T.gemm(a_shared, b_shared[half], acc_frag[half], transpose_B=b_is_nk)
+            if swiglu:
+                for i, j in T.Parallel(BLOCK_M, BLOCK_N):
+                    acc_frag[0][i, j] = silu(acc_frag[0][i, j]) * acc_frag[1][i, j]
+            store_tile(acc_frag[0], d, row, tile[2], col, width)
 
     return portable_product
 
 
 @kernel(pass_configs=PLAIN_PRODUCTS)
-def portable_swiglu_kernel(width: int, k: int, num_groups: int, dtype: torch.dtype):
-    """A thread block multiplies its rows with the same rows of the gate and of the up matrix."""
-    num_rows = T.dynamic('num_rows')
-    elem = T.dtype(dtype)
-    num_matrices, tiles_n = num_groups, -(-width // BLOCK_N)
+def portable_product_kernel(n: int, k: int, num_groups: int, b_is_nk: bool, dtype: torch.dtype):
+    """The product alone."""
+    return build_product(n, k, num_groups, b_is_nk, dtype)
 
-    @T.prim_func
-    def portable_swiglu(
-        a: T.Tensor((num_rows, k), elem),
-        b: T.Tensor((num_groups, 2 * width, k), elem),
-        group_end: T.Tensor((num_matrices,), T.int32),
-        d: T.Tensor((num_rows, width), elem),
-    ):
-        with T.Kernel(most_tiles(num_rows, num_groups, tiles_n), threads=NUM_THREADS) as pid:
-            a_shared = T.alloc_shared((BLOCK_M, BLOCK_K), elem)
-            gate_shared = T.alloc_shared((BLOCK_N, BLOCK_K), elem)
-            up_shared = T.alloc_shared((BLOCK_N, BLOCK_K), elem)
-            gate_frag = T.alloc_fragment((BLOCK_M, BLOCK_N), T.float32)
-            up_frag = T.alloc_fragment((BLOCK_M, BLOCK_N), T.float32)
-            tile = T.alloc_local((5,), T.int32)
-            find_tile(group_end, pid, num_rows, num_groups, tiles_n, tile)
-            row, col = tile[1], tile[4] * BLOCK_N
-            group = T.min(tile[0], num_matrices - 1)
-            T.clear(gate_frag)
-            T.clear(up_frag)
-            if tile[3] > 0:
-                for step in T.Pipelined(T.ceildiv(k, BLOCK_K), num_stages=2):
-                    depth = step * BLOCK_K
-                    T.copy(a[row : row + BLOCK_M, depth : depth + BLOCK_K], a_shared)
-                    T.copy(b[group, col : col + BLOCK_N, depth : depth + BLOCK_K], gate_shared)
-                    T.copy(b[group, width + col : width + col + BLOCK_N, depth : depth + BLOCK_K], up_shared)
-                    T.gemm(a_shared, gate_shared, gate_frag, transpose_B=True)
-                    T.gemm(a_shared, up_shared, up_frag, transpose_B=True)
-            for i, j in T.Parallel(BLOCK_M, BLOCK_N):
-                gate_frag[i, j] = silu(gate_frag[i, j]) * up_frag[i, j]
-            store_tile(gate_frag, d, row, tile[2], col, width)
 
-    return portable_swiglu
+@kernel(pass_configs=PLAIN_PRODUCTS)
+def portable_swiglu_kernel(n: int, k: int, num_groups: int, dtype: torch.dtype):
+    """The product with SwiGLU behind it."""
+    return build_product(n, k, num_groups, True, dtype, swiglu=True).with_attr('global_symbol', 'portable_swiglu')
 
 
 @kernel(pass_configs=PLAIN_PRODUCTS)
@@ -298,7 +273,7 @@ def portable_grouped_gemm_swiglu(a: Tensor, b: Tensor, group_end: Tensor) -> Ten
     num_rows, num_groups, n, k = check_product(a, b, group_end)
     check.multiple(n, 16, 'the rows of a matrix of b')
     d = a.new_empty(num_rows, n // 2)
-    launch(portable_swiglu_kernel, (n // 2, k, num_groups, a.dtype), a, b, group_end, d)
+    launch(portable_swiglu_kernel, (n, k, num_groups, a.dtype), a, b, group_end, d)
     return d
 
 
