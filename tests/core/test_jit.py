@@ -11,6 +11,8 @@ import torch
 from tile_kernels import ArgumentError, CompileError, UnsupportedError, compile_count, knobs
 from tile_kernels.core import compiler, jit, launch
 from tile_kernels.core.errors import LaunchError
+from tile_kernels.moe.expand_and_per_token_cast import expand_and_per_token_cast_kernel
+from tile_kernels.transpose.batched_transpose import batched_transpose_kernel
 
 STATIC = (32, 4)
 
@@ -42,6 +44,16 @@ def test_a_cached_kernel_loads_without_tilelang(warm_cache):
     )
     env = {**os.environ, 'TK_CACHE_DIR': str(warm_cache), 'TK_DISABLE_JIT': '1'}
     assert subprocess.run([sys.executable, '-c', code], env=env, timeout=120, check=False).returncode == 0
+
+
+def test_a_kernel_is_known_by_all_it_is_built_from(monkeypatch):
+    seen = []
+    monkeypatch.setattr(jit, '_folder_digest', lambda folder, pattern: seen.append(folder.name) or '')
+    jit._sources(batched_transpose_kernel.builder)
+    assert seen == ['core', 'transpose']
+    seen.clear()
+    jit._sources(expand_and_per_token_cast_kernel.builder)  # by the macros of quant
+    assert seen == ['core', 'moe', 'quant']
 
 
 def test_disable_jit_names_the_missing_kernel(sample, warm_cache):

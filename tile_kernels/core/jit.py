@@ -15,6 +15,7 @@ import inspect
 import json
 import logging
 import os
+import re
 import tempfile
 import threading
 from collections.abc import Callable
@@ -242,9 +243,17 @@ def _folder_digest(folder: Path, pattern: str) -> str:
     return digest.hexdigest()
 
 
+@functools.cache
+def _source_folders(family: Path) -> list[Path]:
+    """The folder of a family, and those its files import from: the core, and other families for their macros."""
+    text = '\n'.join(path.read_text() for path in family.glob('*.py'))
+    found = {family.name, *re.findall(r'^from tile_kernels\.(\w+)', text, re.M)}
+    return [family.parent / name for name in sorted(found - {'torch'})]  # twins are no part of a kernel
+
+
 def _sources(builder: Callable) -> str:
-    """Digest of what a kernel is built from: its family's files and the core's, or its own file elsewhere."""
+    """Digest of what a kernel is built from: its family's files and those they import, or its own file elsewhere."""
     path = Path(inspect.getfile(builder))
     if not builder.__module__.startswith('tile_kernels.'):
         return _folder_digest(path.parent, path.name)
-    return _folder_digest(path.parent, '*.py') + _folder_digest(Path(__file__).parent, '*.py')
+    return ''.join(_folder_digest(folder, '*.py') for folder in _source_folders(path.parent))
