@@ -14,13 +14,13 @@ for family in tile_kernels.FAMILIES:
     getattr(tile_kernels, family)
 
 
-def variants(level: str) -> dict[tuple, object]:
-    """Distinct (kernel, static arguments, config) of the given cases, found by dry runs on fake CUDA tensors."""
+def bench_variants() -> dict[tuple, object]:
+    """Distinct (kernel, static arguments, config) of the bench cases, found by dry runs on fake tensors."""
     found = {}
     for op in ops.values():
         if op.case_set is None:
             continue
-        for case in getattr(op.case_set, level):
+        for case in op.case_set.bench:
             for launch in op.trace_case(case):
                 key = (launch.kernel.name, launch.static, tuple(launch.config.items()))
                 found.setdefault(key, launch)
@@ -52,7 +52,7 @@ def unfenced_products(source: str) -> list[str]:
     return found
 
 
-BENCH = variants('bench')
+BENCH = bench_variants()
 
 
 def test_every_kernel_has_a_bench_case():

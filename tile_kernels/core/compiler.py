@@ -99,7 +99,11 @@ def _for_arch(prim_func: Any, arch: str) -> Any:
     return prim_func.with_body(tvm.tirx.stmt_functor.ir_transform(prim_func.body, None, drop, ['tirx.Evaluate']))
 
 
-def _lower(prim_func: Any, pass_configs: dict[str, Any], arch: str) -> Any:
+def lower(prim_func: Any, pass_configs: dict[str, Any], arch: str) -> tuple[str, int]:
+    """CUDA source of a PrimFunc for an architecture, and the bytes of dynamic shared memory its launch asks for.
+
+    Needs no GPU and no nvcc. One PrimFunc may hold several kernels: the hungriest counts.
+    """
     require_tilelang()
     import tilelang
     from tilelang import tvm
@@ -107,17 +111,7 @@ def _lower(prim_func: Any, pass_configs: dict[str, Any], arch: str) -> Any:
     target = tvm.target.Target({'kind': 'cuda', 'arch': arch})
     config = {key.value: value for key, value in _pass_configs(pass_configs).items()}
     with target, tvm.transform.PassContext(opt_level=3, config=config):
-        return tilelang.lower(_for_arch(prim_func, arch), target=target, enable_device_compile=False)
-
-
-def cuda_source(prim_func: Any, pass_configs: dict[str, Any], arch: str) -> str:
-    """CUDA source of a PrimFunc for an architecture; needs no GPU and no nvcc."""
-    return source_and_shared(prim_func, pass_configs, arch)[0]
-
-
-def source_and_shared(prim_func: Any, pass_configs: dict[str, Any], arch: str) -> tuple[str, int]:
-    """CUDA source, and bytes of dynamic shared memory a launch asks for: the most of any kernel in the PrimFunc."""
-    lowered = _lower(prim_func, pass_configs, arch)
+        lowered = tilelang.lower(_for_arch(prim_func, arch), target=target, enable_device_compile=False)
     functions = lowered.device_mod.functions.values()
     return lowered.kernel_source, max(int(f.attrs.get('dyn_shared_memory_buf', 0)) for f in functions)
 

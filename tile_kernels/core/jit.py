@@ -135,18 +135,16 @@ class Kernel:
 
     def source(self, static: tuple, size: int = 4096, arch: str = 'sm_90a', **config: Any) -> str:
         """CUDA source for an architecture."""
-        config = config or self.config(static, size)
-        func = self.tir(*static, **config)
-        return self._in_words(static, config, lambda: compiler.cuda_source(func, self.pass_configs, arch))
+        return self._lower(static, config or self.config(static, size), arch)[0]
 
     def resources(self, static: tuple, size: int = 4096, arch: str = 'sm_90a', **config: Any) -> dict[str, int]:
         """Registers, spills, stack and shared memory: what ptxas reports and what the launch asks for."""
-        config = config or self.config(static, size)
+        source, dynamic_shared = self._lower(static, config or self.config(static, size), arch)
+        return compiler.resources(source, arch) | {'dynamic_shared': dynamic_shared}
+
+    def _lower(self, static: tuple, config: Config, arch: str) -> tuple[str, int]:
         func = self.tir(*static, **config)
-        source, shared = self._in_words(
-            static, config, lambda: compiler.source_and_shared(func, self.pass_configs, arch)
-        )
-        return compiler.resources(source, arch) | {'dynamic_shared': shared}
+        return self._in_words(static, config, lambda: compiler.lower(func, self.pass_configs, arch))
 
     def library(self, static: tuple, config: Config, arch: str) -> Path:
         """Path of the compiled library, compiling it if it is not there."""
@@ -178,7 +176,7 @@ class Kernel:
         global _compilations
         log.info('compiling %s%s for %s', self.name, _words(static, config), arch)
         if knobs.print_source:
-            log.warning('%s', compiler.cuda_source(func, self.pass_configs, arch))
+            log.warning('%s', compiler.lower(func, self.pass_configs, arch)[0])
         folder = Path(tempfile.mkdtemp(prefix='tile_kernels-'))
         fresh = folder / path.name
         compiler.compile_library(func, self.pass_configs, arch, fresh)
