@@ -14,12 +14,9 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import types
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass
-from numbers import Integral, Real
-from typing import Annotated, Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,10 +30,9 @@ from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.formats import QuantFormat, QuantTensor
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.launch import Launch, on_current_device, state, tracing
+from tile_kernels.core.params import Mut as Mut  # op files take it from here
+from tile_kernels.core.params import Param
 from tile_kernels.core.replay import BODY, MISS, record
-
-#: A tensor argument the op writes in place.
-Mut = Annotated[Tensor, 'mutated']
 
 #: Arguments and result of an op, which type checkers and editors show.
 Args = ParamSpec('Args')
@@ -56,71 +52,6 @@ _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, QuantFormat,
 _MAX_REPLAYS = 4096
 #: Ways of a kind (strides, alignments, autocast or not) it remembers.
 _MAX_WAYS = 8
-
-#: Annotations of parameters -> what is accepted for them, and how that reads in an error.
-_ACCEPTED: dict[Any, tuple[Any, str]] = {
-    Tensor: (Tensor, 'a tensor'),
-    int: ((Integral, torch.SymInt), 'an integer'),
-    float: ((Real, torch.SymInt, torch.SymFloat), 'a number'),
-    bool: ((Integral, torch.SymBool), 'True or False'),
-    str: (str, 'a string'),
-    torch.dtype: (torch.dtype, 'a dtype'),
-    QuantFormat: (QuantFormat, 'a QuantFormat'),
-    QuantTensor: (QuantTensor, 'a QuantTensor'),
-}
-
-_SCHEMA_TYPES = {
-    Tensor: 'Tensor',
-    int: 'SymInt',
-    float: 'float',
-    bool: 'bool',
-    str: 'str',
-    torch.dtype: 'ScalarType',
-    QuantFormat: 'str',
-}
-
-
-@dataclass(frozen=True)
-class Param:
-    """One parameter of an op: its annotation split into type, optional, mutated."""
-
-    name: str
-    type: Any
-    optional: bool
-    mutated: bool
-    default: Any
-
-    @property
-    def schema(self) -> str:
-        """How the parameter reads in the operator schema."""
-        if self.type is QuantTensor:
-            return f'Tensor {self.name}, Tensor {self.name}_sf, str {self.name}_fmt'
-        word = _SCHEMA_TYPES[self.type]
-        if self.mutated:
-            word = f'Tensor({self.name}!)'
-        text = f'{word}{"?" if self.optional else ""} {self.name}'
-        return text if self.default is inspect.Parameter.empty else f'{text}={self._default}'
-
-    @property
-    def _default(self) -> str:
-        if isinstance(self.default, (str, QuantFormat)):
-            return f'"{self.default}"'
-        if isinstance(self.default, torch.dtype):
-            return str(self.default).removeprefix('torch.')
-        return str(self.default)
-
-
-def _param(parameter: inspect.Parameter, annotation: Any) -> Param:
-    optional = mutated = False
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        inner = [a for a in typing.get_args(annotation) if a is not type(None)]
-        if len(inner) == 1:
-            annotation, optional = inner[0], True
-    if typing.get_origin(annotation) is Annotated:
-        annotation, mutated = typing.get_args(annotation)[0], True
-    if annotation not in _SCHEMA_TYPES and annotation is not QuantTensor:
-        raise TypeError(f'op parameter {parameter.name} has the annotation {annotation}, which has no operator type')
-    return Param(parameter.name, annotation, optional, mutated, parameter.default)
 
 
 def op(
@@ -175,7 +106,7 @@ class Op(Generic[Args, Result]):
         self._replays: dict[tuple, list[Callable]] = {}
         hints = typing.get_type_hints(fn, include_extras=True)
         signature = inspect.signature(fn)
-        self.params = [_param(p, hints[p.name]) for p in signature.parameters.values()]
+        self.params = [Param.of(p, hints[p.name]) for p in signature.parameters.values()]
         self._returns_quant = hints.get('return') is QuantTensor
         self._names = [p.name for p in self.params]
         self._operator_name = self.name.replace('.', '_')
@@ -185,8 +116,8 @@ class Op(Generic[Args, Result]):
     # Calling --------------------------------------------------------------------------------
 
     def __call__(self, *args: Args.args, **kwargs: Args.kwargs) -> Result:
-        """Run the op; `_front` writes the faster form that every op has."""
-        return self._run(None, self._bind(args, kwargs))
+        """Run the op; every op has a class of its own, with what `_front` writes in this place."""
+        raise NotImplementedError
 
     def _front(self, signature: inspect.Signature) -> Callable:
         """`__call__` with the parameters of the op: looks up how such calls are replayed, else hands over to `_run`.
@@ -260,9 +191,9 @@ def {self.fn.__name__}({', '.join(head)}):
     def _run(self, key: tuple | None, given: dict[str, Any]) -> Any:
         """A call that no replay serves, all arguments by name; `key` tells such calls apart, None those of no kind."""
         if torch.compiler.is_compiling() or _dispatch_modes():
-            return self._through_operator((), given)
+            return self._through_operator(given)
         if _functorch_active():
-            return self._wrap(_Transformable.apply(self, *self._flatten((), given)), (), given)
+            return self._wrap(_Transformable.apply(self, *self._flatten(given)), given)
         tensors: list[Tensor | None] = []
         for param in self.params:
             value = given[param.name]
@@ -272,7 +203,7 @@ def {self.fn.__name__}({', '.join(head)}):
             elif kind is QuantTensor:
                 tensors += value
             elif isinstance(value, Tensor) and kind not in (Tensor, Parameter):
-                return self._through_operator((), given)  # a subclass knows more than we do: the dispatcher decides
+                return self._through_operator(given)  # a subclass knows more than we do: the dispatcher decides
             elif kind not in _PLAIN:
                 return self.execute(**given)  # the checks of the body will say what is wrong with it
         first = next((t for t in tensors if t is not None), None)
@@ -280,7 +211,7 @@ def {self.fn.__name__}({', '.join(head)}):
             return self.execute(**given)
         differentiates = self.backward is not None and torch.is_grad_enabled()
         if differentiates and any(t is not None and t.requires_grad for t in tensors):
-            return self._wrap(_Differentiable.apply(self, *self._flatten((), given)), (), given)
+            return self._wrap(_Differentiable.apply(self, *self._flatten(given)), given)
         if key is None or not first.is_cuda:
             return self.execute(**given)
         return self._learn(key, first, tensors, given)
@@ -289,7 +220,7 @@ def {self.fn.__name__}({', '.join(head)}):
         """Run the body; what the second such call does, later ones repeat."""
         ways = self._replays.get(key)
         if ways is None:
-            self._check_types((), given)
+            self._check_types(given)
             if len(self._replays) >= _MAX_REPLAYS:
                 self._replays.clear()
             self._replays[key] = []
@@ -302,28 +233,24 @@ def {self.fn.__name__}({', '.join(head)}):
             ways.append(replay)
         return result
 
-    def _check_types(self, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _check_types(self, given: dict[str, Any]) -> None:
         """Arguments must have the types of the annotations; their shapes and values are the body's to check."""
-        given = dict(zip(self._names, args, strict=False)) | kwargs
         for param in self.params:
-            if param.name not in given or (param.optional and given[param.name] is None):
-                continue
-            accepted, words = _ACCEPTED[param.type]
-            if not isinstance(given[param.name], accepted):
-                check.fail(param.name, f'must be {words}', check.describe(given[param.name]), op=self.name)
+            if not param.accepts(given[param.name]):
+                check.fail(param.name, f'must be {param.words}', check.describe(given[param.name]), op=self.name)
 
-    def execute(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the op without autograd: the body, or on CPU tensors its checks and then the twin."""
-        self._check_types(args, kwargs)
-        first = args[0] if args else next(iter(kwargs.values()))
+    def execute(self, **given: Any) -> Any:
+        """Run the op without autograd, on all its arguments: the body, or on CPU tensors its checks and the twin."""
+        self._check_types(given)
+        first = given[self._names[0]]
         if type(first) is QuantTensor:
             first = first[0]
         if not isinstance(first, Tensor) or not first.is_cpu or knobs.interpret or state.trace is not None:
-            return self.fn(*args, **kwargs)
+            return self.fn(**given)
         with state.set(skip=True):
-            self.fn(*args, **kwargs)
+            self.fn(**given)
         with torch.no_grad(), torch.autocast('cpu', enabled=False):  # a kernel knows no autocast
-            return self.twin(*args, **kwargs)
+            return self.twin(**given)
 
     @functools.cached_property
     def twin(self) -> Callable:
@@ -373,28 +300,14 @@ def {self.fn.__name__}({', '.join(head)}):
     def _plain(result: Any) -> Any:
         return tuple(result) if isinstance(result, QuantTensor) else result
 
-    def _through_operator(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        return self._wrap(self.operator(*self._flatten(args, kwargs)), args, kwargs)
+    def _through_operator(self, given: dict[str, Any]) -> Any:
+        return self._wrap(self.operator(*self._flatten(given)), given)
 
-    def _bind(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Arguments by name, defaults filled in. (Plain loops: `torch.compile` traces this.)"""
-        if len(args) > len(self.params) or any(name not in self._names for name in kwargs):
-            self.fn(*args, **kwargs)  # raises the TypeError Python words best
-        bound = dict(zip(self._names, args, strict=False))
-        bound.update(kwargs)
-        for param in self.params:
-            if param.name not in bound:
-                if param.default is inspect.Parameter.empty:
-                    raise TypeError(f'{self.name}() missing required argument: {param.name!r}')
-                bound[param.name] = param.default
-        return bound
-
-    def _flatten(self, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
+    def _flatten(self, given: dict[str, Any]) -> list[Any]:
         """Arguments as the operator takes them: formats by name, a quantised tensor as data, factors, format."""
-        bound = self._bind(args, kwargs)
         flat: list[Any] = []
         for param in self.params:
-            value = bound[param.name]
+            value = given.get(param.name, param.default)
             if param.type is QuantTensor:
                 flat.extend((value.data, value.sf, value.fmt.name))
             elif param.type is QuantFormat and value is not None:
@@ -416,11 +329,9 @@ def {self.fn.__name__}({', '.join(head)}):
             bound[param.name] = value
         return bound
 
-    def _wrap(self, result: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _wrap(self, result: Any, given: dict[str, Any]) -> Any:
         """A quantised result gets its format back, which the op was called with."""
-        if not self._returns_quant:
-            return result
-        return QuantTensor(result[0], result[1], self._bind(args, kwargs)['fmt'])
+        return QuantTensor(result[0], result[1], given['fmt']) if self._returns_quant else result
 
     # Autograd -------------------------------------------------------------------------------
 

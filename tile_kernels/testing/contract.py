@@ -79,7 +79,7 @@ def check_kernel(op: Op, case: Case, device: str | torch.device = 'cpu') -> tupl
 def check_operator(op: Op, case: Case, device: str | torch.device = 'cpu') -> None:
     """Assert that the operator gives what the direct call gives."""
     direct = _outcome(op, op, _arguments(op, case, device))
-    operator = _outcome(op, lambda **kwargs: op.operator(*op._flatten((), kwargs)), _arguments(op, case, device))
+    operator = _outcome(op, lambda **kwargs: op.operator(*op._flatten(kwargs)), _arguments(op, case, device))
     _compare('direct call and operator', direct, operator, _match(op))
 
 
@@ -99,7 +99,7 @@ def check_opcheck(op: Op, case: Case, device: str | torch.device = 'cpu') -> Non
     """Assert what PyTorch itself demands of an operator: schema, fake, autograd, tracing with dynamic shapes."""
     arguments = _arguments(op, case, device)
     _require_gradients(op, arguments)
-    flat = tuple(op._flatten((), arguments))
+    flat = tuple(op._flatten(arguments))
     checks = ['test_schema', 'test_autograd_registration', 'test_faketensor', 'test_aot_dispatch_dynamic']
     if any(isinstance(value, Tensor) and value.dtype in _NOT_COMPARABLE for value in flat):
         checks.remove('test_schema')
