@@ -26,13 +26,14 @@ from tile_kernels.mhc.front import (
     mhc_sinkhorn_fwd,
     sinkhorn_normalize,
 )
+from tile_kernels.mhc.head_mix import head_mix
 from tile_kernels.mhc.multilayer_recompute_kernel import mhc_multilayer_recompute
 from tile_kernels.mhc.norm_fn import norm_fn
 from tile_kernels.mhc.norm_weight import merge_norm_weight
 from tile_kernels.mhc.post import post
 from tile_kernels.mhc.post_pre import post_pre, pre
 from tile_kernels.mhc.sinkhorn import sinkhorn
-from tile_kernels.mhc.split_mixes import head_mix, split_mixes
+from tile_kernels.mhc.split_mixes import split_mixes
 
 __all__ = [
     'apply_mix',

@@ -7,12 +7,13 @@ from tile_kernels.core import check
 from tile_kernels.mhc.apply_mix import apply_mix, apply_mix_, apply_mix_bwd_
 from tile_kernels.mhc.big_fuse import mix_and_apply_
 from tile_kernels.mhc.expand import expand_, expand_bwd_
+from tile_kernels.mhc.head_mix import head_mix_, head_mix_bwd_parts_
 from tile_kernels.mhc.norm_weight import merge_norm_weight_, merge_norm_weight_bwd_
 from tile_kernels.mhc.post import post as post_op
 from tile_kernels.mhc.post import post_, post_bwd
 from tile_kernels.mhc.reduce_parts import reduce_parts_, reduce_parts_bwd_
 from tile_kernels.mhc.sinkhorn import sinkhorn, sinkhorn_, sinkhorn_bwd_
-from tile_kernels.mhc.split_mixes import head_mix_, head_mix_bwd_parts_, split_mixes, split_mixes_, split_mixes_bwd_
+from tile_kernels.mhc.split_mixes import split_mixes, split_mixes_, split_mixes_bwd_
 
 # Friendly -----------------------------------------------------------------------------------
 

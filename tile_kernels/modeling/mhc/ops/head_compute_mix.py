@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from tile_kernels.mhc.split_mixes import head_mix
+from tile_kernels.mhc.head_mix import head_mix
 
 
 def mhc_head_compute_mix(input_mix: Tensor, mhc_scale: Tensor, mhc_base: Tensor, mhc_pre_eps: float) -> Tensor:
