@@ -5,8 +5,6 @@ import torch
 
 from tile_kernels.interpreter import interpret
 
-TORCH_NAMES = {'float8_e4m3fn', 'float8_e5m2', 'float8_e8m0fnu', 'bfloat16'}
-
 
 def dtype_name(tensor: torch.Tensor) -> str:
     """TileLang's name of a tensor's type."""

@@ -1,4 +1,4 @@
-"""What the library knows about GPUs: architecture names, SM counts and memory speeds. Nothing here runs at import."""
+"""What the library knows about GPUs: architecture names and memory speeds. Nothing here runs at import."""
 
 from __future__ import annotations
 
@@ -16,17 +16,15 @@ class DeviceSpec:
     """The numbers a cost floor needs: datasheet bandwidth and the one a large copy reaches (bytes per second)."""
 
     name: str
-    arch: str
-    num_sms: int
     bandwidth: float
     copy_bandwidth: float
 
 
 #: Copy bandwidth is measured where a device is listed in benchmarks/results, else 88 % of the datasheet.
 DEVICES: dict[str, DeviceSpec] = {
-    'h200': DeviceSpec('H200', 'sm_90a', 132, 4.8e12, 4.24e12),
-    'h100': DeviceSpec('H100', 'sm_90a', 132, 3.35e12, 2.95e12),
-    'b200': DeviceSpec('B200', 'sm_100a', 148, 8.0e12, 7.0e12),
+    'h200': DeviceSpec('H200', 4.8e12, 4.24e12),
+    'h100': DeviceSpec('H100', 3.35e12, 2.95e12),
+    'b200': DeviceSpec('B200', 8.0e12, 7.0e12),
 }
 
 #: Architectures kernels are lowered for in the tests; others of the same families work as well.
@@ -64,9 +62,3 @@ def arch_of(device_index: int) -> str:
 def num_sms_of(device_index: int) -> int:
     """Multiprocessors of a CUDA device."""
     return torch.cuda.get_device_properties(device_index).multi_processor_count
-
-
-def spec_of(device_index: int) -> DeviceSpec | None:
-    """The table entry of a CUDA device, None if it is not listed."""
-    name = torch.cuda.get_device_name(device_index).lower()
-    return next((spec for key, spec in DEVICES.items() if key in name), None)

@@ -198,7 +198,7 @@ class Access:
         extents = self.extents(frame)
         found = []
         for dim in self.dims:
-            index = self._index(frame, dim, expand(dim.base(frame), self.ndim), extents)
+            index = self._index(dim, expand(dim.base(frame), self.ndim), extents)
             if isinstance(index, np.ndarray):
                 spot = tuple(min(place, size - 1) for place, size in zip(lane, index.shape, strict=True))
                 index = index[spot]
@@ -217,7 +217,7 @@ class Access:
         lowest, highest = int(used.min()), int(used.max())
         return np.clip(address, lowest, highest), lowest, highest
 
-    def _index(self, frame: Frame, dim: Dim, start: Any, extents: list[int]) -> Any:
+    def _index(self, dim: Dim, start: Any, extents: list[int]) -> Any:
         index = start
         for axis, coefficient in dim.terms:
             index = index + axis_values(extents[axis], 2 + axis, self.ndim).astype(np.intp) * coefficient
@@ -227,7 +227,7 @@ class Access:
         self, frame: Frame, mask: Mask, position: int, start: Any, length: int, extents: list[int]
     ) -> tuple[Any, np.ndarray]:
         dim = self.dims[position]
-        index = np.asarray(self._index(frame, dim, start, extents), dtype=np.intp)
+        index = np.asarray(self._index(dim, start, extents), dtype=np.intp)
         index = index.reshape((1,) * self.ndim) if index.ndim == 0 else index
         if dim.guard == 'upper' and not self.checked:
             index = np.where(index < 0, index + length, index)  # TileLang counts a negative index from the end

@@ -67,7 +67,7 @@ class AsyncGroups:
                 self._land(flight, landed)
         self._sweep()
 
-    def barrier_passed(self, frame: Frame, slot: int, blocks: np.ndarray, numbers: np.ndarray) -> None:
+    def barrier_passed(self, frame: Frame, slot: int, numbers: np.ndarray) -> None:
         """A wait on an mbarrier succeeded: copies tied to it have landed."""
         active = np.ones((1, 1), bool) if frame.mask is None else frame.mask
         shape = np.broadcast_shapes(active.shape, numbers.shape)

@@ -152,7 +152,7 @@ def _sync_grid(compiler: Compiler, call: Any) -> Closure:
                 raise frame.error(BarrierDivergence, 'T.sync_grid is reached by only some threads of the grid', site)
         if frame.clock is not None:
             frame.clock.block_sync(None)
-        frame.shared.grid_sync(frame)
+        frame.shared.grid_sync()
 
     return run
 
@@ -165,7 +165,7 @@ def _cluster_sync(compiler: Compiler, call: Any) -> Closure:
 
     def run(frame: Frame) -> None:
         barrier(frame)
-        frame.shared.grid_sync(frame)
+        frame.shared.grid_sync()
 
     return run
 

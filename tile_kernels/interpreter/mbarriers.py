@@ -135,7 +135,7 @@ def _wait(compiler: Compiler, call: Any) -> Closure:
 
         yield from wait_until(frame, complete, site, describe)
         if frame.async_groups is not None:
-            frame.async_groups.barrier_passed(frame, operand.slot, blocks, numbers)
+            frame.async_groups.barrier_passed(frame, operand.slot, numbers)
         if frame.clock is not None:
             frame.clock.acquire(operand.slot, index, frame.mask)
 

@@ -46,7 +46,7 @@ class Shared:
         """Remember that a guard was needed."""
         self.guarded[site, buffer] = self.guarded.get((site, buffer), 0) + 1
 
-    def grid_sync(self, frame: Frame) -> None:
+    def grid_sync(self) -> None:
         """Blocks have waited for each other: what they did is ordered before what follows."""
         for marks in self.marks:
             marks.reset()
@@ -162,7 +162,7 @@ class Param:
         if tensor.device.type != 'cpu':
             raise ValueError(f'{kernel}: {self.name} must be on the CPU, got {tensor.device}')
         _check_container(kernel, self.name, tensor, self.dtype)
-        shape, strides = logical_layout(tensor, self.dtype, len(self.node.shape))
+        shape, strides = logical_layout(tensor, self.dtype)
         if len(shape) != len(self.node.shape):
             raise ValueError(f'{kernel}: {self.name} must have {len(self.node.shape)} dimensions, got {len(shape)}')
         for kind, axis, slot in self.symbols:
@@ -205,7 +205,7 @@ class Param:
         if self.node is None or tensor is None:
             return
         want, steps = self.layout(frame)
-        shape, strides = logical_layout(tensor, self.dtype, len(want))
+        shape, strides = logical_layout(tensor, self.dtype)
         if want != shape:
             raise ValueError(f'{kernel}: {self.name} must have shape {want}, got {shape}')
         for extent, step, stride in zip(shape, steps, strides, strict=True):
@@ -277,7 +277,7 @@ def _check_container(kernel: str, name: str, tensor: torch.Tensor, dtype: DType)
         raise TypeError(f'{kernel}: {name} must hold {dtype.name}, got {tensor.dtype}')
 
 
-def logical_layout(tensor: torch.Tensor, dtype: DType, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def logical_layout(tensor: torch.Tensor, dtype: DType) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides in elements; a byte of a packed type counts as two."""
     shape, strides = list(tensor.shape), list(tensor.stride())
     if dtype.packed and shape:
@@ -346,7 +346,7 @@ def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
     def run(host: Frame) -> None:
         grid = [int(extents[tag](host)) for tag in tags]
         total = int(np.prod(grid))
-        host.shared.grid_sync(host)
+        host.shared.grid_sync()
         if compiler.spins:
             run_blocks(body, list(batches(host, grid, 1)))
             return
@@ -363,7 +363,7 @@ def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
             for memory, data in zip(host.memory, kept, strict=False):
                 if memory is not None:
                     memory.data[...] = data
-            host.shared.grid_sync(host)
+            host.shared.grid_sync()
             run_grid(host, grid, 1)
 
     return run
