@@ -10,6 +10,9 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+#: Threads of a warp.
+WARP = 32
+
 
 class _LazyLanguage:
     """Forwards every attribute to `tilelang.language` and remembers it."""
@@ -39,3 +42,8 @@ def macro(fn: Callable) -> Callable:
         return built(*args, **kwargs)
 
     return expand
+
+
+def resident_blocks(resident_threads: int, num_threads: int) -> int:
+    """Thread blocks of an SM that leave each thread the registers `resident_threads` threads would have."""
+    return max(1, resident_threads // num_threads)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from tile_kernels.core import check
-from tile_kernels.engram._rows import MAX_HIDDEN, resident_blocks, row_layout
+from tile_kernels.core.lang import resident_blocks
+from tile_kernels.engram._rows import MAX_HIDDEN, row_layout
 
 BF16, F32 = torch.bfloat16, torch.float32
 MAX_STREAMS = 8

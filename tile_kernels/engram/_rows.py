@@ -4,9 +4,8 @@ Slot i of a row belongs to thread i % row_threads of them. A thread holds its sl
 slot]`, so that every load of a row is under way before the first value is needed.
 """
 
-from tile_kernels.core.lang import T, macro
+from tile_kernels.core.lang import WARP, T, macro
 
-WARP = 32
 MAX_THREADS = 1024
 
 #: Channels that belong together in a row of bfloat16: 16 bytes, as neighbouring threads access neighbouring ones.
@@ -41,11 +40,6 @@ def row_layout(hidden: int, vectors: int, slot: int = SLOT) -> tuple[int, int]:
         layouts.append((threads, -(-slots // threads)))
     held = [threads * count for threads, count in layouts]
     return layouts[0] if held[0] <= 1.1 * slots else layouts[held.index(min(held))]
-
-
-def resident_blocks(resident_threads: int, num_threads: int) -> int:
-    """Blocks of an SM that leave each thread the registers `resident_threads` threads would have."""
-    return max(1, resident_threads // num_threads)
 
 
 def sigmoid_of(x):

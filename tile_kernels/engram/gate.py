@@ -20,7 +20,7 @@ from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.forms import shown_as
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T, macro
+from tile_kernels.core.lang import WARP, T, macro, resident_blocks
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import Mut, op
 from tile_kernels.engram._gate import as_bytes, check_gate, is_packed, random_gate, split_packed
@@ -28,10 +28,8 @@ from tile_kernels.engram._rows import (
     FAST_EXP2,
     ROW_PASS_CONFIGS,
     SLOT,
-    WARP,
     load_row,
     load_weights,
-    resident_blocks,
     row_layout,
     sigmoid_of,
     store_slot,

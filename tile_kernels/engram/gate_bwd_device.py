@@ -1,14 +1,12 @@
 """Kernel of the gradient of the Engram gate. See `gate_bwd.py` for the mathematics."""
 
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T, macro
+from tile_kernels.core.lang import WARP, T, macro, resident_blocks
 from tile_kernels.engram._gate import bwd_config
 from tile_kernels.engram._rows import (
     ROW_PASS_CONFIGS,
     SLOT,
-    WARP,
     load_row,
-    resident_blocks,
     row_layout,
     store_row,
     store_slot,

@@ -19,10 +19,10 @@ from torch import Tensor
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T, macro
+from tile_kernels.core.lang import WARP, T, macro, resident_blocks
 from tile_kernels.core.launch import config_for, launch
 from tile_kernels.core.op import op
-from tile_kernels.engram._rows import FAST_EXP2, SLOT, WARP, resident_blocks, sigmoid_of
+from tile_kernels.engram._rows import FAST_EXP2, SLOT, sigmoid_of
 from tile_kernels.engram.sum_partials import sum_of_partials
 
 MAX_TAPS, MAX_REACH = 8, 32

@@ -16,15 +16,13 @@ from torch import Tensor
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T, macro
+from tile_kernels.core.lang import WARP, T, macro, resident_blocks
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import Mut, op
 from tile_kernels.engram._rows import (
     ROW_PASS_CONFIGS,
-    WARP,
     load_row,
     load_weights,
-    resident_blocks,
     row_layout,
     store_slot,
     sum_over_row,

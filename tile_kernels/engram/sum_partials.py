@@ -14,11 +14,10 @@ from torch import Tensor
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T
+from tile_kernels.core.lang import WARP, T
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import Mut, op
 
-WARP = 32
 WEIGHTS = (torch.bfloat16, torch.float32)
 
 #: Warps of a block, partial sums that a thread has in flight.

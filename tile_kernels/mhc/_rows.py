@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.core import check
-from tile_kernels.core.lang import T, macro
-
-WARP = 32
+from tile_kernels.core.lang import WARP, T, macro
 
 #: Streams a token may have.
 STREAMS = (2, 4, 8)

@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tile_kernels.core.lang import T, macro
+from tile_kernels.core.lang import WARP, T, macro
 from tile_kernels.moe.scoring import ScoringFunc
 
-WARP = 32
 #: Keeps a row of zero scores from dividing by zero.
 EPSILON = 1e-20
 LOG2_E = 1.4426950408889634
@@ -48,11 +47,6 @@ class RowLayout:
     def num_slots(self) -> int:
         """Scores per lane, those beyond the end of the row included."""
         return -(-self.num_experts // (WARP * self.vec)) * self.vec
-
-    @property
-    def is_full(self) -> bool:
-        """Whether every slot holds an expert."""
-        return self.num_slots * WARP == self.num_experts
 
     def expert(self, slot: Any, lane: Any) -> Any:
         """The expert in a slot of a lane."""

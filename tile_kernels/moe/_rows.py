@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.core import check
-from tile_kernels.core.lang import T, macro
-
-WARP = 32
+from tile_kernels.core.lang import WARP, T, macro
 
 #: Type that moves an element of so many bytes as bits.
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

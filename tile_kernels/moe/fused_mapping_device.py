@@ -3,9 +3,7 @@
 import torch
 
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T, macro
-
-WARP = 32
+from tile_kernels.core.lang import WARP, T, macro
 
 #: Slots of the smallest chunk, which bounds the scratch for counts.
 MIN_CHUNK = 256

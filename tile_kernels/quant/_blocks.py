@@ -9,12 +9,11 @@ from typing import Any
 
 from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.formats import QuantFormat
-from tile_kernels.core.lang import T, macro
+from tile_kernels.core.lang import WARP, T, macro
 from tile_kernels.quant._macros import LANE, bits_of, float_of, sf_bytes, shuffle_steps
 
 TILE_COLS = 128
 ROW_LANES = TILE_COLS // LANE
-WARP = 32
 
 #: Heights of scale blocks that span rows.
 HEIGHTS = (32, 128)
@@ -26,11 +25,6 @@ def tile_rows(rows: int, num_threads: int, height: int, row_lanes: int = ROW_LAN
     if total % height:
         raise ArgumentError(f'a tile of {total} rows cannot hold scale blocks of {height}')
     return total
-
-
-def resident_blocks(resident_threads: int, num_threads: int) -> int:
-    """Thread blocks to keep on a multiprocessor; what it leaves each thread is 65536 / resident_threads registers."""
-    return max(1, resident_threads // num_threads)
 
 
 @macro
@@ -45,11 +39,6 @@ def reduce_block(value, height, lanes, rows, lane, warp, shared):
     warps = height // (2 * rows)
     for w in T.unroll(warps):
         value[0] = T.max(value[0], shared[warp // warps * warps + w, lane // lanes])
-
-
-def bytes_of_words(low: Any, high: Any, selector: Any) -> Any:
-    """A word of four bytes of two words; nibble k of `selector` numbers byte k, its highest bit does not count."""
-    return T.call_extern(T.uint32, '__byte_perm', low, high, selector)
 
 
 # Reading quantised tensors ------------------------------------------------------------------
@@ -74,16 +63,6 @@ def _sf_byte(sf: Any, fmt: QuantFormat, row: Any, group: Any) -> Any:
     if fmt.column_packed:
         return sf_bytes(sf)[row // 4, group, row % 4]
     return sf_bytes(sf)[row, group // 4, group % 4]
-
-
-@macro
-def load_codes(x, codes, i, row, slot, piece):
-    """Read the container elements of lane `slot` of a row in pieces that alignment allows, within the row."""
-    width = codes.shape[1]
-    for p in T.unroll(width // piece):
-        if slot * width + p * piece < x.shape[1]:
-            for e in T.vectorized(piece):
-                codes[i, p * piece + e] = x[row, slot * width + p * piece + e]
 
 
 @macro

@@ -54,7 +54,7 @@ def lane_pairs(x_local: Any) -> Any:
 
 @macro
 def load_lane(x, x_local, i, row, slot, piece, hidden):
-    """Read the channels of lane `slot` of a row in pieces that alignment allows; nothing beyond the row is touched."""
+    """Read the channels (or containers of codes) of lane `slot` of a row in pieces that alignment allows, within it."""
     lane = x_local.shape[1]
     for p in T.unroll(lane // piece):
         if slot * lane + p * piece < hidden:
@@ -323,6 +323,12 @@ def load_sf_inv(sf, fmt, row, group, sf_inv, i):
 def shuffle_steps(lanes: int) -> int:
     """Butterfly steps that reduce over `lanes` neighbouring lanes."""
     return int(math.log2(lanes))
+
+
+def group_lanes(width: int, fmt: QuantFormat) -> int:
+    """Lanes that share a scale factor of a row of `width` channels; a whole row counts as its next power of two."""
+    group = fmt.sf_block[1]
+    return group // LANE if group else 1 << (-(-width // LANE) - 1).bit_length()
 
 
 @macro

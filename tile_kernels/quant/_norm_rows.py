@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from tile_kernels.core import check
-from tile_kernels.core.lang import T, macro
+from tile_kernels.core.lang import WARP, T, macro
 from tile_kernels.quant._macros import LANE, shuffle_steps
 
-WARP = 32
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 #: Bytes of the longest row that fits into the registers of a team.

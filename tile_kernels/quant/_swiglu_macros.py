@@ -10,8 +10,7 @@ remainder is taken with its sign turned, so that a gate of -0 gives -0.
 
 from typing import Any
 
-from tile_kernels.core.formats import QuantFormat
-from tile_kernels.core.lang import T, macro
+from tile_kernels.core.lang import WARP, T, macro
 from tile_kernels.quant._macros import (
     LANE,
     amax_to_sf,
@@ -27,7 +26,6 @@ from tile_kernels.quant._macros import (
 #: exp(80) is below 2^116, so the remainder of every division by 1 + exp(-g) is a normal number.
 GATE_LIMIT = 80.0
 
-WARP = 32
 INT_MAX = 2**31 - 1
 
 
@@ -304,9 +302,3 @@ def scale_groups(
             store_sf(y_sf, fmt, num_groups, row + own * row_step, group + own * group_step, sf[k])
     for i in T.unroll(vectors):
         sf_inv[i] = T.shfl_sync(own_inv[i // lanes], i % lanes, width=lanes)
-
-
-def group_lanes(width: int, fmt: QuantFormat) -> int:
-    """Lanes that share a scale factor of a row of `width` channels; a whole row counts as its next power of two."""
-    group = fmt.sf_block[1]
-    return group // LANE if group else 1 << (-(-width // LANE) - 1).bit_length()

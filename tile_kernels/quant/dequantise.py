@@ -16,11 +16,11 @@ from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.formats import QuantFormat, QuantTensor
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T, macro
+from tile_kernels.core.lang import WARP, T, macro
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
-from tile_kernels.quant._blocks import WARP, decode, load_codes, sf_value
-from tile_kernels.quant._macros import store_lane
+from tile_kernels.quant._blocks import decode, sf_value
+from tile_kernels.quant._macros import load_lane, store_lane
 from tile_kernels.quant.per_block_cast import check_sf
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -117,7 +117,7 @@ def dequantise_kernel(
             T.clear(factors)
             for i in T.unroll(vectors):
                 if row + i // along < num_tokens:
-                    load_codes(x, codes, i, row + i // along, slot + i % along * WARP, piece)
+                    load_lane(x, codes, i, row + i // along, slot + i % along * WARP, piece, x.shape[1])
             for i in T.unroll(own_vectors):
                 if row + i // along < num_tokens:
                     col = (slot + i % along * WARP) * lane

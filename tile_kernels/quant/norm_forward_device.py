@@ -11,8 +11,7 @@ import torch
 
 from tile_kernels.core.formats import QuantFormat
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T, macro
-from tile_kernels.quant._blocks import resident_blocks
+from tile_kernels.core.lang import WARP, T, macro, resident_blocks
 from tile_kernels.quant._macros import (
     LANE,
     amax_to_sf,
@@ -27,9 +26,9 @@ from tile_kernels.quant._macros import (
     shuffle_steps,
     store_sf,
 )
-from tile_kernels.quant._norm_rows import WARP, lane_dot, load_weight, over_team, row_warps, store_vector, team_warps
+from tile_kernels.quant._norm_rows import lane_dot, load_weight, over_team, row_warps, store_vector, team_warps
 from tile_kernels.quant._swiglu_macros import widen_lane
-from tile_kernels.quant.per_token_cast import _code_registers, encode_and_store
+from tile_kernels.quant.per_token_cast_device import code_registers, encode_and_store
 
 
 def choose(
@@ -256,7 +255,7 @@ def norm_forward_kernel(
                 amax = T.alloc_local((counted,), T.float32)
                 sf_local = T.alloc_local((owned,), sf_register_dtype(fmt))
                 own_inv = T.alloc_local((owned,), T.float32)
-                y_local = T.alloc_local(*_code_registers(fmt))
+                y_local = T.alloc_local(*code_registers(fmt))
                 T.clear(amax)
                 for i in T.unroll(vectors):
                     amax[i] = lane_max(x_local, i)

@@ -19,10 +19,10 @@ from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.formats import QuantFormat, QuantTensor
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T
+from tile_kernels.core.lang import WARP, T, resident_blocks
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
-from tile_kernels.quant._blocks import HEIGHTS, ROW_LANES, TILE_COLS, WARP, reduce_block, resident_blocks, tile_rows
+from tile_kernels.quant._blocks import HEIGHTS, ROW_LANES, TILE_COLS, reduce_block, tile_rows
 from tile_kernels.quant._macros import (
     LANE,
     amax_to_sf,
@@ -34,7 +34,8 @@ from tile_kernels.quant._macros import (
     store_sf,
 )
 from tile_kernels.quant.per_channel_cast_device import load_rows
-from tile_kernels.quant.per_token_cast import DTYPES, _check_floor, _code_registers, encode_and_store
+from tile_kernels.quant.per_token_cast import DTYPES, _check_floor
+from tile_kernels.quant.per_token_cast_device import code_registers, encode_and_store
 
 WIDTHS = (32, 128)
 
@@ -101,7 +102,7 @@ def per_block_cast_kernel(
             sf = T.alloc_local((1,), sf_register_dtype(fmt))
             sf_inv = T.alloc_local((1,), T.float32)
             v_local = T.alloc_local((LANE,), T.float32)
-            y_local = T.alloc_local(*_code_registers(fmt))
+            y_local = T.alloc_local(*code_registers(fmt))
             thread = T.get_thread_binding()
             lane = thread % ROW_LANES
             slot = pid % tiles_n * ROW_LANES + lane

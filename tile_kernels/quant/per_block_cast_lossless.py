@@ -21,22 +21,20 @@ from tile_kernels.core.cases import grid
 from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.formats import QuantFormat, QuantTensor
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T, macro
+from tile_kernels.core.lang import WARP, T, macro, resident_blocks
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
 from tile_kernels.quant._blocks import (
     HEIGHTS,
     ROW_LANES,
-    WARP,
-    bytes_of_words,
-    load_codes,
     reduce_block,
-    resident_blocks,
     sf_exponent,
     tile_rows,
 )
 from tile_kernels.quant._macros import (
+    byte_perm,
     float_of,
+    load_lane,
     scatter_max,
     sf_tensor,
     store_lane,
@@ -115,7 +113,7 @@ def encode_codes(codes, i, factor, y_local):
         for half in T.unroll(2):
             quad = words[i, w] >> T.cast(16 * half, T.uint32)
             signs = (quad >> T.uint32(3)) & T.uint32(0x1111)
-            y_words[2 * w + half] = bytes_of_words(table_words[0], table_words[1], quad) | bytes_of_words(
+            y_words[2 * w + half] = byte_perm(table_words[0], table_words[1], quad) | byte_perm(
                 T.uint32(0x8000), T.uint32(0), signs
             )
 
@@ -182,7 +180,7 @@ def per_block_cast_lossless_kernel(
             read_slot = T.min(slot, -(-hidden // lane) - 1)
             for i in T.unroll(rows):
                 read_row[i] = T.min(row + i, num_tokens - 1)
-                load_codes(x, codes, i, read_row[i], read_slot, piece)
+                load_lane(x, codes, i, read_row[i], read_slot, piece, x.shape[1])
             for i in T.unroll(rows):
                 exponent[i] = sf_exponent(x_sf, x_fmt, read_row[i] // x_height, read_slot * lane // x_width)
             # the maxima below wait for the codes, too: else ptxas loads the codes only when the maxima are known
@@ -255,7 +253,7 @@ def per_block_cast_lossless_row_kernel(
                 token = T.min(row + i // along, num_tokens - 1)
                 at = T.min(slot + i % along * WARP, -(-hidden // ROW_LANE) - 1)
                 T.assume(at < -(-hidden // ROW_LANE))
-                load_codes(x, codes, i, token, at, piece)
+                load_lane(x, codes, i, token, at, piece, x.shape[1])
                 exponent[i] = sf_exponent(x_sf, x_fmt, token // x_height, at * ROW_LANE // x_width)
 
             for i in T.unroll(vectors):  # as above, the maxima wait for the codes

@@ -27,10 +27,10 @@ from tile_kernels.core.cases import grid
 from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.formats import QuantFormat, QuantTensor
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T
+from tile_kernels.core.lang import WARP, T, resident_blocks
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
-from tile_kernels.quant._blocks import HEIGHTS, ROW_LANES, TILE_COLS, WARP, resident_blocks, tile_rows
+from tile_kernels.quant._blocks import HEIGHTS, ROW_LANES, TILE_COLS, tile_rows
 from tile_kernels.quant._macros import LANE, sf_tensor, store_lane
 from tile_kernels.quant.per_block_cast import check_sf
 from tile_kernels.quant.per_channel_cast_device import channel_amax, channel_factors, encode_row, load_rows

@@ -19,11 +19,11 @@ from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.formats import QuantFormat
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T, macro
+from tile_kernels.core.lang import WARP, T, macro, resident_blocks
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
-from tile_kernels.quant._blocks import HEIGHTS, WARP, bytes_of_words, resident_blocks
-from tile_kernels.quant._macros import LANE
+from tile_kernels.quant._blocks import HEIGHTS
+from tile_kernels.quant._macros import LANE, byte_perm
 from tile_kernels.quant.per_channel_cast import _check_format, _make
 from tile_kernels.quant.per_channel_cast_device import (
     encode_row,
@@ -97,7 +97,7 @@ def store_sectors(y, tile_shared, col, top, length, step):
         for w in T.unroll(3):
             words[w] = T.if_then_else(-shift & 4 != 0, words[w + 1], words[w])
         for w in T.unroll(2):
-            out_words[w] = bytes_of_words(words[w], words[w + 1], selector)
+            out_words[w] = byte_perm(words[w], words[w + 1], selector)
         sector = offset - unit % (SECTOR // UNIT) * UNIT
         if sector >= 0 and sector + SECTOR <= length and col + channel < y.shape[0]:
             for e in T.vectorized(UNIT):

@@ -31,7 +31,8 @@ from tile_kernels.quant._macros import (
     shuffle_steps,
     store_lane,
 )
-from tile_kernels.quant.per_token_cast import DTYPES, _code_registers
+from tile_kernels.quant.per_token_cast import DTYPES
+from tile_kernels.quant.per_token_cast_device import code_registers
 
 GROUPS = (16, 32, 64, 128)
 
@@ -101,7 +102,7 @@ def per_token_cast_and_cast_back_kernel(
             sf = T.alloc_local((rows,), sf_register_dtype(fmt))
             sf_inv = T.alloc_local((rows,), T.float32)
             v_local = T.alloc_local((LANE,), T.float32)
-            y_local = T.alloc_local(*_code_registers(fmt))
+            y_local = T.alloc_local(*code_registers(fmt))
             back_local = T.alloc_local((LANE,), T.dtype(x_dtype))
             index = pid * num_threads + T.get_thread_binding()
             row = index // row_lanes * rows

@@ -13,8 +13,8 @@ import torch
 
 from tile_kernels.core.formats import QuantFormat
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T, macro
-from tile_kernels.quant._blocks import resident_blocks, sf_value
+from tile_kernels.core.lang import WARP, T, macro, resident_blocks
+from tile_kernels.quant._blocks import sf_value
 from tile_kernels.quant._macros import (
     LANE,
     amax_to_sf,
@@ -27,7 +27,6 @@ from tile_kernels.quant._macros import (
 )
 from tile_kernels.quant._swiglu_macros import (
     GATE_LIMIT,
-    WARP,
     clamp_gate,
     clamp_up,
     clear_lane,

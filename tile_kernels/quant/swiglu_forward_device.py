@@ -12,12 +12,12 @@ import torch
 
 from tile_kernels.core.formats import QuantFormat
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T, macro
-from tile_kernels.quant._blocks import resident_blocks
+from tile_kernels.core.lang import WARP, T, macro, resident_blocks
 from tile_kernels.quant._macros import (
     LANE,
     amax_to_sf,
     clamp_amax,
+    group_lanes,
     lane_max,
     sf_register_dtype,
     sf_tensor,
@@ -25,13 +25,11 @@ from tile_kernels.quant._macros import (
     store_sf,
 )
 from tile_kernels.quant._swiglu_macros import (
-    WARP,
     activate_lanes,
     add_counts,
     clear_sf_of_padding,
     find_places,
     find_real_rows,
-    group_lanes,
     load_half,
     load_weights,
     round_lane,
@@ -39,7 +37,7 @@ from tile_kernels.quant._swiglu_macros import (
     store_half,
     weight_tensor,
 )
-from tile_kernels.quant.per_token_cast import _code_registers, encode_and_store
+from tile_kernels.quant.per_token_cast_device import code_registers, encode_and_store
 
 # Config -------------------------------------------------------------------------------------
 
@@ -208,7 +206,7 @@ def swiglu_forward_kernel(
             if quantised:
                 sf_inv = T.alloc_local((rows,), T.float32)
                 v_local = T.alloc_local((LANE,), T.float32)
-                y_local = T.alloc_local(*_code_registers(out))
+                y_local = T.alloc_local(*code_registers(out))
                 padded = real if layout != '' else None
                 if whole_row:
                     scale_row(row_amax, out, num_threads, row, padded, amax_floor, y_sf, sf_inv)

@@ -13,8 +13,8 @@ import torch
 from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.formats import QuantFormat
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T, macro
-from tile_kernels.quant._blocks import WARP, resident_blocks, tile_rows
+from tile_kernels.core.lang import WARP, T, macro, resident_blocks
+from tile_kernels.quant._blocks import tile_rows
 from tile_kernels.quant._macros import LANE, store_lane
 from tile_kernels.quant._swiglu_macros import activate_lanes, load_half
 from tile_kernels.quant.per_channel_cast_and_transpose import ROWS, TEAMS, TILE_ROWS, store_end, store_sectors
