@@ -49,9 +49,12 @@ def sigmoid_of(x):
 
 @macro
 def load_row(x, token, stream, row_threads, piece, row_local):
-    """Read the slots of a thread of row (token, stream), `piece` channels in an access; zeros beyond the end."""
+    """Read the slots of a thread of row (token, stream), `piece` channels in an access; zeros beyond the end.
+
+    Weights have a row for each stream alone.
+    """
     vectors, width = row_local.shape
-    hidden = x.shape[2]
+    hidden = x.shape[len(x.shape) - 1]
     if hidden % (width * vectors * row_threads) != 0:
         T.clear(row_local)
     for i in T.unroll(vectors):
@@ -59,7 +62,10 @@ def load_row(x, token, stream, row_threads, piece, row_local):
         if slot < hidden // width:
             for p in T.unroll(width // piece):
                 for e in T.vectorized(piece):
-                    row_local[i, p * piece + e] = x[token, stream, slot * width + p * piece + e]
+                    if len(x.shape) == 2:
+                        row_local[i, p * piece + e] = x[stream, slot * width + p * piece + e]
+                    else:
+                        row_local[i, p * piece + e] = x[token, stream, slot * width + p * piece + e]
 
 
 @macro
@@ -80,21 +86,6 @@ def store_row(row_local, y, token, stream, row_threads):
         if slot < y.shape[2] // SLOT:
             for e in T.vectorized(SLOT):
                 y[token, stream, slot * SLOT + e] = row_local[i, e]
-
-
-@macro
-def load_weights(weight, stream, row_threads, piece, weight_local):
-    """Read the weights of the slots of a thread from row `stream`, `piece` of them in an access; zeros beyond."""
-    vectors, width = weight_local.shape
-    hidden = weight.shape[1]
-    if hidden % (width * vectors * row_threads) != 0:
-        T.clear(weight_local)
-    for i in T.unroll(vectors):
-        slot = i * row_threads + T.get_thread_binding() % row_threads
-        if slot < hidden // width:
-            for p in T.unroll(width // piece):
-                for e in T.vectorized(piece):
-                    weight_local[i, p * piece + e] = weight[stream, slot * width + p * piece + e]
 
 
 @macro

@@ -29,7 +29,6 @@ from tile_kernels.engram._rows import (
     ROW_PASS_CONFIGS,
     SLOT,
     load_row,
-    load_weights,
     row_layout,
     sigmoid_of,
     store_slot,
@@ -135,7 +134,7 @@ def gate_kernel(
             if image == 0:
                 load_row(k, token, stream, row_threads, piece, k_local)
                 load_row(v, token, 0, row_threads, piece, v_local)
-                load_weights(weight_fused, stream, row_threads, max(1, piece // 2), weight_local)
+                load_row(weight_fused, token, stream, row_threads, max(1, piece // 2), weight_local)
                 add_products(x_local, k_local, weight_local, sums)
                 wait_for(v_local, zero, sums)
                 sum_over_row(sums, parts_shared, 0, row_threads)

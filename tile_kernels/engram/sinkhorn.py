@@ -22,7 +22,6 @@ from tile_kernels.core.op import Mut, op
 from tile_kernels.engram._rows import (
     ROW_PASS_CONFIGS,
     load_row,
-    load_weights,
     row_layout,
     store_slot,
     sum_over_row,
@@ -102,7 +101,7 @@ def sinkhorn_step_kernel(num_columns: int, dtype: torch.dtype, vector_bytes: int
                 if first + d * stride < num_rows:
                     load_row(matrix, first + d * stride, 0, row_threads, piece, (next_local, second_local)[d])
                     next_scale[d] = row_scale[first + d * stride]
-            load_weights(col_scale, 0, row_threads, vector_bytes // 4, col_local)
+            load_row(col_scale, 0, 0, row_threads, vector_bytes // 4, col_local)
             for i in T.serial(T.ceildiv(num_rows - pid, stride * len(ahead))):
                 for d in ahead:
                     row = first + (i * len(ahead) + d) * stride
@@ -190,7 +189,7 @@ def sinkhorn_finalize_kernel(
             if first < num_rows:
                 load_row(matrix, first, 0, row_threads, piece, next_local)
                 next_scale = row_scale[first]
-            load_weights(col_scale, 0, row_threads, vector_bytes // 4, col_local)
+            load_row(col_scale, 0, 0, row_threads, vector_bytes // 4, col_local)
             for i in T.serial(block_rows):
                 row = first + i * teams
                 scale_row(next_local, next_scale, col_local, x_local, sums)

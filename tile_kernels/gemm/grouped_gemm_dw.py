@@ -32,7 +32,7 @@ BLOCK_ROWS = 64
 # Config -------------------------------------------------------------------------------------
 
 
-def choose(n: int, k: int, num_groups: int, dtype: torch.dtype, num_groups_: int) -> dict:
+def choose(n: int, k: int, num_groups: int, dtype: torch.dtype, size: int) -> dict:
     """Wide tiles read each operand less often."""
     return dict(block_n=128, block_k=256 if wastes_little(k, 256) else 128, ring=3)
 
