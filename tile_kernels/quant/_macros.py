@@ -53,13 +53,16 @@ def lane_pairs(x_local: Any) -> Any:
 
 
 @macro
-def load_lane(x, x_local, i, row, slot, piece, hidden):
-    """Read the channels (or containers of codes) of lane `slot` of a row in pieces that alignment allows, within it."""
+def load_lane(x, x_local, i, row, slot, piece, hidden, first=0):
+    """Read the channels (or containers of codes) of lane `slot` of a row in pieces that alignment allows.
+
+    Those of the row begin at column `first`, and there are `hidden` (None if the lane is known to be within the row).
+    """
     lane = x_local.shape[1]
     for p in T.unroll(lane // piece):
-        if slot * lane + p * piece < hidden:
+        if hidden is None or slot * lane + p * piece < hidden:
             for e in T.vectorized(piece):
-                x_local[i, p * piece + e] = x[row, slot * lane + p * piece + e]
+                x_local[i, p * piece + e] = x[row, first + slot * lane + p * piece + e]
 
 
 @macro
@@ -199,12 +202,15 @@ def encode_e2m1(x_local, i, sf_inv, power_of_two, v_local, y_word):
 
 
 @macro
-def store_lane(y, y_local, row, slot, piece, stored, width):
-    """Write the `width` container elements of lane `slot` in pieces that alignment allows, within the row."""
+def store_lane(y, y_local, row, slot, piece, stored, width, first=0):
+    """Write the `width` container elements of lane `slot` in pieces that alignment allows, within the row.
+
+    The `stored` elements of the row begin at column `first`.
+    """
     for p in T.unroll(width // piece):
         if slot * width + p * piece < stored:
             for e in T.vectorized(piece):
-                y[row, slot * width + p * piece + e] = y_local[p * piece + e]
+                y[row, first + slot * width + p * piece + e] = y_local[p * piece + e]
 
 
 # Scale factors ------------------------------------------------------------------------------

@@ -112,28 +112,10 @@ def weight_tensor(kind: str, num_tokens: Any) -> Any:
 
 
 @macro
-def load_half(x, x_local, i, row, offset, slot, piece, hidden):
-    """Read the channels of lane `slot` of the half of a row that starts at column `offset`, those below `hidden`."""
-    for p in T.unroll(LANE // piece):
-        if hidden is None or slot * LANE + p * piece < hidden:
-            for e in T.vectorized(piece):
-                x_local[i, p * piece + e] = x[row, offset + slot * LANE + p * piece + e]
-
-
-@macro
 def clear_lane(x_local):
     """Zeros for all channels of a lane, as words: fp8 zeros would be converted one by one."""
     words = T.view(x_local, (x_local.shape[0], LANE * x_local.dtype.bits // 32), T.uint32)
     T.clear(words)
-
-
-@macro
-def store_half(y, y_local, row, offset, slot, piece, hidden):
-    """Write the channels of lane `slot` to the half of a row that starts at column `offset`."""
-    for p in T.unroll(LANE // piece):
-        if slot * LANE + p * piece < hidden:
-            for e in T.vectorized(piece):
-                y[row, offset + slot * LANE + p * piece + e] = y_local[p * piece + e]
 
 
 @macro

@@ -20,9 +20,11 @@ from tile_kernels.quant._macros import (
     amax_to_sf,
     clamp_amax,
     lane_max,
+    load_lane,
     sf_register_dtype,
     sf_tensor,
     shuffle_steps,
+    store_lane,
     store_sf,
 )
 from tile_kernels.quant._swiglu_macros import (
@@ -35,12 +37,10 @@ from tile_kernels.quant._swiglu_macros import (
     find_real_rows,
     flat,
     inverse_of,
-    load_half,
     load_weights,
     quotient_of,
     round_lane,
     scale_groups,
-    store_half,
     widen_lane,
 )
 
@@ -187,7 +187,7 @@ def store_codes(grad, half, sf_inv, codes, row, slot, hidden):
         scaled[j] = grad[half, j] * sf_inv[half]
     for e in T.vectorized(LANE):
         code_local[e] = T.cast(scaled[e], codes.dtype)
-    store_half(codes, code_local, row, half * hidden, slot, math.gcd(LANE, hidden), hidden)
+    store_lane(codes, code_local, row, slot, math.gcd(LANE, hidden), hidden, LANE, first=half * hidden)
 
 
 @macro
@@ -323,9 +323,9 @@ def swiglu_backward_kernel(
                 for i in T.unroll(rows):
                     if full or (real[i] != 0 and slot * LANE < hidden):
                         source_row = T.min(row + i, num_tokens - 1) if full else row + i
-                        load_half(x, gate_local, i, source_row, 0, slot, x_piece, None if full else hidden)
-                        load_half(x, up_local, i, source_row, hidden, slot, x_piece, None if full else hidden)
-                        load_half(dy, dy_local, i, source_row, 0, slot, dy_piece, None if full else hidden)
+                        load_lane(x, gate_local, i, source_row, slot, x_piece, None if full else hidden)
+                        load_lane(x, up_local, i, source_row, slot, x_piece, None if full else hidden, first=hidden)
+                        load_lane(dy, dy_local, i, source_row, slot, dy_piece, None if full else hidden)
                         if dequantising:
                             gate_factor[i] = sf_value(x_sf, x_fmt, source_row, slot * LANE // x_fmt.sf_block[1])
                             up_factor[i] = sf_value(
@@ -341,10 +341,10 @@ def swiglu_backward_kernel(
                     if row + i < num_tokens:
                         for half in T.unroll(2):
                             round_lane(grad, half, rounded)
-                            store_half(dx, rounded, row + i, half * hidden, slot, dx_piece, hidden)
+                            store_lane(dx, rounded, row + i, slot, dx_piece, hidden, LANE, first=half * hidden)
                         if recompute:
                             round_lane(y_local, 0, rounded)
-                            store_half(y, rounded, row + i, 0, slot, dx_piece, hidden)
+                            store_lane(y, rounded, row + i, slot, dx_piece, hidden, LANE)
                     if quantising:
                         is_real = real[i] if layout != '' else None
                         if merged:

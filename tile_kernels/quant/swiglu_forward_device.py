@@ -19,9 +19,11 @@ from tile_kernels.quant._macros import (
     clamp_amax,
     group_lanes,
     lane_max,
+    load_lane,
     sf_register_dtype,
     sf_tensor,
     shuffle_steps,
+    store_lane,
     store_sf,
 )
 from tile_kernels.quant._swiglu_macros import (
@@ -30,11 +32,9 @@ from tile_kernels.quant._swiglu_macros import (
     clear_sf_of_padding,
     find_places,
     find_real_rows,
-    load_half,
     load_weights,
     round_lane,
     scale_groups,
-    store_half,
     weight_tensor,
 )
 from tile_kernels.quant.per_token_cast_device import code_registers, encode_and_store
@@ -123,16 +123,16 @@ def swiglu_forward_kernel(
         if full:
             for i in T.unroll(vectors):
                 at, source = slot + i * slot_step, T.min(row + i * row_step, num_tokens - 1)
-                load_half(x, gate_local, i, source, 0, at, piece, None)
-                load_half(up if split else x, up_local, i, source, up_offset, at, piece, None)
+                load_lane(x, gate_local, i, source, at, piece, None)
+                load_lane(up if split else x, up_local, i, source, at, piece, None, first=up_offset)
         else:
             T.clear(gate_local)
             T.clear(up_local)
             for i in T.unroll(vectors):
                 if real[i * row_step] != 0:
                     at, source = slot + i * slot_step, row + i * row_step
-                    load_half(x, gate_local, i, source, 0, at, piece, hidden)
-                    load_half(up if split else x, up_local, i, source, up_offset, at, piece, hidden)
+                    load_lane(x, gate_local, i, source, at, piece, hidden)
+                    load_lane(up if split else x, up_local, i, source, at, piece, hidden, first=up_offset)
         row_weights = weight if weighted else None
         activate_lanes(gate_local, up_local, row_weights, real, row_step, clamped, clamp_value, counts, act_local)
 
@@ -237,12 +237,11 @@ def swiglu_forward_kernel(
                         )
             else:
                 rounded = T.alloc_local((LANE,), T.dtype(out_dtype))
+                y_piece = math.gcd(LANE, 16 // out_dtype.itemsize, hidden)
                 for i in T.unroll(vectors):
                     round_lane(act_local, i, rounded)
                     if row + i < num_tokens:
-                        store_half(
-                            y, rounded, row + i, 0, slot, math.gcd(LANE, 16 // out_dtype.itemsize, hidden), hidden
-                        )
+                        store_lane(y, rounded, row + i, slot, y_piece, hidden, LANE)
             if counting:
                 counts_shared = T.alloc_shared((num_threads // WARP, num_counts), T.int32)
                 add_counts(counts, num_counts, counts_shared, clamped_count, num_threads)

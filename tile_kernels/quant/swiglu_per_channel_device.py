@@ -15,8 +15,8 @@ from tile_kernels.core.formats import QuantFormat
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import WARP, T, macro, resident_blocks
 from tile_kernels.quant._blocks import tile_rows
-from tile_kernels.quant._macros import LANE, store_lane
-from tile_kernels.quant._swiglu_macros import activate_lanes, load_half
+from tile_kernels.quant._macros import LANE, load_lane, store_lane
+from tile_kernels.quant._swiglu_macros import activate_lanes
 from tile_kernels.quant.per_channel_cast_and_transpose import ROWS, TEAMS, TILE_ROWS, store_end, store_sectors
 from tile_kernels.quant.per_channel_cast_device import (
     VECTOR_BYTES,
@@ -54,15 +54,15 @@ def load_chunk(x, gate_local, up_local, first, slot, piece, hidden, full):
     num_tokens = x.shape[0]
     if full:
         for i in T.unroll(gate_local.shape[0]):
-            load_half(x, gate_local, i, T.min(first + i, num_tokens - 1), 0, slot, piece, None)
-            load_half(x, up_local, i, T.min(first + i, num_tokens - 1), hidden, slot, piece, None)
+            load_lane(x, gate_local, i, T.min(first + i, num_tokens - 1), slot, piece, None)
+            load_lane(x, up_local, i, T.min(first + i, num_tokens - 1), slot, piece, None, first=hidden)
     else:
         T.clear(gate_local)
         T.clear(up_local)
         for i in T.unroll(gate_local.shape[0]):
             if first + i < num_tokens:
-                load_half(x, gate_local, i, first + i, 0, slot, piece, hidden)
-                load_half(x, up_local, i, first + i, hidden, slot, piece, hidden)
+                load_lane(x, gate_local, i, first + i, slot, piece, hidden)
+                load_lane(x, up_local, i, first + i, slot, piece, hidden, first=hidden)
 
 
 # Strips -------------------------------------------------------------------------------------
