@@ -123,7 +123,3 @@ def test_long_lists_of_values_are_cut_with_their_count():
 def test_every_setting_is_on_the_settings_page():
     page = docs.settings_page()
     assert all(f'`{knob.env}`' in page and knob.doc in page for knob in KNOBS.values())
-
-
-def test_generated_pages_of_the_project_are_up_to_date():
-    assert [str(path.relative_to(docs.ROOT)) for path in docs.stale()] == []
