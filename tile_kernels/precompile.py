@@ -28,6 +28,7 @@ from tile_kernels.core.device import check_arch
 from tile_kernels.core.errors import ArgumentError, CompileError, TileKernelsError
 from tile_kernels.core.jit import Kernel, cache_dir, kernels
 from tile_kernels.core.knobs import knobs
+from tile_kernels.core.launch import meant_for
 
 if TYPE_CHECKING:
     from tile_kernels.core.op import Op
@@ -150,13 +151,15 @@ def find_variants(
         for op in find_ops(ops or ()):
             if op.case_set is not None:
                 cases += [(op, case) for case in op.case_set.bench + op.case_set.smoke]
-    launches = [launch for op, case in cases for launch in launches_of(op, case)]
-    variants = [
-        Variant(launch.kernel, launch.static, tuple(launch.config.items()), arch)
-        for launch in launches
-        for arch in archs
-        if launch.kernel.supports(arch)
-    ]
+    variants = []
+    for arch in archs:
+        with meant_for(arch):
+            launches = [launch for op, case in cases for launch in launches_of(op, case)]
+        variants += [
+            Variant(launch.kernel, launch.static, tuple(launch.config.items()), arch)
+            for launch in launches
+            if launch.kernel.supports(arch)
+        ]
     return list(dict.fromkeys(variants))
 
 

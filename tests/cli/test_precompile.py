@@ -92,6 +92,11 @@ def test_architectures_a_kernel_does_not_claim_are_left_out(toy, toy_module, mon
     assert {variant.arch for variant in find_variants([NAME], ('sm_80', 'sm_90a'))} == {'sm_90a'}
 
 
+def test_every_architecture_gets_the_kernels_it_runs():
+    found = {variant.arch: variant.kernel.name for variant in find_variants(['gemm.gemm'], ('sm_90a', 'sm_100a'))}
+    assert found == {'sm_90a': 'grouped_gemm_kernel', 'sm_100a': 'portable_product_kernel'}
+
+
 def test_bad_arguments_are_named(toy, tmp_path):
     with pytest.raises(ArgumentError, match="arch must be a name like sm_90a, sm_80 or newer, got 'hopper'"):
         precompile(archs=('hopper',), out=tmp_path)

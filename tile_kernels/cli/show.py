@@ -12,7 +12,7 @@ from tile_kernels.cli.explain import add_case_arguments, config_words, selected_
 from tile_kernels.cli.selection import launches_of
 from tile_kernels.core import compiler
 from tile_kernels.core.device import check_arch
-from tile_kernels.core.launch import Launch
+from tile_kernels.core.launch import Launch, meant_for
 
 PARTS = ('tilelang', 'cuda', 'ptx', 'resources')
 
@@ -29,7 +29,9 @@ def run(args: argparse.Namespace) -> int:
     check_arch(args.arch)
     op, case = selected_case(args)
     out = console.output()
-    for launch in launches_of(op, case):
+    with meant_for(args.arch):
+        launches = launches_of(op, case)
+    for launch in launches:
         static = ', '.join(str(s).removeprefix('torch.') for s in launch.static)
         heading = f'{launch.kernel.name}({static})  {config_words(launch.config)}  {args.arch}'
         for part in args.what or PARTS:

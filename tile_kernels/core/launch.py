@@ -47,7 +47,8 @@ class _State(threading.local):
     """What `launch` does in this thread besides launching.
 
     `skip` runs only the checks and allocations of a body, `trace` collects launches instead of making them, `config`
-    replaces what `choose` gives (for the kernel `forced`, or for all), `made` notes what was launched.
+    replaces what `choose` gives (for the kernel `forced`, or for all), `made` notes what was launched. `arch` is the
+    architecture that launches without a GPU are meant for.
     """
 
     skip = False
@@ -55,6 +56,7 @@ class _State(threading.local):
     config: Config | None = None
     forced: Kernel | None = None
     made: list[tuple[Callable, tuple]] | None = None
+    arch: str | None = None
     #: Blocks in force that want to see every launch, so that no call may be replayed.
     watchers = 0
 
@@ -78,6 +80,13 @@ def tracing() -> Iterator[list[Launch]]:
     launches: list[Launch] = []
     with state.set(trace=launches):
         yield launches
+
+
+@contextmanager
+def meant_for(arch: str) -> Iterator[None]:
+    """Let ops that have kernels of their own for an architecture choose those of `arch` in the block, without a GPU."""
+    with state.set(arch=arch):
+        yield
 
 
 @contextmanager

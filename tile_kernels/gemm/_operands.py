@@ -8,7 +8,7 @@ from tile_kernels.core import check
 from tile_kernels.core.device import arch_number, arch_of, num_sms_of
 from tile_kernels.core.jit import Kernel
 from tile_kernels.core.knobs import knobs
-from tile_kernels.core.launch import launch
+from tile_kernels.core.launch import launch, state
 from tile_kernels.gemm._groups import FP8, GROUP, HOPPER
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -24,8 +24,10 @@ def num_workers(x: Tensor) -> int:
 
 
 def has_warpgroups(x: Tensor) -> bool:
-    """Whether the GPU of `x` multiplies by warpgroups, as Hopper does; without a GPU it is taken for one."""
-    return not x.is_cuda or isinstance(x, FakeTensor) or arch_number(arch_of(x.get_device())) == HOPPER
+    """Whether the GPU of `x` multiplies by warpgroups, as Hopper does; without a GPU it is `meant_for`, or Hopper."""
+    if x.is_cuda and not isinstance(x, FakeTensor):
+        return arch_number(arch_of(x.get_device())) == HOPPER
+    return state.arch is None or arch_number(state.arch) == HOPPER
 
 
 def launch_product(
