@@ -77,11 +77,14 @@ def _argument(name: str, user: FrameType | None) -> str:
 def fail(argument: str, rule: str, fact: str, hint: str | None = None, op: str = '') -> NoReturn:
     """Raise the one error sentence; `op` is who raises it if no function of an op is on the stack yet."""
     function, names, user = _called(op)
-    names = {argument: _argument(argument, user)} | names
-    said = [
-        re.sub(r'\w+', lambda word: names.get(word[0], word[0]), text) for text in (f'{argument} {rule}', hint or '')
-    ]
-    raise ArgumentError(f'{function}: {said[0]}, got {fact}' + (f'; {said[1]}' if hint else ''))
+    own = _argument(argument, user)
+
+    def said(text: str) -> str:
+        """Arguments by the names of the front; the one that is wrong may begin an expression."""
+        text = re.sub(r'\w+', lambda word: names.get(word[0], word[0]), text)
+        return text if own == argument else text.replace(f'{argument}.', f'{own}.')
+
+    raise ArgumentError(f'{function}: {said(own)} {said(rule)}, got {fact}' + (f'; {said(hint)}' if hint else ''))
 
 
 def describe(x: object) -> str:
