@@ -128,6 +128,12 @@ def test_the_command_sweeps_all_cases_and_says_where_choose_is_behind(toy, cli, 
     assert (records[0]['device'], records[0]['arch'], records[0]['commit']) == ('NVIDIA H200', 'sm_90a', 'abc')
 
 
+def test_arguments_of_a_sweep_need_one(toy, cli):
+    status, _, err = cli('bench', '--top', '3')
+    assert status != 0
+    assert '--top is for a sweep' in err
+
+
 def test_a_lost_gpu_ends_the_sweep_and_names_the_config(toy, cli, pretended_gpu, monkeypatch):
     def lose(*arguments):
         raise sweep.DeviceLost('the GPU is in an error state after block_m=4')

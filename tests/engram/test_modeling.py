@@ -129,6 +129,15 @@ def test_nothing_is_saved_without_a_gradient():
     assert not engram_gate(x, k, v, wh, we, CLAMP, EPS).requires_grad
 
 
+def test_autocast_leaves_the_projection_its_dtypes():
+    hidden, weight = torch.randn(9, 48), torch.randn(16, 48)
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        output, norm = engram_gate_forward(hidden, weight)
+        found = output, norm, engram_gate_backward(output, hidden, weight), engram_weight_grad(output, norm)
+    assert {x.dtype for x in found} == {torch.float32}
+    torch.testing.assert_close(found[3], weight_grad_ref(output, norm))
+
+
 @pytest.mark.parametrize('gated', [False, True])
 def test_projection_and_its_gradients_equal_the_reference(gated):
     torch.manual_seed(0)

@@ -63,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
     context = circumstances(device, args.commit)
     if args.sweep:
         return sweep.run(chosen, device, args, context)
+    sweep.refuse_arguments(args)
     base = base_records(args.base, args.ops, level) if args.base else None
     records, refusals = measure_all(chosen, device, context, args.json)
     report(records, refusals, device, args.base, base)

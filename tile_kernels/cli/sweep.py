@@ -18,7 +18,7 @@ from tile_kernels.cli import console
 from tile_kernels.cli.explain import config_words
 from tile_kernels.core.cases import Case, case_id
 from tile_kernels.core.device import arch_of
-from tile_kernels.core.errors import TileKernelsError, UnsupportedError
+from tile_kernels.core.errors import ArgumentError, TileKernelsError, UnsupportedError
 from tile_kernels.core.jit import Config, Kernel
 from tile_kernels.core.launch import Launch, forced_config
 from tile_kernels.core.op import Op
@@ -78,9 +78,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The part of `bench` that sweeps."""
     group = parser.add_argument_group('sweep')
     group.add_argument('--sweep', action='store_true', help="time every config of the kernels' spaces instead")
-    group.add_argument('--top', type=int, default=5, metavar='N', help='configs to print per case (default 5)')
-    group.add_argument('--rank', choices=('us', 'graph_us'), default='us', help='what counts (default us)')
+    group.add_argument('--top', type=int, metavar='N', help='configs to print per case (default 5)')
+    group.add_argument('--rank', choices=('us', 'graph_us'), help='what counts (default us)')
     group.add_argument('--jobs', type=int, metavar='N', help='compilations at a time (default: one per CPU core)')
+
+
+def refuse_arguments(args: argparse.Namespace) -> None:
+    """Without `--sweep` nobody would look at these."""
+    for name in ('top', 'rank', 'jobs'):
+        if getattr(args, name) is not None:
+            raise ArgumentError(f'--{name} is for a sweep, add --sweep or leave it out')
 
 
 def run(chosen: Iterable[tuple[Op, Case]], device: str, args: argparse.Namespace, context: dict[str, Any]) -> int:
@@ -90,6 +97,7 @@ def run(chosen: Iterable[tuple[Op, Case]], device: str, args: argparse.Namespace
     if device != 'cuda':
         raise UnsupportedError('--sweep times kernels and needs a GPU; without one see explain and show')
     found = subjects(chosen)
+    top, rank = args.top or 5, args.rank or 'us'
     failures = compile_all(found, arch_of(torch.cuda.current_device()), args.jobs)
     out = console.output()
     behind: list[str] = []
@@ -98,14 +106,14 @@ def run(chosen: Iterable[tuple[Op, Case]], device: str, args: argparse.Namespace
         for subject in found:
             bar.update(task, description=str(subject))
             try:
-                trials = sweep(subject, device, gpu_times, args.rank, args.top, failures, lambda: bar.advance(task))
+                trials = sweep(subject, device, gpu_times, rank, top, failures, lambda: bar.advance(task))
             except DeviceLost as error:
                 out.print(f'stopped: {subject}: {error}', style='red', markup=False, soft_wrap=True)
                 return 1
             if args.json:
                 write_records(args.json, [record(subject, trial) | context for trial in trials])
-            report(out, subject, trials, args.rank, args.top)
-            if (factor := slowdown(trials, args.rank)) is not None and factor > TOLERANCE:
+            report(out, subject, trials, rank, top)
+            if (factor := slowdown(trials, rank)) is not None and factor > TOLERANCE:
                 behind.append(f'{subject}: {factor:.2f}x')
     out.print(f'choose is within {TOLERANCE - 1:.0%} of the best in {len(found) - len(behind)} of {len(found)} sweeps.')
     for line in behind:

@@ -41,9 +41,10 @@ def engram_gate_forward(
     """
     _check(hidden, weight, gate_weight)
     norm_hidden = torch.nn.functional.rms_norm(hidden.float(), hidden.shape[-1:], eps=eps).to(hidden.dtype)
-    output = torch.nn.functional.linear(norm_hidden, weight.to(hidden.dtype))
-    if gate_weight is not None:
-        output = torch.nn.functional.linear(norm_hidden, gate_weight.to(hidden.dtype)) * output
+    with torch.autocast(hidden.device.type, enabled=False):  # dtypes are said here
+        output = torch.nn.functional.linear(norm_hidden, weight.to(hidden.dtype))
+        if gate_weight is not None:
+            output = torch.nn.functional.linear(norm_hidden, gate_weight.to(hidden.dtype)) * output
     return output, norm_hidden
 
 
@@ -69,11 +70,12 @@ def engram_gate_backward(
     h, dy, w = hidden.float(), grad_output.float(), weight.float()
     rstd = torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
     norm = h * rstd
-    if gate_weight is None:
-        dnorm = dy @ w
-    else:
-        g = gate_weight.float()
-        dnorm = (dy * (norm @ g.T)) @ w + (dy * (norm @ w.T)) @ g
+    with torch.autocast(hidden.device.type, enabled=False):
+        if gate_weight is None:
+            dnorm = dy @ w
+        else:
+            g = gate_weight.float()
+            dnorm = (dy * (norm @ g.T)) @ w + (dy * (norm @ w.T)) @ g
     return (rstd * (dnorm - norm * (dnorm * norm).mean(-1, keepdim=True))).to(hidden.dtype)
 
 
@@ -91,4 +93,5 @@ def engram_weight_grad(grad_output: Tensor, norm_hidden: Tensor) -> Tensor:
     num_tokens, _ = check.shape(norm_hidden, 'norm_hidden', 'num_tokens hidden', dtype=FLOATS)
     check.shape(grad_output, 'grad_output', 'num_tokens num_experts', dtype=FLOATS, num_tokens=num_tokens)
     check.same_device(grad_output=grad_output, norm_hidden=norm_hidden)
-    return grad_output.float().T @ norm_hidden.float()
+    with torch.autocast(norm_hidden.device.type, enabled=False):
+        return grad_output.float().T @ norm_hidden.float()

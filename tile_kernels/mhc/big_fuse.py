@@ -315,7 +315,7 @@ def fused_pre(
     """
     lead, _, width = check_projection(residual, fn)
     num_streams, hidden = residual.shape[-2:]
-    check.equal(width, num_mixes(num_streams), 'the number of mixes')
+    check.shape(fn, 'fn', 'num_mixes num_streams*hidden', num_mixes=num_mixes(num_streams))
     check_mixes(scale, base, num_streams, options[0], residual)
     layer_input = residual.new_empty((*lead, hidden))
     post, comb = fn.new_empty((*lead, num_streams, 1)), fn.new_empty((*lead, num_streams, num_streams))
