@@ -1,7 +1,9 @@
 """Write what the GPU computes for every smoke case to tests/interpreter/gpu_outputs.json, for the interpreter to equal.
 
-python tools/gpu_outputs.py --write-inputs FILE        # where the tests run: random inputs differ between releases
-python tools/gpu_outputs.py --inputs FILE [--out FILE] # on the GPU machine
+python tools/gpu_outputs.py --write-inputs FILE [--missing]  # where the tests run: random numbers depend on the torch
+python tools/gpu_outputs.py --inputs FILE [--out FILE]       # on the GPU machine
+
+Cases that have no inputs keep what the record says of them; `--missing` writes inputs of those it lacks alone.
 """
 
 from __future__ import annotations
@@ -29,18 +31,22 @@ def main() -> int:
     """Make the inputs, or run every smoke case on the GPU with them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--write-inputs', type=Path)
+    parser.add_argument('--missing', action='store_true', help='inputs of cases that are not in the record')
     parser.add_argument('--inputs', type=Path)
     parser.add_argument('--out', type=Path, default=DEFAULT)
     args = parser.parse_args()
     cases = {str(case): case for case in contract.contract_cases('smoke')}
+    recorded = json.loads(args.out.read_text())['cases'] if args.out.exists() else {}
     if args.write_inputs:
-        torch.save({name: arguments_of(case) for name, case in cases.items()}, args.write_inputs)
-        print(f'inputs of {len(cases)} cases written to {args.write_inputs}')
+        wanted = cases.keys() - recorded.keys() if args.missing else cases.keys()
+        torch.save({name: arguments_of(cases[name]) for name in sorted(wanted)}, args.write_inputs)
+        print(f'inputs of {len(wanted)} cases written to {args.write_inputs}')
         return 0
     inputs = torch.load(args.inputs, weights_only=False) if args.inputs else dict.fromkeys(cases)
-    entries = {name: run_case(cases[name], 'cuda', given) for name, given in inputs.items()}
+    ran = {name: run_case(cases[name], 'cuda', given) for name, given in inputs.items()}
+    entries = {name: entry for name, entry in recorded.items() if name in cases} | ran
     args.out.write_text(text_of({'device': torch.cuda.get_device_name(), 'torch': torch.__version__}, entries))
-    print(f'{len(entries)} cases written to {args.out}')
+    print(f'{len(ran)} cases run, {len(entries)} written to {args.out}')
     return 0
 
 
