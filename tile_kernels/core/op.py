@@ -16,7 +16,7 @@ import importlib
 import inspect
 import typing
 from collections.abc import Callable
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -115,9 +115,10 @@ class Op(Generic[Args, Result]):
 
     # Calling --------------------------------------------------------------------------------
 
-    def __call__(self, *args: Args.args, **kwargs: Args.kwargs) -> Result:
-        """Run the op; every op has a class of its own, with what `_front` writes in this place."""
-        raise NotImplementedError
+    if TYPE_CHECKING:  # every op has a class of its own, with what `_front` writes in this place
+
+        def __call__(self, *args: Args.args, **kwargs: Args.kwargs) -> Result:
+            """Run the op."""
 
     def _front(self, signature: inspect.Signature) -> Callable:
         """`__call__` with the parameters of the op: looks up how such calls are replayed, else hands over to `_run`.

@@ -34,7 +34,7 @@ from tile_kernels.mhc._rows import (
     vector_width,
 )
 from tile_kernels.mhc.norm_fn import check_projection, project
-from tile_kernels.mhc.norm_fn_device import padded, rstd_from
+from tile_kernels.mhc.norm_fn_device import add_parts, padded, rstd_from
 from tile_kernels.mhc.sinkhorn import lanes_for, scale_matrix
 from tile_kernels.mhc.split_mixes import affine, num_mixes, sigmoid
 
@@ -55,7 +55,7 @@ def choose(hidden: int, num_streams: int, width: int, with_mixes: bool, num_toke
 
 
 @macro
-def sum_parts(mul_parts, square_parts, first, mul_shared, square_shared, num_threads):
+def sum_tokens(mul_parts, square_parts, first, mul_shared, square_shared, num_threads):
     """The products and sums of squares of the tokens from `first` on, the parts in ascending order.
 
     One thread for each sum: the loads of a sum do not wait for each other, those of the next sum wait for all.
@@ -143,7 +143,7 @@ def mix_and_apply_kernel(
             tx = T.get_thread_binding()
 
             if pid < mix_blocks:
-                sum_parts(mul_parts, square_parts, pid * tokens, mul_shared, square_shared, row_threads)
+                sum_tokens(mul_parts, square_parts, pid * tokens, mul_shared, square_shared, row_threads)
                 T.sync_threads()
                 if tx < -(-tokens * lanes // WARP) * WARP:
                     slot = T.min(tx // lanes, tokens - 1)  # shuffles need all lanes
@@ -191,11 +191,7 @@ def mix_and_apply_kernel(
                 if rounds == 1:  # on their way while the parts are summed
                     load_round(residual, token, 0, x_local, vectors, row_threads)
                 if tx < num_streams:
-                    mul = T.alloc_var(T.float32, init=0.0)
-                    square = T.alloc_var(T.float32, init=0.0)
-                    for s in T.unroll(splits, unroll_factor=8 if crowded else 16):
-                        mul = mul + mul_parts[s, token, tx]
-                        square = square + square_parts[s, token]
+                    mul, square = add_parts(mul_parts, square_parts, token, tx, 8 if crowded else 16)
                     factor = rstd_from(square, num_streams * hidden, eps)
                     z = affine(T.ieee_mul(mul, factor), scale[0], base[tx])
                     pre_shared[tx] = T.ieee_add(sigmoid(z), pre_eps)

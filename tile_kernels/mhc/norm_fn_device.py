@@ -157,6 +157,17 @@ def rstd_from(square_sum, k, eps):
     return T.rsqrt(T.ieee_add(T.ieee_mul(square_sum, T.float32(1.0 / k)), eps))
 
 
+@macro
+def add_parts(mul_parts, square_parts, token, j, in_flight):
+    """A product of a token and its sum of squares; parts in ascending order, `in_flight` of them asked for at once."""
+    mul = T.alloc_var(T.float32, init=0.0)
+    square = T.alloc_var(T.float32, init=0.0)
+    for s in T.unroll(mul_parts.shape[0], unroll_factor=in_flight):
+        mul = mul + mul_parts[s, token, j]
+        square = square + square_parts[s, token]
+    return mul, square
+
+
 @kernel(choose=lambda *static: dict(num_threads=128), space=dict(num_threads=(64, 128, 256)))
 def normalise_kernel(k: int, num_mixes: int, *, num_threads: int):
     """Sum the parts and normalise; one thread for each mix."""
@@ -175,11 +186,7 @@ def normalise_kernel(k: int, num_mixes: int, *, num_threads: int):
             tx = T.get_thread_binding()
             token, j = pid * rows + tx // num_mixes, tx % num_mixes
             if tx < rows * num_mixes and token < num_tokens:
-                mul = T.alloc_var(T.float32, init=0.0)
-                square = T.alloc_var(T.float32, init=0.0)
-                for s in T.unroll(splits, unroll_factor=16):  # in ascending order; the loads do not wait for each other
-                    mul = mul + mul_parts[s, token, j]
-                    square = square + square_parts[s, token]
+                mul, square = add_parts(mul_parts, square_parts, token, j, 16)
                 factor = rstd_from(square, k, eps)
                 mixes[token, j] = T.ieee_mul(mul, factor)
                 if j == 0:
