@@ -10,6 +10,8 @@ that do not wait for each other: some carry post and comb of many tokens through
 only pre. They take the tokens from the last to the first, since the projection has just left the last in the L2 cache.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -303,11 +305,17 @@ def check_mixes(scale: Tensor, base: Tensor, num_streams: int, repeat: int, resi
 
 
 def fused_pre(
-    residual: Tensor, fn: Tensor, scale: Tensor, base: Tensor, with_mixes: bool, options: tuple
+    residual: Tensor,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    with_mixes: bool,
+    options: tuple,
+    project: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = project,
 ) -> tuple[Tensor, ...]:
     """Layer_input, post and comb, and `with_mixes` also pre, mixes and rstd, of residual (..., n, hidden).
 
-    `options` are repeat, eps, pre_eps, sinkhorn_eps and post_mult.
+    `options` are repeat, eps, pre_eps, sinkhorn_eps and post_mult; `project` gives the parts of the projection.
     """
     lead, _, width = check_projection(residual, fn)
     num_streams, hidden = residual.shape[-2:]

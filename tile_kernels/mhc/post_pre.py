@@ -2,7 +2,7 @@
 
     layer_input, post, comb = pre(residual)                 see `big_fuse`: the same kernels, the same bits
     y = post(x, residual, post_mix, comb_mix)               see `post`
-    post_pre: y, and pre of y, by the kernels of both one after another: y is written once and read twice
+    post_pre: y, and pre of y                               see `post_project`: y is written once and read once
 
 Forward also returns what backward needs: pre, the mixes and their rstd. Backward, the coefficients need
 a sum over the channels of a token before anything else can be found; then the kernel of the projection gives
@@ -18,11 +18,12 @@ from torch import Tensor
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.op import op
-from tile_kernels.mhc._rows import STREAMS, lead_of
+from tile_kernels.mhc._rows import STREAMS, flat, lead_of
 from tile_kernels.mhc.apply_mix import launch_apply_bwd
 from tile_kernels.mhc.big_fuse import fused_pre
 from tile_kernels.mhc.norm_fn import launch_norm_fn_bwd
-from tile_kernels.mhc.post import check_post, post_, post_bwd
+from tile_kernels.mhc.post import check_post, post_bwd
+from tile_kernels.mhc.post_project import post_project
 from tile_kernels.mhc.sinkhorn import sinkhorn_bwd
 from tile_kernels.mhc.split_mixes import num_mixes, split_mixes, split_mixes_bwd
 
@@ -216,15 +217,22 @@ def post_pre(
         post_mult: factor of post.
 
     Returns:
-        y (..., n, hidden) bfloat16, the bits of `post`; layer_input, post and comb, the bits of `big_fuse` of y; and
-        pre, mixes and rstd, which have no gradient.
+        y (..., n, hidden) bfloat16, the bits of `post`; layer_input, post and comb, as `big_fuse` of y but for the
+        order of sums; and pre, mixes and rstd, which have no gradient.
     """
-    check_post(x, residual, post_mix, comb_mix)
-    check.shape(fn, 'fn', 'num_mixes num_streams*hidden', num_mixes=num_mixes(residual.shape[-2]))
+    lead, num_streams, hidden = check_post(x, residual, post_mix, comb_mix)
+    check.shape(fn, 'fn', 'num_mixes num_streams*hidden', num_mixes=num_mixes(num_streams))
     y = torch.empty_like(residual)
     options = (repeat, eps, pre_eps, sinkhorn_eps, post_mult)
-    post_.fn(x, residual, post_mix, comb_mix, y)
-    layer_input, post, comb, *saved = fused_pre(y, fn, scale, base, True, options)
+    inputs = (
+        flat(x, lead, hidden),
+        flat(residual, lead, num_streams, hidden),
+        flat(post_mix, lead, num_streams, 1),
+        flat(comb_mix, lead, num_streams, num_streams),
+    )
+    layer_input, post, comb, *saved = fused_pre(
+        y, fn, scale, base, True, options, lambda y, fn: post_project(*inputs, fn, y)
+    )
     return y, layer_input, post, comb, saved[0], saved[1], saved[2]
 
 
