@@ -36,7 +36,7 @@ from tile_kernels.mhc._rows import (
     vector_width,
 )
 from tile_kernels.mhc.norm_fn import check_projection, project
-from tile_kernels.mhc.norm_fn_device import add_parts, padded, rstd_from
+from tile_kernels.mhc.norm_fn_device import padded, rstd_from, sum_parts
 from tile_kernels.mhc.sinkhorn import lanes_for, scale_matrix
 from tile_kernels.mhc.split_mixes import affine, num_mixes, sigmoid
 
@@ -57,7 +57,7 @@ def choose(hidden: int, num_streams: int, width: int, with_mixes: bool, num_toke
 
 
 @macro
-def sum_tokens(mul_parts, square_parts, first, mul_shared, square_shared, num_threads):
+def sum_tokens(mul_parts, square_parts, first, mul_shared, square_shared, num_threads, in_flight):
     """The products and sums of squares of the tokens from `first` on, the parts in ascending order.
 
     One thread for each sum: the loads of a sum do not wait for each other, those of the next sum wait for all.
@@ -66,18 +66,14 @@ def sum_tokens(mul_parts, square_parts, first, mul_shared, square_shared, num_th
     last = mul_parts.shape[1] - 1
     for r in T.serial(-(-tokens * (columns + 1) // num_threads)):
         index = r * num_threads + T.get_thread_binding()
-        total = T.alloc_var(T.float32)
-        total = 0.0
         if index < tokens * columns:
-            token = T.min(first + index // columns, last)
-            for s in T.unroll(mul_parts.shape[0], unroll_factor=16):
-                total = total + mul_parts[s, token, index % columns]
-            mul_shared[index // columns, index % columns] = total
+            token, j = T.min(first + index // columns, last), index % columns
+            mul = sum_parts(lambda s: mul_parts[s, token, j], mul_parts.shape[0], in_flight)  # noqa: B023
+            mul_shared[index // columns, j] = mul
         elif index < tokens * (columns + 1):
             token = T.min(first + index - tokens * columns, last)
-            for s in T.unroll(mul_parts.shape[0], unroll_factor=16):
-                total = total + square_parts[s, token]
-            square_shared[index - tokens * columns] = total
+            square = sum_parts(lambda s: square_parts[s, token], mul_parts.shape[0], in_flight)  # noqa: B023
+            square_shared[index - tokens * columns] = square
 
 
 @macro
@@ -100,6 +96,7 @@ def mix_and_apply_kernel(
     num_vectors, vectors = hidden // width, 2
     rounds = -(-num_vectors // (vectors * row_threads))
     crowded = mix_tokens > FEW_TOKENS
+    in_flight = 8 if crowded else 16  # few tokens have many parts
     lanes = lanes_for(num_streams, num_streams)
     held = num_streams // lanes
     tokens = min(mix_tokens, row_threads // lanes)
@@ -145,7 +142,7 @@ def mix_and_apply_kernel(
             tx = T.get_thread_binding()
 
             if pid < mix_blocks:
-                sum_tokens(mul_parts, square_parts, pid * tokens, mul_shared, square_shared, row_threads)
+                sum_tokens(mul_parts, square_parts, pid * tokens, mul_shared, square_shared, row_threads, in_flight)
                 T.sync_threads()
                 if tx < -(-tokens * lanes // WARP) * WARP:
                     slot = T.min(tx // lanes, tokens - 1)  # shuffles need all lanes
@@ -192,11 +189,17 @@ def mix_and_apply_kernel(
                 token = num_tokens - 1 - (pid - mix_blocks)
                 if rounds == 1:  # on their way while the parts are summed
                     load_round(residual, token, 0, x_local, vectors, row_threads)
-                if tx < num_streams:
-                    mul, square = add_parts(mul_parts, square_parts, token, tx, 8 if crowded else 16)
-                    factor = rstd_from(square, num_streams * hidden, eps)
-                    z = affine(T.ieee_mul(mul, factor), scale[0], base[tx])
-                    pre_shared[tx] = T.ieee_add(sigmoid(z), pre_eps)
+                if tx < WARP:  # a lane for each product of pre, and one for the squares
+                    j = T.min(tx, num_streams - 1)
+                    total = sum_parts(
+                        lambda s: T.if_then_else(tx == num_streams, square_parts[s, token], mul_parts[s, token, j]),
+                        splits,
+                        in_flight,
+                    )
+                    factor = rstd_from(T.shfl_sync(total, num_streams), num_streams * hidden, eps)
+                    if tx < num_streams:
+                        z = affine(T.ieee_mul(total, factor), scale[0], base[j])
+                        pre_shared[tx] = T.ieee_add(sigmoid(z), pre_eps)
                 T.sync_threads()
                 for c in T.unroll(num_streams):
                     mix_local[c] = pre_shared[c]

@@ -158,14 +158,21 @@ def rstd_from(square_sum, k, eps):
 
 
 @macro
-def add_parts(mul_parts, square_parts, token, j, in_flight):
-    """A product of a token and its sum of squares; parts in ascending order, `in_flight` of them asked for at once."""
-    mul = T.alloc_var(T.float32, init=0.0)
-    square = T.alloc_var(T.float32, init=0.0)
-    for s in T.unroll(mul_parts.shape[0], unroll_factor=in_flight):
-        mul = mul + mul_parts[s, token, j]
-        square = square + square_parts[s, token]
-    return mul, square
+def sum_parts(part, count, in_flight):
+    """The sum of `part(0)`, `part(1)`, ... in ascending order, `in_flight` of them asked for at once.
+
+    A last round of fewer asks for the last part again: a loop unrolled for more parts than there are, or with a branch
+    at each, would wait for them one by one.
+    """
+    part_local = T.alloc_local((in_flight,), T.float32)
+    total = T.alloc_var(T.float32)
+    total = 0.0
+    for first in T.serial(T.ceildiv(count, in_flight)):
+        for s in T.unroll(in_flight):
+            part_local[s] = part(T.min(first * in_flight + s, count - 1))
+        for s in T.unroll(in_flight):
+            total = total + T.if_then_else(first * in_flight + s < count, part_local[s], 0.0)
+    return total
 
 
 @kernel(choose=lambda *static: dict(num_threads=128), space=dict(num_threads=(64, 128, 256)))
@@ -186,7 +193,8 @@ def normalise_kernel(k: int, num_mixes: int, *, num_threads: int):
             tx = T.get_thread_binding()
             token, j = pid * rows + tx // num_mixes, tx % num_mixes
             if tx < rows * num_mixes and token < num_tokens:
-                mul, square = add_parts(mul_parts, square_parts, token, j, 16)
+                square = sum_parts(lambda s: square_parts[s, token], splits, 8)
+                mul = sum_parts(lambda s: mul_parts[s, token, j], splits, 8)
                 factor = rstd_from(square, k, eps)
                 mixes[token, j] = T.ieee_mul(mul, factor)
                 if j == 0:

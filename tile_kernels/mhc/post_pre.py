@@ -2,7 +2,7 @@
 
     layer_input, post, comb = pre(residual)                 see `big_fuse`: the same kernels, the same bits
     y = post(x, residual, post_mix, comb_mix)               see `post`
-    post_pre: y, and pre of y                               see `post_project`: y is written once and read once
+    post_pre: y, and pre of y                               see `post_project`: the residual is read once
 
 Forward also returns what backward needs: pre, the mixes and their rstd. Backward, the coefficients need
 a sum over the channels of a token before anything else can be found; then the kernel of the projection gives

@@ -236,8 +236,9 @@ def _cold_event_times(call: Callable[[], Any], warmup: float, rep: float) -> lis
     host, device = _issue_and_run_time(call)
     flush_host, flush_device = _issue_and_run_time(lambda: flush.fill_(1))
     # While the GPU writes the flush buffer the host gets ahead of it, so that the events time the device alone; a slow
-    # host needs more than one write for that. Recording the two events takes it about 0.01 ms.
-    flushes = math.ceil((host + 0.01) / max(flush_device - flush_host, 0.01))
+    # host needs more than one write for that. Recording the three events takes it 0.01 to 0.03 ms, and a host with
+    # neighbours is at times half as fast as it was a moment ago.
+    flushes = math.ceil(2 * (host + 0.02) / max(flush_device - flush_host, 0.01))
     flushes = min(flushes, 32)
 
     spare = torch.cuda.Event(enable_timing=True)
