@@ -17,8 +17,10 @@ from tile_kernels.core.lang import T
 from tile_kernels.core.launch import config_for, launch
 from tile_kernels.mhc._rows import post_to_vector, store_vector
 from tile_kernels.mhc.norm_fn import project
-from tile_kernels.mhc.norm_fn_device import SPLITS, padded, split_fn
+from tile_kernels.mhc.norm_fn_device import padded, split_fn
 from tile_kernels.mhc.post import post_
+
+SPLITS = tuple(range(1, 65))
 
 #: Tokens of a block, channels of a step, elements of a vector.
 BLOCK_M, CHANNELS, WIDTH = 64, 64, 8
@@ -33,14 +35,13 @@ WAVE = 132
 
 
 def choose(hidden: int, num_streams: int, num_mixes: int, num_tokens: int) -> dict:
-    """The shares of the channels that need the fewest rounds of steps; a block costs about two besides its own."""
-    tiles, channels = max(-(-num_tokens // BLOCK_M), 1), hidden // CHANNELS
+    """Equal shares of the channels that need the fewest rounds of steps; a block costs about two besides its own."""
+    tiles, steps = max(-(-num_tokens // BLOCK_M), 1), hidden // CHANNELS
 
     def rounds(splits: int) -> int:
-        return -(-tiles * splits // WAVE) * (-(-channels // splits) + 2)
+        return -(-tiles * splits // WAVE) * (steps // splits + 2)
 
-    splits = min((n for n in SPLITS if n <= channels), key=rounds)
-    return dict(splits=splits, num_stages=3)
+    return dict(splits=min((n for n in SPLITS if steps % n == 0), key=rounds), num_stages=3)
 
 
 # Kernel -------------------------------------------------------------------------------------
@@ -57,7 +58,7 @@ def post_project_kernel(hidden: int, num_streams: int, num_mixes: int, *, splits
     row_threads = CHANNELS // WIDTH
     rows = num_threads // row_threads
     passes = BLOCK_M // rows
-    steps = -(-hidden // (CHANNELS * splits))
+    steps = hidden // CHANNELS // splits
     k, streams = num_streams * hidden, tuple(range(num_streams))
     num_tokens = T.dynamic('num_tokens')
 
@@ -102,7 +103,7 @@ def post_project_kernel(hidden: int, num_streams: int, num_mixes: int, *, splits
                     combs_local[p, c] = comb_mix[token, c // num_streams, c % num_streams]
             T.clear(mul_frag)
             T.clear(square_local)
-            for step in T.Pipelined(T.min(steps, T.max(hidden // CHANNELS - pid_c * steps, 0)), num_stages=num_stages):
+            for step in T.Pipelined(steps, num_stages=num_stages):
                 channel = (pid_c * steps + step) * CHANNELS
                 for s in streams:
                     T.copy(
