@@ -4,17 +4,26 @@
     mul[t, j]   = sum_{o, h} y[t, o, h] fn[j, o hidden + h]                                see `norm_fn`
     square[t]   = sum_{o, h} y[t, o, h]^2
 
-A block owns 64 tokens and a share of the channels. In a step it takes 64 channels of all streams from shared memory,
-where they arrive two steps ahead; y goes to memory and to where the tensor cores find it. y has the bits of `post`; the
-sums run over the streams of 64 channels at a time, in another order than those of `norm_fn`. Memory bound: the floor is
-reading x and residual and writing y.
+A block owns 64 tokens and a share of the channels. One warpgroup loads 64 channels of all streams at a time, two others
+take them by turns: y goes to memory and in the place of the residual, where the tensor cores find it. y has the bits of
+`post`; the sums run over the streams of 64 channels at a time, in another order than those of `norm_fn`. Memory bound:
+the floor is reading x and residual and writing y.
 """
 
 from torch import Tensor
 
-from tile_kernels.core.jit import PLAIN_PRODUCTS, kernel
-from tile_kernels.core.lang import T
+from tile_kernels.core import check
+from tile_kernels.core.jit import kernel
+from tile_kernels.core.lang import T, macro
 from tile_kernels.core.launch import config_for, launch
+from tile_kernels.gemm._groups import (
+    LOADING_REGISTERS,
+    MULTIPLYING_REGISTERS,
+    WARPGROUP,
+    WARPGROUP_ROLES,
+    WARPGROUP_ROWS,
+)
+from tile_kernels.gemm._operands import has_warpgroups
 from tile_kernels.mhc._rows import post_to_vector, store_vector
 from tile_kernels.mhc.norm_fn import project
 from tile_kernels.mhc.norm_fn_device import padded, split_fn
@@ -23,9 +32,9 @@ from tile_kernels.mhc.post import post_
 SPLITS = tuple(range(1, 65))
 
 #: Tokens of a block, channels of a step, elements of a vector.
-BLOCK_M, CHANNELS, WIDTH = 64, 64, 8
+BLOCK_M, CHANNELS, WIDTH = WARPGROUP_ROWS, 64, 8
 
-#: Most streams whose tiles fit into shared memory; more take the kernels of both ops.
+#: Most streams whose tiles fit into shared memory.
 MAX_STREAMS = 4
 
 #: Blocks that run at a time: one on each of 132 SMs. On other devices the choice is the same, and so are the results.
@@ -41,25 +50,37 @@ def choose(hidden: int, num_streams: int, num_mixes: int, num_tokens: int) -> di
     def rounds(splits: int) -> int:
         return -(-tiles * splits // WAVE) * (steps // splits + 2)
 
-    return dict(splits=min((n for n in SPLITS if steps % n == 0), key=rounds), num_stages=3)
+    shares = [max(n for n in range(1, most + 1) if steps % n == 0) for most in (1, 2, 4, 16, 64)]
+    return dict(splits=min(shares, key=rounds), ring=3)
 
 
 # Kernel -------------------------------------------------------------------------------------
 
 
-@kernel(
-    choose=choose,
-    space=dict(splits=SPLITS, num_stages=(2, 3)),
-    pass_configs=PLAIN_PRODUCTS,
-)
-def post_project_kernel(hidden: int, num_streams: int, num_mixes: int, *, splits: int, num_stages: int):
+@macro
+def load_coefficients(mix, first, num_tokens, coef_shared, offset, num_threads):
+    """The coefficients of a tile of tokens, those behind the last token 0."""
+    count = mix.shape[1] * mix.shape[2]
+    for v in T.unroll(-(-BLOCK_M * count // num_threads)):
+        index = v * num_threads + T.get_thread_binding()
+        row, j = index // count, index % count
+        if row < BLOCK_M:
+            coef_shared[row, offset + j] = T.if_then_else(
+                first + row < num_tokens,
+                mix[T.min(first + row, num_tokens - 1), j // mix.shape[2], j % mix.shape[2]],
+                0,
+            )
+
+
+@kernel(choose=choose, space=dict(splits=SPLITS, ring=(2, 3)), **WARPGROUP_ROLES)
+def post_project_kernel(hidden: int, num_streams: int, num_mixes: int, *, splits: int, ring: int):
     """Fn in two parts, then y, products and squares of 64 tokens over a share of the channels."""
-    columns, num_threads = padded(num_mixes), 256
+    columns, members, streams = padded(num_mixes), (0, 1), tuple(range(num_streams))
+    num_threads = (len(members) + 1) * WARPGROUP
     row_threads = CHANNELS // WIDTH
-    rows = num_threads // row_threads
-    passes = BLOCK_M // rows
+    rows = WARPGROUP // row_threads
     steps = hidden // CHANNELS // splits
-    k, streams = num_streams * hidden, tuple(range(num_streams))
+    k, coefs = num_streams * hidden, num_streams * (1 + num_streams)
     num_tokens = T.dynamic('num_tokens')
 
     @T.prim_func
@@ -78,77 +99,109 @@ def post_project_kernel(hidden: int, num_streams: int, num_mixes: int, *, splits
             split_fn(fn, fn_parts, pid, num_mixes, num_threads)
 
         with T.Kernel(splits, T.ceildiv(num_tokens, BLOCK_M), threads=num_threads) as (pid_c, pid_m):
-            x_shared = T.alloc_shared((BLOCK_M, CHANNELS), T.bfloat16)
-            residual_shared = T.alloc_shared((BLOCK_M, num_streams * CHANNELS), T.bfloat16)
-            y_shared = T.alloc_shared((BLOCK_M, num_streams * CHANNELS), T.bfloat16)
-            fn_shared = T.alloc_shared((2 * columns, num_streams * CHANNELS), T.bfloat16)
-            mul_frag = T.alloc_fragment((BLOCK_M, 2 * columns), T.float32)
-            mul_shared = T.alloc_shared((BLOCK_M, 2 * columns), T.float32)
+            x_shared = T.alloc_shared((ring, BLOCK_M, CHANNELS), T.bfloat16)
+            streams_shared = T.alloc_shared((ring, num_streams, BLOCK_M, CHANNELS), T.bfloat16)  # residual, then y
+            fn_shared = T.alloc_shared((ring, num_streams, 2 * columns, CHANNELS), T.bfloat16)
+            coef_shared = T.alloc_shared((BLOCK_M, coefs), T.float32)
+            mul_shared = T.alloc_shared((len(members), BLOCK_M, 2 * columns), T.float32)
+            square_shared = T.alloc_shared((len(members), BLOCK_M), T.float32)
+            mul_frag = [T.alloc_fragment((BLOCK_M, 2 * columns), T.float32) for _ in members]
+            full, free = T.alloc_barrier([WARPGROUP] * ring), T.alloc_barrier([WARPGROUP] * ring)
             x_local = T.alloc_local((1, WIDTH), T.bfloat16)
             residual_local = T.alloc_local((num_streams, WIDTH), T.bfloat16)
             y_local = T.alloc_local((num_streams, WIDTH), T.bfloat16)
-            posts_local = T.alloc_local((passes, num_streams), T.float32)
-            combs_local = T.alloc_local((passes, num_streams * num_streams), T.float32)
             post_local = T.alloc_local((num_streams,), T.float32)
             comb_local = T.alloc_local((num_streams * num_streams,), T.float32)
-            square_local = T.alloc_local((passes,), T.float32)
+            square_local = T.alloc_local((BLOCK_M // rows,), T.float32)
             tx = T.get_thread_binding()
-            first, own, lane = pid_m * BLOCK_M, tx // row_threads, tx % row_threads
+            first, start = pid_m * BLOCK_M, pid_c * steps
 
-            for p in T.unroll(passes):
-                token = T.min(first + p * rows + own, num_tokens - 1)
-                for c in T.unroll(num_streams):
-                    posts_local[p, c] = post_mix[token, c, 0]
-                for c in T.unroll(num_streams * num_streams):
-                    combs_local[p, c] = comb_mix[token, c // num_streams, c % num_streams]
-            T.clear(mul_frag)
-            T.clear(square_local)
-            for step in T.Pipelined(steps, num_stages=num_stages):
-                channel = (pid_c * steps + step) * CHANNELS
-                for s in streams:
-                    T.copy(
-                        residual[first : first + BLOCK_M, s, channel : channel + CHANNELS],
-                        residual_shared[0:BLOCK_M, s * CHANNELS : (s + 1) * CHANNELS],
+            load_coefficients(post_mix, first, num_tokens, coef_shared, 0, num_threads)
+            load_coefficients(comb_mix, first, num_tokens, coef_shared, num_streams, num_threads)
+            T.sync_threads()
+            with T.ws(len(members)):
+                T.dec_max_nreg(LOADING_REGISTERS)
+                for step in T.serial(steps):
+                    slot, channel = step % ring, (start + step) * CHANNELS
+                    T.mbarrier_wait_parity(free[slot], (step // ring + 1) & 1)
+                    T.tma_copy(
+                        x[first : first + BLOCK_M, channel : channel + CHANNELS],
+                        x_shared[slot, :, :],
+                        barrier=full[slot],
                     )
-                T.copy(x[first : first + BLOCK_M, channel : channel + CHANNELS], x_shared)
-                for s in streams:
-                    T.copy(
-                        fn_parts[0 : 2 * columns, s * hidden + channel : s * hidden + channel + CHANNELS],
-                        fn_shared[0 : 2 * columns, s * CHANNELS : (s + 1) * CHANNELS],
-                    )
-                for p in T.unroll(passes):
-                    row = p * rows + own
-                    for e in T.vectorized(WIDTH):
-                        x_local[0, e] = x_shared[row, lane * WIDTH + e]
-                    for s in T.unroll(num_streams):
-                        for e in T.vectorized(WIDTH):
-                            residual_local[s, e] = residual_shared[row, s * CHANNELS + lane * WIDTH + e]
-                    for c in T.unroll(num_streams):
-                        post_local[c] = posts_local[p, c]
-                    for c in T.unroll(num_streams * num_streams):
-                        comb_local[c] = combs_local[p, c]
-                    post_to_vector(x_local, 0, residual_local, 0, post_local, comb_local, y_local)
-                    for s in T.unroll(num_streams):
-                        if first + row < num_tokens:
-                            store_vector(y_local, s, y, first + row, s, channel // WIDTH + lane)
-                        for e in T.vectorized(WIDTH):
-                            y_shared[row, s * CHANNELS + lane * WIDTH + e] = y_local[s, e]
-                        for e in T.unroll(WIDTH):
-                            value = T.cast(y_local[s, e], T.float32)
-                            square_local[p] = T.ieee_fmaf(value, value, square_local[p])
-                T.gemm(y_shared, fn_shared, mul_frag, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
-
-            T.copy(mul_frag, mul_shared)
-            for i, j in T.Parallel(BLOCK_M, columns):
-                if first + i < num_tokens:
-                    mul_parts[pid_c, first + i, j] = mul_shared[i, j] + mul_shared[i, columns + j]
-            for p in T.unroll(passes):
-                total = T.alloc_var(T.float32)
-                total = square_local[p]
-                for distance in (4, 2, 1):
-                    total = total + T.shfl_xor(total, distance)
-                if lane == 0 and first + p * rows + own < num_tokens:
-                    square_parts[pid_c, first + p * rows + own] = total
+                    for s in streams:
+                        T.tma_copy(
+                            residual[first : first + BLOCK_M, s, channel : channel + CHANNELS],
+                            streams_shared[slot, s, :, :],
+                            barrier=full[slot],
+                        )
+                        T.tma_copy(
+                            fn_parts[0 : 2 * columns, s * hidden + channel : s * hidden + channel + CHANNELS],
+                            fn_shared[slot, s, :, :],
+                            barrier=full[slot],
+                        )
+                    T.barrier_arrive(full[slot])
+            for member in members:
+                with T.ws(member):
+                    T.inc_max_nreg(MULTIPLYING_REGISTERS)
+                    own, lane = tx % WARPGROUP // row_threads, tx % row_threads
+                    T.clear(mul_frag[member])
+                    T.clear(square_local)
+                    for turn in T.serial((steps + 1 - member) // 2):
+                        step = 2 * turn + member
+                        slot, vector = step % ring, (start + step) * (CHANNELS // WIDTH) + lane
+                        T.mbarrier_wait_parity(full[slot], step // ring & 1)
+                        for p in T.unroll(BLOCK_M // rows):
+                            row = p * rows + own
+                            for e in T.vectorized(WIDTH):
+                                x_local[0, e] = x_shared[slot, row, lane * WIDTH + e]
+                            for s in T.unroll(num_streams):
+                                for e in T.vectorized(WIDTH):
+                                    residual_local[s, e] = streams_shared[slot, s, row, lane * WIDTH + e]
+                            for c in T.unroll(num_streams):
+                                post_local[c] = coef_shared[row, c]
+                            for c in T.unroll(num_streams * num_streams):
+                                comb_local[c] = coef_shared[row, num_streams + c]
+                            post_to_vector(x_local, 0, residual_local, 0, post_local, comb_local, y_local)
+                            for s in T.unroll(num_streams):
+                                if first + row < num_tokens:
+                                    store_vector(y_local, s, y, first + row, s, vector)
+                                for e in T.vectorized(WIDTH):
+                                    streams_shared[slot, s, row, lane * WIDTH + e] = y_local[s, e]
+                                for e in T.unroll(WIDTH):
+                                    value = T.cast(y_local[s, e], T.float32)
+                                    square_local[p] = T.ieee_fmaf(value, value, square_local[p])
+                        T.fence_proxy_async()
+                        T.sync_threads(8 + member, WARPGROUP)
+                        for s in streams:
+                            T.wgmma_gemm(
+                                streams_shared[slot, s, :, :],
+                                fn_shared[slot, s, :, :],
+                                mul_frag[member],
+                                transpose_B=True,
+                            )
+                        T.wait_wgmma(0)
+                        T.barrier_arrive(free[slot])
+                    T.copy(mul_frag[member], mul_shared[member, :, :])
+                    for p in T.unroll(BLOCK_M // rows):
+                        total = T.alloc_var(T.float32)
+                        total = square_local[p]
+                        for distance in (4, 2, 1):
+                            total = total + T.shfl_xor(total, distance)
+                        if lane == 0:
+                            square_shared[member, p * rows + own] = total
+                    T.sync_threads(8 + len(members), len(members) * WARPGROUP)
+                    for v in T.unroll(-(-BLOCK_M * columns // (len(members) * WARPGROUP))):
+                        index = v * len(members) * WARPGROUP + tx
+                        row, j = index // columns, index % columns
+                        if row < BLOCK_M and first + row < num_tokens:
+                            mul_parts[pid_c, first + row, j] = (
+                                mul_shared[0, row, j]
+                                + mul_shared[0, row, columns + j]
+                                + (mul_shared[1, row, j] + mul_shared[1, row, columns + j])
+                            )
+                    if tx < BLOCK_M and first + tx < num_tokens:
+                        square_parts[pid_c, first + tx] = square_shared[0, tx] + square_shared[1, tx]
 
     return post_project
 
@@ -156,9 +209,12 @@ def post_project_kernel(hidden: int, num_streams: int, num_mixes: int, *, splits
 def post_project(
     x: Tensor, residual: Tensor, post_mix: Tensor, comb_mix: Tensor, fn: Tensor, y: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Write y, and return the parts of mul and of the sums of squares, as `project` of y does."""
+    """Write y, and return the parts of mul and of the sums of squares, as `project` of y does.
+
+    By the kernels of both ops where the tiles do not fit, or the GPU cannot load or multiply them so.
+    """
     (num_tokens, num_streams, hidden), (num_mixes, k) = residual.shape, fn.shape
-    if num_streams > MAX_STREAMS:
+    if num_streams > MAX_STREAMS or not has_warpgroups(residual) or check.vector_bytes(x, residual) < 16:
         post_.fn(x, residual, post_mix, comb_mix, y)
         return project(y, fn)
     static = (hidden, num_streams, num_mixes)
