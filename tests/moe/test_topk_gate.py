@@ -108,6 +108,14 @@ def test_both_zeros_are_equal(path):
     check_rows(scores, 8)
 
 
+@pytest.mark.parametrize('num_experts', [16, 72, 256])
+def test_both_zeros_reach_a_cut_at_zero(num_experts, path):
+    scores = torch.full((40, num_experts), -1.0)
+    scores[:, ::2] = torch.where(torch.rand(40, -(-num_experts // 2)) < 0.5, -0.0, 0.0)
+    scores[:, 1:10:2] = torch.arange(1.0, 6.0)
+    check_rows(scores, 6)  # the sixth is the first zero, whatever its sign
+
+
 def test_nan_ranks_last_whatever_its_sign(path):
     scores = torch.randn(4, 40)
     scores[0, ::2] = NAN

@@ -125,6 +125,10 @@ def find_cuts(x, at: Place, num_slots: int, rounds: int, cut):
             cut[r] = T.warp_reduce_max(key[r])
             if key[r] == cut[r]:
                 key[r] = LOWEST
+    for r in T.unroll(at.rows):
+        cut[r] = T.Select(
+            cut[r] == 0, -1, cut[r]
+        )  # -0 - (+0) has the sign of what is below
 
 
 @macro
