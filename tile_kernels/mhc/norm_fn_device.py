@@ -124,8 +124,9 @@ def project_kernel(k: int, num_mixes: int, *, block_m: int, splits: int, num_sta
             T.clear(mul_frag)
             T.clear(square_local)
             for step in T.Pipelined(steps, num_stages=num_stages):
-                T.copy(x[pid_m * block_m, (pid_k * steps + step) * BLOCK_K], x_shared)
-                T.copy(fn_parts[0, (pid_k * steps + step) * BLOCK_K], fn_shared)
+                first = (step * splits + pid_k) * BLOCK_K  # blocks of the same tokens read neighbours at a time
+                T.copy(x[pid_m * block_m, first], x_shared)
+                T.copy(fn_parts[0, first], fn_shared)
                 for r in T.unroll(block_m // rows):
                     for e in T.vectorized(8):
                         vector_local[e] = x_shared[r * rows + tx // row_threads, tx % row_threads * 8 + e]

@@ -5,9 +5,9 @@
     square[t]   = sum_{o, h} y[t, o, h]^2
 
 A block owns 64 tokens and a share of the channels. One warpgroup loads 64 channels of all streams at a time, two others
-take them by turns: y goes to memory and in the place of the residual, where the tensor cores find it. y has the bits of
-`post`; the sums run over the streams of 64 channels at a time, in another order than those of `norm_fn`. Memory bound:
-the floor is reading x and residual and writing y.
+take them by turns: y goes to memory and in the place of the residual, where the tensor cores find it. Blocks with the
+same tokens take neighbouring channels at a time. y has the bits of `post`; the sums run over the streams of 64 channels
+at a time, in another order than those of `norm_fn`. Memory bound: the floor is reading x and residual and writing y.
 """
 
 from torch import Tensor
@@ -29,10 +29,13 @@ from tile_kernels.mhc.norm_fn import project
 from tile_kernels.mhc.norm_fn_device import padded, split_fn
 from tile_kernels.mhc.post import post_
 
-SPLITS = tuple(range(1, 65))
+SPLITS = tuple(range(1, 33))
 
 #: Tokens of a block, channels of a step, elements of a vector.
 BLOCK_M, CHANNELS, WIDTH = WARPGROUP_ROWS, 64, 8
+
+#: Warpgroups that compute; each sums its own part.
+MEMBERS = 2
 
 #: Most streams whose tiles fit into shared memory.
 MAX_STREAMS = 4
@@ -50,7 +53,7 @@ def choose(hidden: int, num_streams: int, num_mixes: int, num_tokens: int) -> di
     def rounds(splits: int) -> int:
         return -(-tiles * splits // WAVE) * (steps // splits + 2)
 
-    shares = [max(n for n in range(1, most + 1) if steps % n == 0) for most in (1, 2, 4, 16, 64)]
+    shares = [max(n for n in range(1, most + 1) if steps % n == 0) for most in (1, 2, 4, 8, 32)]
     return dict(splits=min(shares, key=rounds), ring=3)
 
 
@@ -75,8 +78,8 @@ def load_coefficients(mix, first, num_tokens, coef_shared, offset, num_threads):
 @kernel(choose=choose, space=dict(splits=SPLITS, ring=(2, 3)), **WARPGROUP_ROLES)
 def post_project_kernel(hidden: int, num_streams: int, num_mixes: int, *, splits: int, ring: int):
     """Fn in two parts, then y, products and squares of 64 tokens over a share of the channels."""
-    columns, members, streams = padded(num_mixes), (0, 1), tuple(range(num_streams))
-    num_threads = (len(members) + 1) * WARPGROUP
+    columns, streams = padded(num_mixes), tuple(range(num_streams))
+    members, num_threads = tuple(range(MEMBERS)), (MEMBERS + 1) * WARPGROUP
     row_threads = CHANNELS // WIDTH
     rows = WARPGROUP // row_threads
     steps = hidden // CHANNELS // splits
@@ -92,8 +95,8 @@ def post_project_kernel(hidden: int, num_streams: int, num_mixes: int, *, splits
         fn: T.Tensor((num_mixes, k), T.float32),
         fn_parts: T.Tensor((2 * columns, k), T.bfloat16),
         y: T.Tensor((num_tokens, num_streams, hidden), T.bfloat16),
-        mul_parts: T.Tensor((splits, num_tokens, columns), T.float32),
-        square_parts: T.Tensor((splits, num_tokens), T.float32),
+        mul_parts: T.Tensor((MEMBERS * splits, num_tokens, columns), T.float32),
+        square_parts: T.Tensor((MEMBERS * splits, num_tokens), T.float32),
     ):
         with T.Kernel(T.ceildiv(columns * (k // 8), num_threads), threads=num_threads) as pid:
             split_fn(fn, fn_parts, pid, num_mixes, num_threads)
@@ -103,8 +106,7 @@ def post_project_kernel(hidden: int, num_streams: int, num_mixes: int, *, splits
             streams_shared = T.alloc_shared((ring, num_streams, BLOCK_M, CHANNELS), T.bfloat16)  # residual, then y
             fn_shared = T.alloc_shared((ring, num_streams, 2 * columns, CHANNELS), T.bfloat16)
             coef_shared = T.alloc_shared((BLOCK_M, coefs), T.float32)
-            mul_shared = T.alloc_shared((len(members), BLOCK_M, 2 * columns), T.float32)
-            square_shared = T.alloc_shared((len(members), BLOCK_M), T.float32)
+            mul_shared = T.alloc_shared((MEMBERS, BLOCK_M, 2 * columns), T.float32)
             mul_frag = [T.alloc_fragment((BLOCK_M, 2 * columns), T.float32) for _ in members]
             full, free = T.alloc_barrier([WARPGROUP] * ring), T.alloc_barrier([WARPGROUP] * ring)
             x_local = T.alloc_local((1, WIDTH), T.bfloat16)
@@ -114,15 +116,15 @@ def post_project_kernel(hidden: int, num_streams: int, num_mixes: int, *, splits
             comb_local = T.alloc_local((num_streams * num_streams,), T.float32)
             square_local = T.alloc_local((BLOCK_M // rows,), T.float32)
             tx = T.get_thread_binding()
-            first, start = pid_m * BLOCK_M, pid_c * steps
+            first = pid_m * BLOCK_M
 
             load_coefficients(post_mix, first, num_tokens, coef_shared, 0, num_threads)
             load_coefficients(comb_mix, first, num_tokens, coef_shared, num_streams, num_threads)
             T.sync_threads()
-            with T.ws(len(members)):
+            with T.ws(MEMBERS):
                 T.dec_max_nreg(LOADING_REGISTERS)
                 for step in T.serial(steps):
-                    slot, channel = step % ring, (start + step) * CHANNELS
+                    slot, channel = step % ring, (step * splits + pid_c) * CHANNELS
                     T.mbarrier_wait_parity(free[slot], (step // ring + 1) & 1)
                     T.tma_copy(
                         x[first : first + BLOCK_M, channel : channel + CHANNELS],
@@ -149,7 +151,7 @@ def post_project_kernel(hidden: int, num_streams: int, num_mixes: int, *, splits
                     T.clear(square_local)
                     for turn in T.serial((steps + 1 - member) // 2):
                         step = 2 * turn + member
-                        slot, vector = step % ring, (start + step) * (CHANNELS // WIDTH) + lane
+                        slot, vector = step % ring, (step * splits + pid_c) * (CHANNELS // WIDTH) + lane
                         T.mbarrier_wait_parity(full[slot], step // ring & 1)
                         for p in T.unroll(BLOCK_M // rows):
                             row = p * rows + own
@@ -183,25 +185,19 @@ def post_project_kernel(hidden: int, num_streams: int, num_mixes: int, *, splits
                         T.wait_wgmma(0)
                         T.barrier_arrive(free[slot])
                     T.copy(mul_frag[member], mul_shared[member, :, :])
-                    for p in T.unroll(BLOCK_M // rows):
-                        total = T.alloc_var(T.float32)
-                        total = square_local[p]
-                        for distance in (4, 2, 1):
-                            total = total + T.shfl_xor(total, distance)
-                        if lane == 0:
-                            square_shared[member, p * rows + own] = total
-                    T.sync_threads(8 + len(members), len(members) * WARPGROUP)
-                    for v in T.unroll(-(-BLOCK_M * columns // (len(members) * WARPGROUP))):
-                        index = v * len(members) * WARPGROUP + tx
-                        row, j = index // columns, index % columns
+                    T.sync_threads(8 + member, WARPGROUP)
+                    for v in T.unroll(-(-BLOCK_M * columns // WARPGROUP)):
+                        row, j = (v * WARPGROUP + tx % WARPGROUP) // columns, (v * WARPGROUP + tx % WARPGROUP) % columns
                         if row < BLOCK_M and first + row < num_tokens:
-                            mul_parts[pid_c, first + row, j] = (
-                                mul_shared[0, row, j]
-                                + mul_shared[0, row, columns + j]
-                                + (mul_shared[1, row, j] + mul_shared[1, row, columns + j])
-                            )
-                    if tx < BLOCK_M and first + tx < num_tokens:
-                        square_parts[pid_c, first + tx] = square_shared[0, tx] + square_shared[1, tx]
+                            mul = mul_shared[member, row, j] + mul_shared[member, row, columns + j]
+                            mul_parts[MEMBERS * pid_c + member, first + row, j] = mul
+                    for p in T.unroll(BLOCK_M // rows):
+                        square = T.alloc_var(T.float32)
+                        square = square_local[p]
+                        for distance in (4, 2, 1):
+                            square = square + T.shfl_xor(square, distance)
+                        if lane == 0 and first + p * rows + own < num_tokens:
+                            square_parts[MEMBERS * pid_c + member, first + p * rows + own] = square
 
     return post_project
 
@@ -218,9 +214,9 @@ def post_project(
         post_.fn(x, residual, post_mix, comb_mix, y)
         return project(y, fn)
     static = (hidden, num_streams, num_mixes)
-    splits = config_for(post_project_kernel, static, num_tokens)['splits']
+    parts = MEMBERS * config_for(post_project_kernel, static, num_tokens)['splits']
     fn_parts = residual.new_empty(2 * padded(num_mixes), k)
-    mul_parts, square_parts = fn.new_empty(splits, num_tokens, padded(num_mixes)), fn.new_empty(splits, num_tokens)
+    mul_parts, square_parts = fn.new_empty(parts, num_tokens, padded(num_mixes)), fn.new_empty(parts, num_tokens)
     launch(
         post_project_kernel,
         static,
