@@ -51,7 +51,7 @@ def test_big_fuse_has_the_bits_of_its_parts(num_tokens, hidden, n):
         assert_equal(actual, expected)
 
 
-@pytest.mark.parametrize(('num_tokens', 'hidden', 'n'), [(35, 64, 2), (5, 320, 4), (3, 64, 8)])
+@pytest.mark.parametrize(('num_tokens', 'hidden', 'n'), [(35, 64, 2), (270, 64, 2), (300, 320, 4), (3, 64, 8)])
 def test_post_pre_has_the_bits_of_its_parts(num_tokens, hidden, n):
     residual, fn, scale, base = pre_inputs(num_tokens, hidden, n)
     layer = randn(num_tokens, hidden, dtype=BF16), residual, randn(num_tokens, n, 1), randn(num_tokens, n, n)

@@ -37,8 +37,8 @@ BLOCK_M, CHANNELS, WIDTH = WARPGROUP_ROWS, 64, 8
 #: Warpgroups that compute; each sums its own part.
 MEMBERS = 2
 
-#: Most streams whose tiles fit into shared memory.
-MAX_STREAMS = 4
+#: Most streams whose tiles fit into shared memory, and most tokens that do not fill the GPU so.
+MAX_STREAMS, FEW_TOKENS = 4, 256
 
 #: Blocks that run at a time: one on each of 132 SMs. On other devices the choice is the same, and so are the results.
 WAVE = 132
@@ -53,7 +53,7 @@ def choose(hidden: int, num_streams: int, num_mixes: int, num_tokens: int) -> di
     def rounds(splits: int) -> int:
         return -(-tiles * splits // WAVE) * (steps // splits + 2)
 
-    shares = [max(n for n in range(1, most + 1) if steps % n == 0) for most in (1, 2, 4, 8, 32)]
+    shares = [max(n for n in range(1, most + 1) if steps % n == 0) for most in (4, 8, 32)]
     return dict(splits=min(shares, key=rounds), ring=3)
 
 
@@ -207,10 +207,11 @@ def post_project(
 ) -> tuple[Tensor, Tensor]:
     """Write y, and return the parts of mul and of the sums of squares, as `project` of y does.
 
-    By the kernels of both ops where the tiles do not fit, or the GPU cannot load or multiply them so.
+    By the kernels of both ops if tokens are few, the tiles do not fit, or the GPU cannot load or multiply them so.
     """
     (num_tokens, num_streams, hidden), (num_mixes, k) = residual.shape, fn.shape
-    if num_streams > MAX_STREAMS or not has_warpgroups(residual) or check.vector_bytes(x, residual) < 16:
+    fits = num_streams <= MAX_STREAMS and has_warpgroups(residual) and check.vector_bytes(x, residual) == 16
+    if num_tokens <= FEW_TOKENS or not fits:
         post_.fn(x, residual, post_mix, comb_mix, y)
         return project(y, fn)
     static = (hidden, num_streams, num_mixes)

@@ -126,9 +126,7 @@ def find_cuts(x, at: Place, num_slots: int, rounds: int, cut):
             if key[r] == cut[r]:
                 key[r] = LOWEST
     for r in T.unroll(at.rows):
-        cut[r] = T.Select(
-            cut[r] == 0, -1, cut[r]
-        )  # -0 - (+0) has the sign of what is below
+        cut[r] = T.Select(cut[r] == 0, -1, cut[r])  # -0 - (+0) has the sign of what is below
 
 
 @macro
