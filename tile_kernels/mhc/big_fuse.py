@@ -36,7 +36,7 @@ from tile_kernels.mhc._rows import (
     vector_width,
 )
 from tile_kernels.mhc.norm_fn import check_projection, project
-from tile_kernels.mhc.norm_fn_device import padded, rstd_from, sum_parts
+from tile_kernels.mhc.norm_fn_device import MANY_PARTS, SPREAD, padded, rstd_from, sum_parts
 from tile_kernels.mhc.sinkhorn import lanes_for, scale_matrix
 from tile_kernels.mhc.split_mixes import affine, num_mixes, sigmoid
 
@@ -50,7 +50,9 @@ FEW_TOKENS = 8
 
 def choose(hidden: int, num_streams: int, width: int, with_mixes: bool, num_tokens: int) -> dict:
     """Two vectors for each thread, as `apply_mix`; few tokens spread their chains over many blocks."""
-    return dict(row_threads=row_threads_for(hidden // width, 2), mix_tokens=FEW_TOKENS if num_tokens <= 1024 else WARP)
+    return dict(
+        row_threads=row_threads_for(hidden // width, 2), mix_tokens=FEW_TOKENS if num_tokens <= SPREAD else WARP
+    )
 
 
 # Kernel -------------------------------------------------------------------------------------
@@ -96,7 +98,7 @@ def mix_and_apply_kernel(
     num_vectors, vectors = hidden // width, 2
     rounds = -(-num_vectors // (vectors * row_threads))
     crowded = mix_tokens > FEW_TOKENS
-    in_flight = 8 if crowded else 16  # few tokens have many parts
+    in_flight = 8 if crowded else MANY_PARTS
     lanes = lanes_for(num_streams, num_streams)
     held = num_streams // lanes
     tokens = min(mix_tokens, row_threads // lanes)

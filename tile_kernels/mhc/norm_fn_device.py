@@ -8,6 +8,9 @@ BLOCK_K = 64
 
 SPLITS = (1, 2, 4, 8, 16, 32, 64)
 
+#: Up to so many tokens leave most of the GPU to their parts, and so many parts are asked for at once.
+SPREAD, MANY_PARTS = 1024, 32
+
 #: Tokens of a tile backward, columns of a block, and tiles it may have.
 BLOCK_T, BLOCK_N = 64, 128
 TILES = (1, 4, 16, 24, 64)
@@ -176,8 +179,13 @@ def sum_parts(part, count, in_flight):
     return total
 
 
-@kernel(choose=lambda *static: dict(num_threads=128), space=dict(num_threads=(64, 128, 256)))
-def normalise_kernel(k: int, num_mixes: int, *, num_threads: int):
+def choose_normalise(k: int, num_mixes: int, num_tokens: int) -> dict:
+    """The fewer tokens, the more parts; see `choose`."""
+    return dict(num_threads=128, in_flight=MANY_PARTS if num_tokens <= SPREAD else 8)
+
+
+@kernel(choose=choose_normalise, space=dict(num_threads=(64, 128, 256), in_flight=(8, MANY_PARTS)))
+def normalise_kernel(k: int, num_mixes: int, *, num_threads: int, in_flight: int):
     """Sum the parts and normalise; one thread for each mix."""
     num_tokens, splits = T.dynamic('num_tokens'), T.dynamic('splits')
     rows = num_threads // num_mixes
@@ -194,8 +202,8 @@ def normalise_kernel(k: int, num_mixes: int, *, num_threads: int):
             tx = T.get_thread_binding()
             token, j = pid * rows + tx // num_mixes, tx % num_mixes
             if tx < rows * num_mixes and token < num_tokens:
-                square = sum_parts(lambda s: square_parts[s, token], splits, 8)
-                mul = sum_parts(lambda s: mul_parts[s, token, j], splits, 8)
+                square = sum_parts(lambda s: square_parts[s, token], splits, in_flight)
+                mul = sum_parts(lambda s: mul_parts[s, token, j], splits, in_flight)
                 factor = rstd_from(square, k, eps)
                 mixes[token, j] = T.ieee_mul(mul, factor)
                 if j == 0:
