@@ -100,11 +100,15 @@ def check_fp8(
 # Arguments of cases -------------------------------------------------------------------------
 
 
-def random_ends(num_rows: int, num_groups: int, alignment: int = 1, behind: int = 0, whole: bool = False) -> Tensor:
-    """Ends of groups of random sizes, some of them empty.
+def random_ends(
+    num_rows: int, num_groups: int, alignment: int = 1, behind: int = 0, whole: bool = False, even: bool = False
+) -> Tensor:
+    """Ends of groups of random sizes, a third of them empty, or of `even` ones.
 
     `behind` rows or more follow the last group, none if `whole`.
     """
+    if even:
+        return (torch.arange(1, num_groups + 1) * num_rows // num_groups).int()
     cuts = torch.rand(num_groups).cumsum(0)
     ends = (cuts / cuts[-1:] * ((num_rows - behind) // alignment)).round().int() * alignment
     ends = torch.where(torch.arange(num_groups) % 3 == 1, ends.roll(1), ends).sort().values.int()

@@ -252,7 +252,7 @@ BENCH = (
     grid(num_rows=[8192], n=[4096], k=[7168], num_groups=[8, 32], dtype=[BF16], alignment=[128], whole=[True])
     + grid(num_rows=[24576], n=[2816], k=[2048], num_groups=[64], dtype=[BF16], alignment=[128], whole=[True])
     + grid(num_rows=[24001], n=[2048], k=[1408], num_groups=[64], dtype=[BF16], whole=[True])
-    + grid(num_rows=[256], n=[4096], k=[7168], num_groups=[64], dtype=[BF16], whole=[True])
+    + grid(num_rows=[256], n=[4096], k=[7168], num_groups=[64], dtype=[BF16], even=[True])
 )
 
 grouped_gemm.cases(

@@ -73,6 +73,6 @@ grouped_gemm_swiglu.cases(
     full=grid(num_rows=[4001], n=[576, 2816], k=[1088, 2048], num_groups=[1, 7, 64, 300], dtype=[BF16]),
     bench=grid(num_rows=[24576], n=[2816], k=[2048], num_groups=[64], dtype=[BF16], whole=[True])
     + grid(num_rows=[8192], n=[4096], k=[7168], num_groups=[8], dtype=[BF16], whole=[True])
-    + grid(num_rows=[256], n=[4096], k=[7168], num_groups=[64], dtype=[BF16], whole=[True]),
+    + grid(num_rows=[256], n=[4096], k=[7168], num_groups=[64], dtype=[BF16], even=[True]),
     flops=product_flops,
 )
