@@ -4,41 +4,29 @@
     mul[t, j]   = sum_{o, h} y[t, o, h] fn[j, o hidden + h]                                see `norm_fn`
     square[t]   = sum_{o, h} y[t, o, h]^2
 
-A block owns 64 tokens and a share of the channels. One warpgroup loads 64 channels of all streams at a time, two others
-take them by turns: y goes to memory and in the place of the residual, where the tensor cores find it. Blocks with the
-same tokens take neighbouring channels at a time. y has the bits of `post`; the sums run over the streams of 64 channels
-at a time, in another order than those of `norm_fn`. Memory bound: the floor is reading x and residual and writing y.
+A block owns 64 tokens and a share of the channels. In a step it takes 64 channels of all streams from shared memory,
+where they arrive a step ahead; y goes to memory and to where the tensor cores find it. y has the bits of `post`; the
+sums run over the streams of 64 channels at a time, in another order than those of `norm_fn`. Memory bound: the floor is
+reading x and residual and writing y.
 """
 
 from torch import Tensor
 
-from tile_kernels.core import check
-from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T, macro
+from tile_kernels.core.jit import PLAIN_PRODUCTS, kernel
+from tile_kernels.core.lang import T
 from tile_kernels.core.launch import config_for, launch
-from tile_kernels.gemm._groups import (
-    LOADING_REGISTERS,
-    MULTIPLYING_REGISTERS,
-    WARPGROUP,
-    WARPGROUP_ROLES,
-    WARPGROUP_ROWS,
-)
-from tile_kernels.gemm._operands import has_warpgroups
 from tile_kernels.mhc._rows import post_to_vector, store_vector
 from tile_kernels.mhc.norm_fn import project
 from tile_kernels.mhc.norm_fn_device import padded, split_fn
 from tile_kernels.mhc.post import post_
 
-SPLITS = tuple(range(1, 33))
+SPLITS = tuple(range(1, 65))
 
 #: Tokens of a block, channels of a step, elements of a vector.
-BLOCK_M, CHANNELS, WIDTH = WARPGROUP_ROWS, 64, 8
+BLOCK_M, CHANNELS, WIDTH = 64, 64, 8
 
-#: Warpgroups that compute; each sums its own part.
-MEMBERS = 2
-
-#: Most streams whose tiles fit into shared memory, and most tokens that do not fill the GPU so.
-MAX_STREAMS, FEW_TOKENS = 4, 256
+#: Most streams whose tiles fit into shared memory; more take the kernels of both ops.
+MAX_STREAMS = 4
 
 #: Blocks that run at a time: one on each of 132 SMs. On other devices the choice is the same, and so are the results.
 WAVE = 132
@@ -53,37 +41,26 @@ def choose(hidden: int, num_streams: int, num_mixes: int, num_tokens: int) -> di
     def rounds(splits: int) -> int:
         return -(-tiles * splits // WAVE) * (steps // splits + 2)
 
-    shares = [max(n for n in range(1, most + 1) if steps % n == 0) for most in (4, 8, 32)]
-    return dict(splits=min(shares, key=rounds), ring=3)
+    shares = [max(n for n in range(1, most + 1) if steps % n == 0) for most in (1, 2, 4, 16, 64)]
+    return dict(splits=min(shares, key=rounds), num_stages=2)
 
 
 # Kernel -------------------------------------------------------------------------------------
 
 
-@macro
-def load_coefficients(mix, first, num_tokens, coef_shared, offset, num_threads):
-    """The coefficients of a tile of tokens, those behind the last token 0."""
-    count = mix.shape[1] * mix.shape[2]
-    for v in T.unroll(-(-BLOCK_M * count // num_threads)):
-        index = v * num_threads + T.get_thread_binding()
-        row, j = index // count, index % count
-        if row < BLOCK_M:
-            coef_shared[row, offset + j] = T.if_then_else(
-                first + row < num_tokens,
-                mix[T.min(first + row, num_tokens - 1), j // mix.shape[2], j % mix.shape[2]],
-                0,
-            )
-
-
-@kernel(choose=choose, space=dict(splits=SPLITS, ring=(2, 3)), **WARPGROUP_ROLES)
-def post_project_kernel(hidden: int, num_streams: int, num_mixes: int, *, splits: int, ring: int):
+@kernel(
+    choose=choose,
+    space=dict(splits=SPLITS, num_stages=(2, 3)),
+    pass_configs=PLAIN_PRODUCTS,
+)
+def post_project_kernel(hidden: int, num_streams: int, num_mixes: int, *, splits: int, num_stages: int):
     """Fn in two parts, then y, products and squares of 64 tokens over a share of the channels."""
-    columns, streams = padded(num_mixes), tuple(range(num_streams))
-    members, num_threads = tuple(range(MEMBERS)), (MEMBERS + 1) * WARPGROUP
+    columns, num_threads = padded(num_mixes), 256
     row_threads = CHANNELS // WIDTH
-    rows = WARPGROUP // row_threads
+    rows = num_threads // row_threads
+    passes = BLOCK_M // rows
     steps = hidden // CHANNELS // splits
-    k, coefs = num_streams * hidden, num_streams * (1 + num_streams)
+    k, streams = num_streams * hidden, tuple(range(num_streams))
     num_tokens = T.dynamic('num_tokens')
 
     @T.prim_func
@@ -95,109 +72,84 @@ def post_project_kernel(hidden: int, num_streams: int, num_mixes: int, *, splits
         fn: T.Tensor((num_mixes, k), T.float32),
         fn_parts: T.Tensor((2 * columns, k), T.bfloat16),
         y: T.Tensor((num_tokens, num_streams, hidden), T.bfloat16),
-        mul_parts: T.Tensor((MEMBERS * splits, num_tokens, columns), T.float32),
-        square_parts: T.Tensor((MEMBERS * splits, num_tokens), T.float32),
+        mul_parts: T.Tensor((splits, num_tokens, columns), T.float32),
+        square_parts: T.Tensor((splits, num_tokens), T.float32),
     ):
         with T.Kernel(T.ceildiv(columns * (k // 8), num_threads), threads=num_threads) as pid:
             split_fn(fn, fn_parts, pid, num_mixes, num_threads)
 
         with T.Kernel(splits, T.ceildiv(num_tokens, BLOCK_M), threads=num_threads) as (pid_c, pid_m):
-            x_shared = T.alloc_shared((ring, BLOCK_M, CHANNELS), T.bfloat16)
-            streams_shared = T.alloc_shared((ring, num_streams, BLOCK_M, CHANNELS), T.bfloat16)  # residual, then y
-            fn_shared = T.alloc_shared((ring, num_streams, 2 * columns, CHANNELS), T.bfloat16)
-            coef_shared = T.alloc_shared((BLOCK_M, coefs), T.float32)
-            mul_shared = T.alloc_shared((MEMBERS, BLOCK_M, 2 * columns), T.float32)
-            mul_frag = [T.alloc_fragment((BLOCK_M, 2 * columns), T.float32) for _ in members]
-            full, free = T.alloc_barrier([WARPGROUP] * ring), T.alloc_barrier([WARPGROUP] * ring)
+            x_shared = T.alloc_shared((BLOCK_M, CHANNELS), T.bfloat16)
+            residual_shared = T.alloc_shared((BLOCK_M, num_streams * CHANNELS), T.bfloat16)
+            y_shared = T.alloc_shared((BLOCK_M, num_streams * CHANNELS), T.bfloat16)
+            fn_shared = T.alloc_shared((2 * columns, num_streams * CHANNELS), T.bfloat16)
+            mul_frag = T.alloc_fragment((BLOCK_M, 2 * columns), T.float32)
+            mul_shared = T.alloc_shared((BLOCK_M, 2 * columns), T.float32)
             x_local = T.alloc_local((1, WIDTH), T.bfloat16)
             residual_local = T.alloc_local((num_streams, WIDTH), T.bfloat16)
             y_local = T.alloc_local((num_streams, WIDTH), T.bfloat16)
+            posts_local = T.alloc_local((passes, num_streams), T.float32)
+            combs_local = T.alloc_local((passes, num_streams * num_streams), T.float32)
             post_local = T.alloc_local((num_streams,), T.float32)
             comb_local = T.alloc_local((num_streams * num_streams,), T.float32)
-            square_local = T.alloc_local((BLOCK_M // rows,), T.float32)
+            square_local = T.alloc_local((passes,), T.float32)
             tx = T.get_thread_binding()
-            first = pid_m * BLOCK_M
+            first, own, lane = pid_m * BLOCK_M, tx // row_threads, tx % row_threads
 
-            load_coefficients(post_mix, first, num_tokens, coef_shared, 0, num_threads)
-            load_coefficients(comb_mix, first, num_tokens, coef_shared, num_streams, num_threads)
-            T.sync_threads()
-            with T.ws(MEMBERS):
-                T.dec_max_nreg(LOADING_REGISTERS)
-                for step in T.serial(steps):
-                    slot, channel = step % ring, (step * splits + pid_c) * CHANNELS
-                    T.mbarrier_wait_parity(free[slot], (step // ring + 1) & 1)
-                    T.tma_copy(
-                        x[first : first + BLOCK_M, channel : channel + CHANNELS],
-                        x_shared[slot, :, :],
-                        barrier=full[slot],
+            for p in T.unroll(passes):
+                token = T.min(first + p * rows + own, num_tokens - 1)
+                for c in T.unroll(num_streams):
+                    posts_local[p, c] = post_mix[token, c, 0]
+                for c in T.unroll(num_streams * num_streams):
+                    combs_local[p, c] = comb_mix[token, c // num_streams, c % num_streams]
+            T.clear(mul_frag)
+            T.clear(square_local)
+            for step in T.Pipelined(steps, num_stages=num_stages):
+                channel = (pid_c * steps + step) * CHANNELS
+                for s in streams:
+                    T.copy(
+                        residual[first : first + BLOCK_M, s, channel : channel + CHANNELS],
+                        residual_shared[0:BLOCK_M, s * CHANNELS : (s + 1) * CHANNELS],
                     )
-                    for s in streams:
-                        T.tma_copy(
-                            residual[first : first + BLOCK_M, s, channel : channel + CHANNELS],
-                            streams_shared[slot, s, :, :],
-                            barrier=full[slot],
-                        )
-                        T.tma_copy(
-                            fn_parts[0 : 2 * columns, s * hidden + channel : s * hidden + channel + CHANNELS],
-                            fn_shared[slot, s, :, :],
-                            barrier=full[slot],
-                        )
-                    T.barrier_arrive(full[slot])
-            for member in members:
-                with T.ws(member):
-                    T.inc_max_nreg(MULTIPLYING_REGISTERS)
-                    own, lane = tx % WARPGROUP // row_threads, tx % row_threads
-                    T.clear(mul_frag[member])
-                    T.clear(square_local)
-                    for turn in T.serial((steps + 1 - member) // 2):
-                        step = 2 * turn + member
-                        slot, vector = step % ring, (step * splits + pid_c) * (CHANNELS // WIDTH) + lane
-                        T.mbarrier_wait_parity(full[slot], step // ring & 1)
-                        for p in T.unroll(BLOCK_M // rows):
-                            row = p * rows + own
-                            for e in T.vectorized(WIDTH):
-                                x_local[0, e] = x_shared[slot, row, lane * WIDTH + e]
-                            for s in T.unroll(num_streams):
-                                for e in T.vectorized(WIDTH):
-                                    residual_local[s, e] = streams_shared[slot, s, row, lane * WIDTH + e]
-                            for c in T.unroll(num_streams):
-                                post_local[c] = coef_shared[row, c]
-                            for c in T.unroll(num_streams * num_streams):
-                                comb_local[c] = coef_shared[row, num_streams + c]
-                            post_to_vector(x_local, 0, residual_local, 0, post_local, comb_local, y_local)
-                            for s in T.unroll(num_streams):
-                                if first + row < num_tokens:
-                                    store_vector(y_local, s, y, first + row, s, vector)
-                                for e in T.vectorized(WIDTH):
-                                    streams_shared[slot, s, row, lane * WIDTH + e] = y_local[s, e]
-                                for e in T.unroll(WIDTH):
-                                    value = T.cast(y_local[s, e], T.float32)
-                                    square_local[p] = T.ieee_fmaf(value, value, square_local[p])
-                        T.fence_proxy_async()
-                        T.sync_threads(8 + member, WARPGROUP)
-                        for s in streams:
-                            T.wgmma_gemm(
-                                streams_shared[slot, s, :, :],
-                                fn_shared[slot, s, :, :],
-                                mul_frag[member],
-                                transpose_B=True,
-                            )
-                        T.wait_wgmma(0)
-                        T.barrier_arrive(free[slot])
-                    T.copy(mul_frag[member], mul_shared[member, :, :])
-                    T.sync_threads(8 + member, WARPGROUP)
-                    for v in T.unroll(-(-BLOCK_M * columns // WARPGROUP)):
-                        row, j = (v * WARPGROUP + tx % WARPGROUP) // columns, (v * WARPGROUP + tx % WARPGROUP) % columns
-                        if row < BLOCK_M and first + row < num_tokens:
-                            mul = mul_shared[member, row, j] + mul_shared[member, row, columns + j]
-                            mul_parts[MEMBERS * pid_c + member, first + row, j] = mul
-                    for p in T.unroll(BLOCK_M // rows):
-                        square = T.alloc_var(T.float32)
-                        square = square_local[p]
-                        for distance in (4, 2, 1):
-                            square = square + T.shfl_xor(square, distance)
-                        if lane == 0 and first + p * rows + own < num_tokens:
-                            square_parts[MEMBERS * pid_c + member, first + p * rows + own] = square
+                T.copy(x[first : first + BLOCK_M, channel : channel + CHANNELS], x_shared)
+                for s in streams:
+                    T.copy(
+                        fn_parts[0 : 2 * columns, s * hidden + channel : s * hidden + channel + CHANNELS],
+                        fn_shared[0 : 2 * columns, s * CHANNELS : (s + 1) * CHANNELS],
+                    )
+                for p in T.unroll(passes):
+                    row = p * rows + own
+                    for e in T.vectorized(WIDTH):
+                        x_local[0, e] = x_shared[row, lane * WIDTH + e]
+                    for s in T.unroll(num_streams):
+                        for e in T.vectorized(WIDTH):
+                            residual_local[s, e] = residual_shared[row, s * CHANNELS + lane * WIDTH + e]
+                    for c in T.unroll(num_streams):
+                        post_local[c] = posts_local[p, c]
+                    for c in T.unroll(num_streams * num_streams):
+                        comb_local[c] = combs_local[p, c]
+                    post_to_vector(x_local, 0, residual_local, 0, post_local, comb_local, y_local)
+                    for s in T.unroll(num_streams):
+                        if first + row < num_tokens:
+                            store_vector(y_local, s, y, first + row, s, channel // WIDTH + lane)
+                        for e in T.vectorized(WIDTH):
+                            y_shared[row, s * CHANNELS + lane * WIDTH + e] = y_local[s, e]
+                        for e in T.unroll(WIDTH):
+                            value = T.cast(y_local[s, e], T.float32)
+                            square_local[p] = T.ieee_fmaf(value, value, square_local[p])
+                T.gemm(y_shared, fn_shared, mul_frag, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+
+            T.copy(mul_frag, mul_shared)
+            for i, j in T.Parallel(BLOCK_M, columns):
+                if first + i < num_tokens:
+                    mul_parts[pid_c, first + i, j] = mul_shared[i, j] + mul_shared[i, columns + j]
+            for p in T.unroll(passes):
+                total = T.alloc_var(T.float32)
+                total = square_local[p]
+                for distance in (4, 2, 1):
+                    total = total + T.shfl_xor(total, distance)
+                if lane == 0 and first + p * rows + own < num_tokens:
+                    square_parts[pid_c, first + p * rows + own] = total
 
     return post_project
 
@@ -205,19 +157,15 @@ def post_project_kernel(hidden: int, num_streams: int, num_mixes: int, *, splits
 def post_project(
     x: Tensor, residual: Tensor, post_mix: Tensor, comb_mix: Tensor, fn: Tensor, y: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Write y, and return the parts of mul and of the sums of squares, as `project` of y does.
-
-    By the kernels of both ops if tokens are few, the tiles do not fit, or the GPU cannot load or multiply them so.
-    """
+    """Write y, and return the parts of mul and of the sums of squares, as `project` of y does."""
     (num_tokens, num_streams, hidden), (num_mixes, k) = residual.shape, fn.shape
-    fits = num_streams <= MAX_STREAMS and has_warpgroups(residual) and check.vector_bytes(x, residual) == 16
-    if num_tokens <= FEW_TOKENS or not fits:
+    if num_streams > MAX_STREAMS:
         post_.fn(x, residual, post_mix, comb_mix, y)
         return project(y, fn)
     static = (hidden, num_streams, num_mixes)
-    parts = MEMBERS * config_for(post_project_kernel, static, num_tokens)['splits']
+    splits = config_for(post_project_kernel, static, num_tokens)['splits']
     fn_parts = residual.new_empty(2 * padded(num_mixes), k)
-    mul_parts, square_parts = fn.new_empty(parts, num_tokens, padded(num_mixes)), fn.new_empty(parts, num_tokens)
+    mul_parts, square_parts = fn.new_empty(splits, num_tokens, padded(num_mixes)), fn.new_empty(splits, num_tokens)
     launch(
         post_project_kernel,
         static,
