@@ -95,6 +95,25 @@ def split_fn(fn, fn_parts, pid, num_mixes, num_threads):
             fn_parts[columns + row, first + e] = low_local[e]
 
 
+@macro
+def store_parts(mul_shared, square_local, part, first, mul_parts, square_parts):
+    """A part of the products and squares of the tokens from `first` on; eight neighbouring threads share a token."""
+    block_m, columns, num_tokens = mul_shared.shape[0], mul_parts.shape[2], mul_parts.shape[1]
+    rows = block_m // square_local.shape[0]
+    tx = T.get_thread_binding()
+    for i, j in T.Parallel(block_m, columns):
+        if first + i < num_tokens:
+            mul_parts[part, first + i, j] = mul_shared[i, j] + mul_shared[i, columns + j]
+    for r in T.unroll(square_local.shape[0]):
+        total = T.alloc_var(T.float32)
+        total = square_local[r]
+        for distance in (4, 2, 1):
+            total = total + T.shfl_xor(total, distance)
+        token = first + r * rows + tx // 8
+        if tx % 8 == 0 and token < num_tokens:
+            square_parts[part, token] = total
+
+
 @kernel(choose=choose, space=dict(block_m=(64, 128), splits=SPLITS, num_stages=(2, 3, 4, 5, 6)))
 def project_kernel(k: int, num_mixes: int, *, block_m: int, splits: int, num_stages: int):
     """Fn in two parts, then the products and squares of `block_m` tokens over a share of k."""
@@ -140,17 +159,7 @@ def project_kernel(k: int, num_mixes: int, *, block_m: int, splits: int, num_sta
                 T.gemm(x_shared, fn_shared, mul_frag, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
 
             T.copy(mul_frag, mul_shared)
-            for i, j in T.Parallel(block_m, columns):
-                if pid_m * block_m + i < num_tokens:
-                    mul_parts[pid_k, pid_m * block_m + i, j] = mul_shared[i, j] + mul_shared[i, columns + j]
-            for r in T.unroll(block_m // rows):
-                total = T.alloc_var(T.float32)
-                total = square_local[r]
-                for distance in (4, 2, 1):
-                    total = total + T.shfl_xor(total, distance)
-                token = pid_m * block_m + r * rows + tx // row_threads
-                if tx % row_threads == 0 and token < num_tokens:
-                    square_parts[pid_k, token] = total
+            store_parts(mul_shared, square_local, pid_k, pid_m * block_m, mul_parts, square_parts)
 
     return project
 

@@ -12,12 +12,14 @@ reading x and residual and writing y.
 
 from torch import Tensor
 
+from tile_kernels.core import check
+from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.jit import PLAIN_PRODUCTS, kernel
 from tile_kernels.core.lang import T
 from tile_kernels.core.launch import config_for, launch
 from tile_kernels.mhc._rows import post_to_vector, store_vector
 from tile_kernels.mhc.norm_fn import project
-from tile_kernels.mhc.norm_fn_device import padded, split_fn
+from tile_kernels.mhc.norm_fn_device import padded, split_fn, store_parts
 from tile_kernels.mhc.post import post_
 
 SPLITS = tuple(range(1, 65))
@@ -25,7 +27,7 @@ SPLITS = tuple(range(1, 65))
 #: Tokens of a block, channels of a step, elements of a vector.
 BLOCK_M, CHANNELS, WIDTH = 64, 64, 8
 
-#: Most streams whose tiles fit into shared memory; more take the kernels of both ops.
+#: Most streams whose tiles fit into shared memory.
 MAX_STREAMS = 4
 
 #: Blocks that run at a time: one on each of 132 SMs. On other devices the choice is the same, and so are the results.
@@ -48,11 +50,7 @@ def choose(hidden: int, num_streams: int, num_mixes: int, num_tokens: int) -> di
 # Kernel -------------------------------------------------------------------------------------
 
 
-@kernel(
-    choose=choose,
-    space=dict(splits=SPLITS, num_stages=(2, 3)),
-    pass_configs=PLAIN_PRODUCTS,
-)
+@kernel(choose=choose, space=dict(splits=SPLITS, num_stages=(2, 3)), pass_configs=PLAIN_PRODUCTS)
 def post_project_kernel(hidden: int, num_streams: int, num_mixes: int, *, splits: int, num_stages: int):
     """Fn in two parts, then y, products and squares of 64 tokens over a share of the channels."""
     columns, num_threads = padded(num_mixes), 256
@@ -60,6 +58,8 @@ def post_project_kernel(hidden: int, num_streams: int, num_mixes: int, *, splits
     rows = num_threads // row_threads
     passes = BLOCK_M // rows
     steps = hidden // CHANNELS // splits
+    if steps * splits * CHANNELS != hidden:
+        raise ArgumentError(f'post_project_kernel: splits must divide {hidden // CHANNELS} steps, got {splits}')
     k, streams = num_streams * hidden, tuple(range(num_streams))
     num_tokens = T.dynamic('num_tokens')
 
@@ -140,16 +140,7 @@ def post_project_kernel(hidden: int, num_streams: int, num_mixes: int, *, splits
                 T.gemm(y_shared, fn_shared, mul_frag, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
 
             T.copy(mul_frag, mul_shared)
-            for i, j in T.Parallel(BLOCK_M, columns):
-                if first + i < num_tokens:
-                    mul_parts[pid_c, first + i, j] = mul_shared[i, j] + mul_shared[i, columns + j]
-            for p in T.unroll(passes):
-                total = T.alloc_var(T.float32)
-                total = square_local[p]
-                for distance in (4, 2, 1):
-                    total = total + T.shfl_xor(total, distance)
-                if lane == 0 and first + p * rows + own < num_tokens:
-                    square_parts[pid_c, first + p * rows + own] = total
+            store_parts(mul_shared, square_local, pid_c, first, mul_parts, square_parts)
 
     return post_project
 
@@ -157,9 +148,12 @@ def post_project_kernel(hidden: int, num_streams: int, num_mixes: int, *, splits
 def post_project(
     x: Tensor, residual: Tensor, post_mix: Tensor, comb_mix: Tensor, fn: Tensor, y: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Write y, and return the parts of mul and of the sums of squares, as `project` of y does."""
+    """Write y, and return the parts of mul and of the sums of squares, as `project` of y does.
+
+    By the kernels of both ops where the tiles do not fit, or x or residual is a misaligned view.
+    """
     (num_tokens, num_streams, hidden), (num_mixes, k) = residual.shape, fn.shape
-    if num_streams > MAX_STREAMS:
+    if num_streams > MAX_STREAMS or check.vector_bytes(x, residual) < 16:
         post_.fn(x, residual, post_mix, comb_mix, y)
         return project(y, fn)
     static = (hidden, num_streams, num_mixes)
