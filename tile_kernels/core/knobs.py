@@ -46,7 +46,7 @@ KNOBS: dict[str, Knob] = {
     'interpret': Knob(
         'TK_INTERPRET', _flag, False, 'run kernels on CPU tensors through the interpreter instead of the twin'
     ),
-    'checks': Knob('TK_CHECKS', str, 'memory', 'what the interpreter checks: none, memory or all'),
+    'checks': Knob('TK_CHECKS', str, 'memory', 'what the interpreter checks: none, memory, races or all'),
     'num_sms': Knob(
         'TK_NUM_SMS', _positive, None, 'upper bound on the blocks of persistent kernels (all SMs if unset)'
     ),

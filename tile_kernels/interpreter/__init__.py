@@ -44,7 +44,7 @@ def interpreting(checks: str = 'memory') -> Any:
     """A context in which `@tilelang.jit` functions run on CPU tensors through the interpreter.
 
     Args:
-        checks: 'none', 'memory' or 'all', as for `interpret`.
+        checks: 'none', 'memory', 'races' or 'all', as for `interpret`.
 
     Returns:
         A context manager.

@@ -7,7 +7,7 @@ from typing import Any
 
 from .errors import Site
 
-CHECKS = ('none', 'memory', 'all')
+CHECKS = ('none', 'memory', 'races', 'all')
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ def interpret(kernel: Any, *tensors: Any, checks: str = 'memory', pass_configs: 
         kernel: A PrimFunc, or an object with a `prim_func` attribute (a compiled kernel).
         *tensors: The kernel's arguments in order, outputs included; outputs are written in place. A tensor the
             kernel does not touch may be None.
-        checks: 'none', 'memory' (bounds, uninitialised reads, waits) or 'all' (also races and unwritten outputs).
+        checks: 'none', 'memory' (bounds, uninitialised reads, waits), 'races' (these too) or 'all' (also outputs that
+            were not written).
         pass_configs: Compiler switches of the kernel that change its meaning.
 
     Returns:

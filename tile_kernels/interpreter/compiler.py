@@ -94,6 +94,11 @@ class Options:
     auto_sync: bool = True  # False: tl.disable_thread_storage_sync
     outputs: tuple[int, ...] = ()
 
+    @property
+    def races(self) -> bool:
+        """Whether races are looked for."""
+        return self.checks in ('races', 'all')
+
 
 @dataclass
 class Storage:

@@ -97,15 +97,14 @@ class Program:
 
     def _watch(self, frame: Frame) -> None:
         """Set up what the checks need to remember about the tensors."""
-        everything = self.options.checks == 'all'
         for position, param in enumerate(self.params):
             memory = None if param.node is None else frame.memory[param.storage.slot]
             if memory is None:
                 continue
             declared = position in self.options.outputs and self.options.checks != 'none'
-            if declared or (everything and position in self.outputs):
+            if declared or (self.options.races and position in self.outputs):
                 memory.track_writes()
-            if everything and param.node.data in self.usage.stored:
+            if self.options.races and param.node.data in self.usage.stored:
                 memory.race = GlobalMarks(memory, param.storage.unit)
                 frame.shared.marks.append(memory.race)
 
@@ -331,7 +330,7 @@ def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
             frame = host.batch_for(compiler.num_slots, compiler.num_memories)
             frame.blocks, frame.threads, frame.barriers = count, threads, {}
             frame.first_block = start
-            frame.clock = Clock(frame) if compiler.options.checks == 'all' else None
+            frame.clock = Clock(frame) if compiler.options.races else None
             frame.block_ids = _coordinates(start, count, grid)
             for tag, ids in zip(tags, frame.block_ids, strict=True):
                 frame.env[slots[tag]] = int(ids[0]) if count == 1 else ids.astype(np.int32).reshape(-1, 1)
@@ -414,7 +413,7 @@ def allocate(storage: Storage, frame: Frame, options: Options, host: Frame) -> A
             host.memory[storage.slot] = workspace(storage, frame, options)
         return host.memory[storage.slot]
     memory = ByteMemory.of_blocks(frame.blocks, size_bytes, options.checks != 'none')
-    if options.checks == 'all' and storage.scope == 'shared':
+    if options.races and storage.scope == 'shared':
         memory.race = SharedMarks(memory, storage.unit)
     return memory
 

@@ -49,7 +49,7 @@ def drive(run: Run, frame: Frame) -> Generator[Any, None, None]:
 
 def ordered(compiler: Compiler, run: Run) -> Run:
     """With automatic barriers the compiler may order any two statements that all threads of a warp reach."""
-    if compiler.options.checks != 'all' or compiler.depth or waits(run):
+    if not compiler.options.races or compiler.depth or waits(run):
         return run
     automatic = compiler.options.auto_sync
 

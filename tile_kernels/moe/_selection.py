@@ -220,15 +220,6 @@ def count_better(key, expert, count, at: Place, tickets):
 
 
 @macro
-def list_by_rank(rank, count, at: Place, expert, value, found, values):
-    """Put the candidates of a part in their places."""
-    if at.sublane < count:
-        found[at.warp, at.part, rank] = expert[0]
-        values[at.warp, at.part * at.width + rank] = value[0]
-    T.sync_warp()
-
-
-@macro
 def select_by_cut(ranking: Ranking, logits, bias: Bias, at: Place, x, expert, value):
     """Choose by cuts through the rows of `x`; returns a mask of the lanes whose row no cut could separate."""
     num_topk, first = ranking.num_topk, at.part * at.width
@@ -240,6 +231,7 @@ def select_by_cut(ranking: Ranking, logits, bias: Bias, at: Place, x, expert, va
     counts = T.alloc_local((at.rows,), 'int32')
     count = T.alloc_var('int32')
     source = T.alloc_var('int32')
+    rank = T.alloc_var('int32')
     ranked = T.alloc_var('float32')
     settled = T.alloc_var('bool')
     find_cuts(x, at, ranking.layout.num_slots, num_topk, cuts)
@@ -266,12 +258,16 @@ def select_by_cut(ranking: Ranking, logits, bias: Bias, at: Place, x, expert, va
     likely = min(num_topk + 3, at.width)
     mine = T.Select(at.sublane < count, ranked, -T.infinity('float32'))
     rank = count_larger(mine, count, likely, at, numbers)
-    list_by_rank(rank, count, at, expert, value, found, values)
-    clash = at.sublane < count and (found[at.warp, at.part, rank] != expert[0] or not T.isfinite(ranked))
+    wanted = T.Select(at.sublane < count, T.uint32(1) << T.cast(first + rank, 'uint32'), T.uint32(0))
+    taken = (T.warp_reduce_bitor(wanted) >> T.cast(first, 'uint32')) & T.uint32((1 << at.width) - 1)
+    clash = T.cast(T.popcount(taken), 'int32') != count or (at.sublane < count and not T.isfinite(ranked))
     if T.ballot(clash) != T.uint64(0):  # equal ones want one place: rank those of a smaller expert before the others
         key = T.Select(at.sublane < count, rank_key(ranked), LOWEST)
-        exact_rank = count_better(key, expert[0], count, at, tickets)
-        list_by_rank(exact_rank, count, at, expert, value, found, values)
+        rank = count_better(key, expert[0], count, at, tickets)
+    if at.sublane < count:
+        found[at.warp, at.part, rank] = expert[0]
+        values[at.warp, first + rank] = value[0]
+    T.sync_warp()
     settled = count > 0
     if settled:
         source = T.min(at.sublane, num_topk - 1)

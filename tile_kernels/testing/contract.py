@@ -135,8 +135,8 @@ def _arguments(op: Op, case: Case, device: str | torch.device) -> dict[str, Any]
 
 
 def _running_kernels(device: str | torch.device) -> AbstractContextManager:
-    """Where the kernel itself runs: always on a GPU, in the interpreter on a CPU."""
-    return knobs(interpret=True) if torch.device(device).type == 'cpu' else nullcontext()
+    """Where the kernel itself runs: always on a GPU, in the interpreter on a CPU, which looks for races too."""
+    return knobs(interpret=True, checks='races') if torch.device(device).type == 'cpu' else nullcontext()
 
 
 def _outcome(op: Op, call: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
