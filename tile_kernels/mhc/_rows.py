@@ -137,16 +137,17 @@ def post_to_vector(x_local, x_slot, residual_local, slot, post_local, comb_local
     """`y[o] = post[o] x_local[x_slot] + sum_i comb[i, o] residual_local[slot + i]`, i ascending, rounded once."""
     num_streams, width = post_local.shape[0], x_local.shape[1]
     pair = min(width, 2)  # two elements of all streams at a time need the fewest registers
+    total_local = T.alloc_local((pair,), T.float32)
     for first in T.unroll(width // pair):
         for o in T.unroll(num_streams):
             for half in T.unroll(pair):
                 e = first * pair + half
-                total = T.alloc_var(T.float32)
-                total = post_local[o] * T.cast(x_local[x_slot, e], T.float32)
+                total_local[half] = post_local[o] * T.cast(x_local[x_slot, e], T.float32)
                 for i in T.unroll(num_streams):
                     value = T.cast(residual_local[slot + i, e], T.float32)
-                    total = T.ieee_fmaf(comb_local[i * num_streams + o], value, total)
-                y_local[o, e] = T.cast(total, y_local.dtype)
+                    total_local[half] = T.ieee_fmaf(comb_local[i * num_streams + o], value, total_local[half])
+            for half in T.vectorized(pair):  # one instruction rounds two; one that rounds one has a quarter of the rate
+                y_local[o, first * pair + half] = T.cast(total_local[half], y_local.dtype)
 
 
 @macro

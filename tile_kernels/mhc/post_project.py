@@ -37,13 +37,16 @@ WAVE = 132
 
 
 def choose(hidden: int, num_streams: int, num_mixes: int, num_tokens: int) -> dict:
-    """Equal shares of the channels that need the fewest rounds of steps; a block costs about two besides its own."""
+    """Equal shares of the channels that need the fewest rounds of steps; a block costs about two besides its own.
+
+    At least two where they are equal: blocks of the same tokens read neighbours at a time.
+    """
     tiles, steps = max(-(-num_tokens // BLOCK_M), 1), hidden // CHANNELS
 
     def rounds(splits: int) -> int:
         return -(-tiles * splits // WAVE) * (steps // splits + 2)
 
-    shares = [max(n for n in range(1, most + 1) if steps % n == 0) for most in (1, 2, 4, 16, 64)]
+    shares = [max(n for n in range(1, most + 1) if steps % n == 0) for most in (2, 4, 8, 16, 64)]
     return dict(splits=min(shares, key=rounds), num_stages=2)
 
 
@@ -60,8 +63,13 @@ def post_project_kernel(hidden: int, num_streams: int, num_mixes: int, *, splits
     steps = hidden // CHANNELS // splits
     if steps * splits * CHANNELS != hidden:
         raise ArgumentError(f'post_project_kernel: splits must divide {hidden // CHANNELS} steps, got {splits}')
-    k, streams = num_streams * hidden, tuple(range(num_streams))
+    k, step_k, streams = num_streams * hidden, num_streams * CHANNELS, tuple(range(num_streams))
     num_tokens = T.dynamic('num_tokens')
+
+    def place(index):
+        """Where a channel of a stream lies: the streams of a step side by side."""
+        stream, channel = index // hidden, index % hidden
+        return channel // CHANNELS * step_k + stream * CHANNELS + channel % CHANNELS
 
     @T.prim_func
     def post_project(
@@ -76,13 +84,13 @@ def post_project_kernel(hidden: int, num_streams: int, num_mixes: int, *, splits
         square_parts: T.Tensor((splits, num_tokens), T.float32),
     ):
         with T.Kernel(T.ceildiv(columns * (k // 8), num_threads), threads=num_threads) as pid:
-            split_fn(fn, fn_parts, pid, num_mixes, num_threads)
+            split_fn(fn, fn_parts, pid, num_mixes, num_threads, place)
 
         with T.Kernel(splits, T.ceildiv(num_tokens, BLOCK_M), threads=num_threads) as (pid_c, pid_m):
             x_shared = T.alloc_shared((BLOCK_M, CHANNELS), T.bfloat16)
-            residual_shared = T.alloc_shared((BLOCK_M, num_streams * CHANNELS), T.bfloat16)
-            y_shared = T.alloc_shared((BLOCK_M, num_streams * CHANNELS), T.bfloat16)
-            fn_shared = T.alloc_shared((2 * columns, num_streams * CHANNELS), T.bfloat16)
+            residual_shared = T.alloc_shared((BLOCK_M, step_k), T.bfloat16)
+            y_shared = T.alloc_shared((BLOCK_M, step_k), T.bfloat16)
+            fn_shared = T.alloc_shared((2 * columns, step_k), T.bfloat16)
             mul_frag = T.alloc_fragment((BLOCK_M, 2 * columns), T.float32)
             mul_shared = T.alloc_shared((BLOCK_M, 2 * columns), T.float32)
             x_local = T.alloc_local((1, WIDTH), T.bfloat16)
@@ -105,18 +113,15 @@ def post_project_kernel(hidden: int, num_streams: int, num_mixes: int, *, splits
             T.clear(mul_frag)
             T.clear(square_local)
             for step in T.Pipelined(steps, num_stages=num_stages):
-                channel = (pid_c * steps + step) * CHANNELS
+                tile = step * splits + pid_c  # blocks of the same tokens read neighbours at a time
+                channel = tile * CHANNELS
                 for s in streams:
                     T.copy(
                         residual[first : first + BLOCK_M, s, channel : channel + CHANNELS],
                         residual_shared[0:BLOCK_M, s * CHANNELS : (s + 1) * CHANNELS],
                     )
                 T.copy(x[first : first + BLOCK_M, channel : channel + CHANNELS], x_shared)
-                for s in streams:
-                    T.copy(
-                        fn_parts[0 : 2 * columns, s * hidden + channel : s * hidden + channel + CHANNELS],
-                        fn_shared[0 : 2 * columns, s * CHANNELS : (s + 1) * CHANNELS],
-                    )
+                T.copy(fn_parts[0, tile * step_k], fn_shared)
                 for p in T.unroll(passes):
                     row = p * rows + own
                     for e in T.vectorized(WIDTH):
