@@ -131,7 +131,12 @@ def store_end(y, tile_shared, col, top, length, last):
 
 @kernel(
     choose=choose,
-    space=dict(row_lanes=(8, 16), resident_threads=(512, 768), blocks=(256, 512, 768, ONE_TILE), ahead=(False, True)),
+    space=dict(
+        row_lanes=(8, 16),
+        resident_threads=(512, 768, 1024),
+        blocks=(396, 512, 792, 1056, ONE_TILE),
+        ahead=(False, True),
+    ),
     pass_configs={
         'TL_DISABLE_SAFE_MEMORY_ACCESS': True,
         'TL_DISABLE_SHARED_MEMORY_REUSE': True,
