@@ -136,12 +136,13 @@ def test_gradients_of_everything_against_float64():
         torch.testing.assert_close(leaf.grad.double(), reference.grad, rtol=1e-5, atol=1e-5)
 
 
-def test_gradients_do_not_depend_on_how_rows_arrive():
-    dy, x, weight = rows(9, 520), rows(9, 520, seed=1), rows(1, 520, seed=2)[0]
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float32])
+def test_gradients_do_not_depend_on_how_rows_arrive(dtype):
+    dy, x, weight = rows(9, 520, dtype), rows(9, 520, dtype, 1), rows(1, 520, dtype, 2)[0]
     _, rstd = norm_forward(x, weight)
     results = []
-    for stages in (0, 2, 3):
-        with forced_config(norm_backward_kernel, warps=2, block_warps=16, stages=stages):
+    for stages, kept in ((0, 0), (2, 1), (3, 2)):
+        with forced_config(norm_backward_kernel, warps=2, block_warps=16, stages=stages, kept=kept):
             results.append(norm_backward(dy, x, rstd, weight))
     for first, second, third in zip(*results, strict=True):
         assert_equal(first, second)

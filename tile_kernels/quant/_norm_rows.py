@@ -4,6 +4,11 @@ A lane owns vectors of `LANE` channels. Vector j * 32 + lane of a row belongs to
 vector j // warps. A sum over the row folds the upper half of the j onto the lower half until one is left, first within
 a lane, then over warps, and adds up the lanes last. So its order depends on hidden alone: however many warps share a
 row and however many rows there are, every bit of a result is the same.
+
+A lane's vector of float32 is two pieces of 16 bytes. Were each read or written where it belongs, a warp would touch
+every second piece at a time: stores would fill half sectors, and copies past the L1 cache fetch each sector twice. So
+lanes of the lower half warp take the first pieces and those of the upper half the second ones, of half the vectors at a
+time, and swap what is not theirs.
 """
 
 import functools
@@ -80,13 +85,52 @@ def load_weight(weight, weight_local, i, slot, piece, hidden):
                 weight_local[i, p * piece + e] = weight[slot * LANE + p * piece + e]
 
 
+def apart(dtype: torch.dtype, piece: int) -> bool:
+    """Whether a lane reads and writes its vectors in two pieces that are not both its own."""
+    return LANE * dtype.itemsize == 32 and piece * dtype.itemsize == 16
+
+
+def owner_of_piece(slot: Any, p: Any) -> Any:
+    """Lane to which piece p of two that lane `slot` reads or writes belongs; the upper half warp has second pieces."""
+    lane = slot % WARP
+    return slot - lane + p * (WARP // 2) + lane % (WARP // 2)
+
+
+def piece_column(slot: Any, p: Any, piece: int, halves: bool) -> Any:
+    """First channel of piece p that lane `slot` reads or writes; `halves`: see `apart`."""
+    if halves:
+        return owner_of_piece(slot, p) * LANE + slot % WARP // (WARP // 2) * piece
+    return slot * LANE + p * piece
+
+
 @macro
-def store_vector(y, y_local, i, row, slot, piece, hidden):
-    """Write vector i of a lane to its place `slot` in a row."""
+def swap_pieces(x_local, i, y_local, k):
+    """Vector k of a lane from the pieces it read, or the pieces it writes from its vector i: the same exchange."""
+    mine = T.alloc_var(x_local.dtype)
+    upper = T.get_thread_binding() % WARP >= WARP // 2
+    for e in T.unroll(LANE // 2):
+        mine = T.if_then_else(upper, x_local[i, e], x_local[i, LANE // 2 + e])
+        mine = T.shfl_xor(mine, WARP // 2)
+        y_local[k, e] = T.if_then_else(upper, mine, x_local[i, e])
+        y_local[k, LANE // 2 + e] = T.if_then_else(upper, x_local[i, LANE // 2 + e], mine)
+
+
+@macro
+def load_pieces(x, x_local, i, row, slot, piece, hidden, halves):
+    """Read vector i of a lane, or pieces that `swap_pieces` makes it from."""
     for p in T.unroll(LANE // piece):
-        if slot * LANE + p * piece < hidden:
+        if piece_column(slot, p, piece, halves) < hidden:
             for e in T.vectorized(piece):
-                y[row, slot * LANE + p * piece + e] = y_local[i, p * piece + e]
+                x_local[i, p * piece + e] = x[row, piece_column(slot, p, piece, halves) + e]
+
+
+@macro
+def store_pieces(y, y_local, i, row, slot, piece, hidden, halves):
+    """Write vector i of a lane, or the pieces that `swap_pieces` made of it, which every lane of a warp must do."""
+    for p in T.unroll(LANE // piece):
+        if piece_column(slot, p, piece, halves) < hidden:
+            for e in T.vectorized(piece):
+                y[row, piece_column(slot, p, piece, halves) + e] = y_local[i, p * piece + e]
 
 
 def folded(combine: Any, values: list) -> Any:

@@ -1,25 +1,31 @@
 """The kernels of the gradients of RMS norm; see `norm_backward` for the maths.
 
 A fixed number of blocks, whatever the device, walks over the rows. A team of warps works on one row while its next ones
-are copied to shared memory, each vector by the thread that will read it, so that nobody waits for anybody else's copy.
+are copied to shared memory, each vector by the warp that will read it, so that no warp waits for the copies of others.
 Each block adds up its share of dw, a second kernel adds the shares.
 """
 
 import math
+from typing import Any
 
 import torch
 
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, macro
-from tile_kernels.quant._macros import LANE, load_lane
+from tile_kernels.quant._macros import LANE
 from tile_kernels.quant._norm_rows import (
     WARP,
+    apart,
     folded,
     lane_dot,
+    load_pieces,
     load_weight,
     over_team,
+    owner_of_piece,
+    piece_column,
     row_warps,
-    store_vector,
+    store_pieces,
+    swap_pieces,
     team_warps,
 )
 from tile_kernels.quant._swiglu_macros import widen_lane
@@ -32,6 +38,9 @@ MOST_WARPS, HALF_WARPS = 32, 16
 
 #: Shared memory for rows on their way.
 STAGE_BYTES = 192 << 10
+
+#: Sums of dw that a thread adds up over teams and stores at a time.
+SHARE_WIDTH = 4
 
 
 # Config -------------------------------------------------------------------------------------
@@ -66,13 +75,16 @@ def choose(
     through: bool,
     num_tokens: int,
 ) -> dict:
-    """Four rows under way for each team, or as many as fit; rows that cannot be copied asynchronously are loaded."""
+    """Four rows under way for each team, or as many as fit; rows that cannot be copied asynchronously are loaded.
+
+    Up to two vectors of a lane stay in registers; of more only one does, lest there be too few left for the others.
+    """
     warps, block_warps = team_and_block(hidden)
     vectors = -(-row_warps(hidden) // warps)
     fitting = STAGE_BYTES // ((3 if through else 2) * vectors * block_warps * WARP * LANE * x_dtype.itemsize)
     piece_bytes = math.gcd(LANE, vector_bytes // x_dtype.itemsize, hidden) * x_dtype.itemsize
     stages = min(4, fitting) if fitting > 1 and piece_bytes >= 4 else 0
-    return dict(warps=warps, block_warps=block_warps, stages=stages)
+    return dict(warps=warps, block_warps=block_warps, stages=stages, kept=vectors if vectors <= 2 else 1)
 
 
 # Kernels ------------------------------------------------------------------------------------
@@ -80,11 +92,11 @@ def choose(
 
 @kernel(
     choose=choose,
-    space=dict(warps=tuple(range(1, 33)), block_warps=tuple(range(16, 33)), stages=(0, 2, 3, 4)),
+    space=dict(warps=tuple(range(1, 33)), block_warps=tuple(range(16, 33)), stages=(0, 2, 3, 4), kept=(0, 1, 2)),
     pass_configs={
         'TL_DISABLE_SAFE_MEMORY_ACCESS': True,
         'TL_ENABLE_LOWER_LDGSTG': True,
-        'TL_DISABLE_THREAD_STORAGE_SYNC': True,  # what a thread copies to shared memory it reads itself
+        'TL_DISABLE_THREAD_STORAGE_SYNC': True,  # what a warp copies to shared memory it reads itself
     },
 )
 def norm_backward_kernel(
@@ -98,17 +110,25 @@ def norm_backward_kernel(
     warps: int,
     block_warps: int,
     stages: int,
+    kept: int,
 ):
-    """`through`: there is a gradient dz to add; `stages`: rows of a team on their way to shared memory, 0 for none."""
+    """`through`: there is a gradient dz to add; `stages`: rows of a team on their way to shared memory, 0 for none.
+
+    `kept`: vectors of a lane whose n and g * weight stay in registers until the sum over the row is known; others are
+    computed again.
+    """
     vectors = -(-row_warps(hidden) // warps)
     teams = block_warps // warps
     num_threads = block_warps * WARP
     weighted, weight_type = weight_dtype is not None, T.dtype(weight_dtype or x_dtype)
     piece = math.gcd(LANE, vector_bytes // x_dtype.itemsize, hidden)
     copied = min(piece, 16 // x_dtype.itemsize)
-    dx_piece = math.gcd(LANE, 16 // x_dtype.itemsize, hidden)
+    width = min(LANE, 16 // x_dtype.itemsize)  # what shared memory gives a thread at a time
+    dx_piece = math.gcd(width, hidden)
+    halves = apart(x_dtype, piece) and apart(x_dtype, dx_piece)
     weight_piece = math.gcd(LANE, 16 // (weight_dtype or x_dtype).itemsize, hidden)
-    share_piece = math.gcd(4, hidden)
+    share_piece = math.gcd(SHARE_WIDTH, hidden)
+    tensors = 3 if through else 2
     full = hidden % (vectors * warps * WARP * LANE) == 0
     weight_kept = weight_dtype is not None and vectors * weight_dtype.itemsize <= 8  # else registers do not suffice
     ragged = row_warps(hidden) % warps != 0  # some warps have one vector less
@@ -116,23 +136,33 @@ def norm_backward_kernel(
     dy_pitch, x_pitch, dz_pitch = T.dynamic('dy_pitch'), T.dynamic('x_pitch'), T.dynamic('dz_pitch')
     dtype = T.dtype(x_dtype)
 
+    def place_of(p: Any, lane: Any) -> tuple:
+        """Where a thread puts piece p of a vector it copies: among which pieces, for which thread, and where in it."""
+        thread = T.get_thread_binding()
+        if halves:
+            return lane // (WARP // 2), owner_of_piece(thread, p), 0
+        return p * copied // width, thread, p * copied % width
+
     @macro
     def ask_for_row(x, row, warp, lane, stage_shared, stage, which):
-        """Start to copy the channels of a thread to its own places in shared memory."""
-        thread = T.get_thread_binding()
+        """Start to copy the channels of a thread, or others of its warp, to their places in shared memory."""
         for i in T.unroll(vectors):
-            first = ((i * warps + warp) * WARP + lane) * LANE
+            slot = (i * warps + warp) * WARP + lane
             for p in T.unroll(LANE // copied):
-                if first + p * copied < hidden:
+                if piece_column(slot, p, copied, halves) < hidden:
+                    pieces, owner, first = place_of(p, lane)
                     T.ptx_cp_async(
-                        T.access_ptr(stage_shared[stage, which, i, thread, p * copied], 'w', copied),
-                        T.access_ptr(x[row, first + p * copied], 'r', copied),
+                        T.access_ptr(stage_shared[stage, which, i, pieces, owner, first], 'w', copied),
+                        T.access_ptr(x[row, piece_column(slot, p, copied, halves)], 'r', copied),
                         copied,
                     )
 
     @macro
-    def ask_for_rows(dy, x, dz, row, warp, lane, stage_shared, stage):
-        if row < num_tokens:
+    def ask_for_rows(dy, x, dz, first, team, warp, lane, stage_shared, stage):
+        """Ask for the rows of all teams, of which `first` is the first; one past the end repeats the last."""
+        row = T.alloc_var(T.int32)
+        if first < num_tokens:
+            row = T.min(first + team, num_tokens - 1)
             ask_for_row(x, row, warp, lane, stage_shared, stage, 0)
             ask_for_row(dy, row, warp, lane, stage_shared, stage, 1)
             if through:
@@ -140,26 +170,55 @@ def norm_backward_kernel(
         T.ptx_commit_group()
 
     @macro
+    def clear_beyond(warp, lane, stage_shared):
+        """Zeros for channels beyond the rows, to which nothing is copied."""
+        for i in T.unroll(vectors):
+            slot = (i * warps + warp) * WARP + lane
+            for p in T.unroll(LANE // copied):
+                if piece_column(slot, p, copied, halves) >= hidden:
+                    pieces, owner, first = place_of(p, lane)
+                    for s in T.unroll(stages):
+                        for which in T.unroll(tensors):
+                            for e in T.vectorized(copied):
+                                stage_shared[s, which, i, pieces, owner, first + e] = T.cast(0.0, dtype)
+
+    @macro
     def take(x, row, i, warp, lane, stage_shared, stage, which, vector_local):
         """A vector of a row: from shared memory, or from where it is."""
         if stages > 0:
-            for e in T.vectorized(LANE):
-                vector_local[0, e] = stage_shared[stage, which, i, T.get_thread_binding(), e]
+            for p in T.unroll(LANE // width):
+                for e in T.vectorized(width):
+                    vector_local[0, p * width + e] = stage_shared[stage, which, i, p, T.get_thread_binding(), e]
         else:
-            load_lane(x, vector_local, 0, row, (i * warps + warp) * WARP + lane, piece, hidden)
+            if not full:
+                T.clear(vector_local)
+            load_pieces(x, vector_local, 0, row, (i * warps + warp) * WARP + lane, piece, hidden, halves)
+            if halves:
+                swap_pieces(vector_local, 0, vector_local, 0)
 
     @macro
-    def normal_and_upstream(x_local, dy_local, weight_local, i, row_rstd, out_scale, n_local, g_local, gw_local):
-        """n, g and g * weight of one vector."""
-        widen_lane(x_local, 0, n_local)
-        widen_lane(dy_local, 0, g_local)
-        if weighted:
-            widen_lane(weight_local, i, gw_local)
+    def normal_and_upstream(
+        i, dy, x, weight, source, warp, lane, stage_shared, stage, row_rstd, out_scale, weight_local, g_local, n, gw
+    ):
+        """Find n and g * weight of vector i, as `n[k]` and `gw[k]` with k = i if they are kept; g is in `g_local`."""
+        vector_local = T.alloc_local((1, LANE), dtype)
+        v_local = T.alloc_local((LANE,), T.float32)
+        k = T.min(i, kept)
+        take(x, source, i, warp, lane, stage_shared, stage, 0, vector_local)
+        widen_lane(vector_local, 0, v_local)
         for e in T.unroll(LANE):
-            n_local[e] = T.ieee_mul(n_local[e], row_rstd)
-            if scaled:
+            n[k, e] = T.ieee_mul(v_local[e], row_rstd)
+        take(dy, source, i, warp, lane, stage_shared, stage, 1, vector_local)
+        widen_lane(vector_local, 0, g_local)
+        if scaled:
+            for e in T.unroll(LANE):
                 g_local[e] = T.ieee_mul(g_local[e], out_scale)
-            gw_local[e] = T.ieee_mul(g_local[e], gw_local[e]) if weighted else g_local[e]
+        if weighted:
+            if not weight_kept:
+                load_weight(weight, weight_local, i, (i * warps + warp) * WARP + lane, weight_piece, hidden)
+            widen_lane(weight_local, i, v_local)
+        for e in T.unroll(LANE):
+            gw[k, e] = T.ieee_mul(g_local[e], v_local[e]) if weighted else g_local[e]
 
     @T.prim_func
     def norm_backward(
@@ -184,17 +243,16 @@ def norm_backward_kernel(
             stage = T.alloc_var(T.int32)
             row_rstd = T.alloc_var(T.float32)
             next_rstd = T.alloc_var(T.float32)
-            x_local = T.alloc_local((1, LANE), dtype)
-            dy_local = T.alloc_local((1, LANE), dtype)
-            dz_local = T.alloc_local((1, LANE), dtype)
+            vector_local = T.alloc_local((1, LANE), dtype)
             weight_local = T.alloc_local((vectors, LANE), weight_type)
             dw_local = T.alloc_local((vectors, LANE), T.float32)
-            n_local = T.alloc_local((LANE,), T.float32)
+            n = T.alloc_local((min(kept + 1, vectors), LANE), T.float32)
+            gw = T.alloc_local((min(kept + 1, vectors), LANE), T.float32)
             g_local = T.alloc_local((LANE,), T.float32)
-            gw_local = T.alloc_local((LANE,), T.float32)
+            dx_local = T.alloc_local((LANE,), T.float32)
             partial = T.alloc_local((vectors,), T.float32)
             shared = T.alloc_shared((2, teams, warps, WARP), T.float32)
-            stage_shared = T.alloc_shared((max(stages, 1), 3 if through else 2, vectors, num_threads, LANE), dtype)
+            stage_shared = T.alloc_shared((max(stages, 1), tensors, vectors, LANE // width, num_threads, width), dtype)
             lane, warp, team = thread % WARP, thread // WARP % warps, thread // WARP // warps
             T.pdl_trigger()
 
@@ -204,14 +262,10 @@ def norm_backward_kernel(
                     T.clear(weight_local)
                 for i in T.unroll(vectors if weight_kept else 0):
                     load_weight(weight, weight_local, i, (i * warps + warp) * WARP + lane, weight_piece, hidden)
-            if stages > 0 and (not full or teams > 1):  # channels beyond a row, rows beyond the end: nothing is copied
-                for s in T.unroll(stages):
-                    for which in T.unroll(3 if through else 2):
-                        for i in T.unroll(vectors):
-                            for e in T.vectorized(LANE):
-                                stage_shared[s, which, i, thread, e] = T.cast(0.0, dtype)
+            if stages > 0 and hidden % (WARP * LANE) > 0:
+                clear_beyond(warp, lane, stage_shared)
             for s in T.unroll(max(stages - 1, 0)):
-                ask_for_rows(dy, x, dz, (s * block_count + pid) * teams + team, warp, lane, stage_shared, s)
+                ask_for_rows(dy, x, dz, (s * block_count + pid) * teams, team, warp, lane, stage_shared, s)
 
             next_rstd = rstd[T.min(pid * teams + team, num_tokens - 1)]
             for turn in T.serial(T.ceildiv(num_tokens - pid * teams, block_count * teams)):
@@ -221,79 +275,73 @@ def norm_backward_kernel(
                 next_rstd = rstd[T.min(row + block_count * teams, num_tokens - 1)]
                 stage = turn % max(stages, 1)
                 if stages > 0:
-                    ask_for_rows(
-                        dy,
-                        x,
-                        dz,
-                        row + (stages - 1) * block_count * teams,
-                        warp,
-                        lane,
-                        stage_shared,
-                        (turn + stages - 1) % stages,
-                    )
+                    if halves:  # pieces of one thread are copied by another one of its warp
+                        T.sync_warp()
+                    later = ((turn + stages - 1) * block_count + pid) * teams
+                    ask_for_rows(dy, x, dz, later, team, warp, lane, stage_shared, (turn + stages - 1) % stages)
                     T.ptx_wait_group(stages - 1)
+                    if halves:
+                        T.sync_warp()
 
+                place = (dy, x, weight, source, warp, lane, stage_shared, stage)
+                values = (row_rstd, out_scale, weight_local, g_local, n, gw)
                 for i in T.unroll(vectors):
                     partial[i] = T.float32(0.0)
                     if not ragged or i < vectors - 1 or i * warps + warp < row_warps(hidden):
-                        if stages == 0 and not full:
-                            T.clear(x_local)
-                            T.clear(dy_local)
-                        take(x, source, i, warp, lane, stage_shared, stage, 0, x_local)
-                        take(dy, source, i, warp, lane, stage_shared, stage, 1, dy_local)
-                        if weighted and not weight_kept:
-                            load_weight(weight, weight_local, i, (i * warps + warp) * WARP + lane, weight_piece, hidden)
-                        normal_and_upstream(
-                            x_local, dy_local, weight_local, i, row_rstd, out_scale, n_local, g_local, gw_local
-                        )
-                        partial[i] = lane_dot(n_local, gw_local)
+                        normal_and_upstream(i, *place, *values)
+                        k = T.min(i, kept)
+                        partial[i] = lane_dot([n[k, e] for e in range(LANE)], [gw[k, e] for e in range(LANE)])
                         if weighted and row < num_tokens:
                             for e in T.unroll(LANE):
-                                dw_local[i, e] = T.ieee_fmaf(n_local[e], g_local[e], dw_local[i, e])
+                                dw_local[i, e] = T.ieee_fmaf(n[k, e], g_local[e], dw_local[i, e])
                 over_team(partial, 'sum', shared, turn % 2, team, warp, lane, warps)
                 mean = T.ieee_fdiv(partial[0], T.float32(hidden))
 
                 for i in T.unroll(vectors):
                     if not ragged or i < vectors - 1 or i * warps + warp < row_warps(hidden):
-                        if stages == 0 and not full:
-                            T.clear(x_local)
-                            T.clear(dy_local)
-                            T.clear(dz_local)
-                        take(x, source, i, warp, lane, stage_shared, stage, 0, x_local)
-                        take(dy, source, i, warp, lane, stage_shared, stage, 1, dy_local)
-                        if weighted and not weight_kept:
-                            load_weight(weight, weight_local, i, (i * warps + warp) * WARP + lane, weight_piece, hidden)
-                        normal_and_upstream(
-                            x_local, dy_local, weight_local, i, row_rstd, out_scale, n_local, g_local, gw_local
-                        )
+                        if i >= kept:
+                            normal_and_upstream(i, *place, *values)
+                        k = T.min(i, kept)
+                        for e in T.unroll(LANE):
+                            dx_local[e] = T.ieee_mul(T.ieee_fmaf(-n[k, e], mean, gw[k, e]), row_rstd)
                         if through:
-                            take(dz, source, i, warp, lane, stage_shared, stage, 2, dz_local)
-                            widen_lane(dz_local, 0, g_local)
-                        for e in T.unroll(LANE):
-                            n_local[e] = T.ieee_mul(T.ieee_fmaf(-n_local[e], mean, gw_local[e]), row_rstd)
-                            if through:
-                                n_local[e] = T.ieee_add(n_local[e], g_local[e])
+                            take(dz, source, i, warp, lane, stage_shared, stage, 2, vector_local)
+                            widen_lane(vector_local, 0, g_local)
+                            for e in T.unroll(LANE):
+                                dx_local[e] = T.ieee_add(dx_local[e], g_local[e])
                         for e in T.vectorized(LANE):
-                            x_local[0, e] = T.cast(n_local[e], dtype)
+                            vector_local[0, e] = T.cast(dx_local[e], dtype)
+                        if halves:
+                            swap_pieces(vector_local, 0, vector_local, 0)
                         if row < num_tokens:
-                            store_vector(dx, x_local, 0, row, (i * warps + warp) * WARP + lane, dx_piece, hidden)
+                            slot = (i * warps + warp) * WARP + lane
+                            store_pieces(dx, vector_local, 0, row, slot, dx_piece, hidden, halves)
 
-            if weighted:
-                teams_shared = T.alloc_shared((teams, warps * WARP * LANE), T.float32)
-                if teams > 1:
-                    for i in T.unroll(vectors):
-                        T.sync_threads()
-                        for e in T.vectorized(LANE):
-                            teams_shared[team, (warp * WARP + lane) * LANE + e] = dw_local[i, e]
-                        T.sync_threads()
-                        for e in T.unroll(LANE):
+            if weighted and teams == 1:
+                for i in T.unroll(vectors):
+                    slot, shares_apart = (i * warps + warp) * WARP + lane, apart(torch.float32, share_piece)
+                    if shares_apart:
+                        swap_pieces(dw_local, i, dw_local, i)
+                    store_pieces(shares, dw_local, i, pid, slot, share_piece, hidden, shares_apart)
+            elif weighted:
+                taken = warps * WARP * LANE
+                teams_shared = T.alloc_shared((teams, taken), T.float32)
+                for i in T.unroll(vectors):
+                    T.sync_threads()
+                    for e in T.vectorized(LANE):
+                        teams_shared[team, (warp * WARP + lane) * LANE + e] = dw_local[i, e]
+                    T.sync_threads()
+                    if thread < taken // SHARE_WIDTH:
+                        for e in T.unroll(SHARE_WIDTH):
                             dw_local[i, e] = folded(
                                 lambda a, b: a + b,
-                                [teams_shared[t, (warp * WARP + lane) * LANE + e] for t in range(teams)],
+                                [teams_shared[t, thread * SHARE_WIDTH + e] for t in range(teams)],
                             )
-                if team == 0:
-                    for i in T.unroll(vectors):
-                        store_vector(shares, dw_local, i, pid, (i * warps + warp) * WARP + lane, share_piece, hidden)
+                        for p in T.unroll(SHARE_WIDTH // share_piece):
+                            if i * taken + thread * SHARE_WIDTH + p * share_piece < hidden:
+                                for e in T.vectorized(share_piece):
+                                    column = i * taken + thread * SHARE_WIDTH + p * share_piece + e
+                                    shares[pid, column] = dw_local[i, p * share_piece + e]
 
     return norm_backward
 
@@ -312,6 +360,7 @@ def norm_weight_gradient_kernel(hidden: int, dtype: torch.dtype, accumulating: b
         dweight: T.Tensor((hidden,), T.dtype(dtype)),
     ):
         with T.Kernel(T.ceildiv(hidden, columns * width), threads=columns * groups) as pid:
+            T.annotate_min_blocks_per_sm(8)  # registers that the first kernel leaves, so that blocks wait on the SMs
             T.pdl_sync()
             thread = T.get_thread_binding()
             total = T.alloc_local((width,), T.float32)

@@ -18,7 +18,6 @@ from tile_kernels.quant._macros import (
     bits_of,
     clamp_amax,
     lane_max,
-    load_lane,
     scatter_max,
     sf_bytes,
     sf_register_dtype,
@@ -26,7 +25,17 @@ from tile_kernels.quant._macros import (
     shuffle_steps,
     store_sf,
 )
-from tile_kernels.quant._norm_rows import lane_dot, load_weight, over_team, row_warps, store_vector, team_warps
+from tile_kernels.quant._norm_rows import (
+    apart,
+    lane_dot,
+    load_pieces,
+    load_weight,
+    over_team,
+    row_warps,
+    store_pieces,
+    swap_pieces,
+    team_warps,
+)
 from tile_kernels.quant._swiglu_macros import widen_lane
 from tile_kernels.quant.per_token_cast_device import code_registers, encode_and_store
 
@@ -46,17 +55,19 @@ def choose(
 ) -> dict:
     """At most 64 bytes of a row for each lane: enough loads in flight, few warps to wait for.
 
-    A cast computes more than it moves. It has at least 64 bytes for each lane, so that what every lane does once for a
-    row counts less, as long as there are rows for many waves and registers to hold them.
+    A cast computes more than it moves. It has at least 64 bytes for each lane, in long rows up to 128, so that what
+    every lane does once for a row counts less, as long as there are rows for many waves and registers to hold them.
     """
     pieces, vectors = row_warps(hidden), 8 // x_dtype.itemsize
     warps = team_warps(hidden, vectors)
     if fmt is not None and not residual and x_dtype.itemsize == 2 and num_tokens * pieces >= 1 << 14:
-        warps = min(warps, 1 << max(pieces // vectors, 1).bit_length() - 1)
+        fewer = 1 << max(pieces // vectors, 1).bit_length() - 1
+        warps = min(warps, fewer) if pieces < 8 * vectors else team_warps(hidden, 2 * vectors)
     owned = -(-pieces // warps)
     if owned <= vectors:
         return dict(warps=warps, resident_threads=1024)
-    return dict(warps=warps, resident_threads=768 if owned < 2 * vectors and weight_dtype is not torch.float32 else 512)
+    fitting = owned <= 2 * vectors and weight_dtype is not torch.float32
+    return dict(warps=warps, resident_threads=768 if fitting else 512)
 
 
 @kernel(
@@ -90,6 +101,7 @@ def norm_forward_kernel(
     counted = 1 << (vectors - 1).bit_length()  # `scatter_max` halves
     owned = -(-counted // lanes)
     piece = math.gcd(LANE, vector_bytes // x_dtype.itemsize, hidden)
+    halves = apart(x_dtype, piece)
     weight_piece = math.gcd(LANE, 16 // (weight_dtype or x_dtype).itemsize, hidden)
     full = hidden % (vectors * warps * WARP * LANE) == 0
     ragged = row_warps(hidden) % warps != 0  # some warps have one vector less
@@ -167,6 +179,18 @@ def norm_forward_kernel(
             for e in T.vectorized(LANE):
                 x_local[i, e] = T.cast(v_local[e] * row_rstd, dtype)
 
+    @macro
+    def store_row(y, x_local, i, row, slot, exists):
+        """Write vector i of a lane, if there is such a row."""
+        pieces_local = T.alloc_local((1, LANE), dtype)
+        if halves:
+            swap_pieces(x_local, i, pieces_local, 0)
+        if exists:
+            if halves:
+                store_pieces(y, pieces_local, 0, row, slot, piece, hidden, halves)
+            else:
+                store_pieces(y, x_local, i, row, slot, piece, hidden, halves)
+
     @T.prim_func
     def norm_forward(
         x: T.StridedTensor((num_tokens, hidden), (x_pitch, 1), dtype),
@@ -211,12 +235,13 @@ def norm_forward_kernel(
             if not full:
                 T.clear(x_local)
             for i in T.unroll(vectors):
-                load_lane(x, x_local, i, source, (i * warps + warp) * WARP + lane, piece, hidden)
+                load_pieces(x, x_local, i, source, (i * warps + warp) * WARP + lane, piece, hidden, halves)
             if residual:
                 if not full:
                     T.clear(residual_local)
                 for i in T.unroll(vectors if residual_early else 0):
-                    load_lane(residual_in, residual_local, i, source, (i * warps + warp) * WARP + lane, piece, hidden)
+                    slot = (i * warps + warp) * WARP + lane
+                    load_pieces(residual_in, residual_local, i, source, slot, piece, hidden, halves)
             if weighted:
                 if not full:
                     T.clear(weight_local)
@@ -226,17 +251,20 @@ def norm_forward_kernel(
             for i in T.unroll(vectors):
                 partial[i] = T.float32(0.0)
                 if not ragged or i < vectors - 1 or i * warps + warp < row_warps(hidden):
+                    if halves:
+                        swap_pieces(x_local, i, x_local, i)
                     widen_lane(x_local, i, v_local)
                     if residual:
                         slot = (i * warps + warp) * WARP + lane
                         if not residual_early:
-                            load_lane(residual_in, residual_local, i, source, slot, piece, hidden)
+                            load_pieces(residual_in, residual_local, i, source, slot, piece, hidden, halves)
+                        if halves:
+                            swap_pieces(residual_local, i, residual_local, i)
                         widen_lane(residual_local, i, w_local)
                         for e in T.vectorized(LANE):
                             x_local[i, e] = T.cast(v_local[e] + w_local[e], dtype)
                         widen_lane(x_local, i, v_local)
-                        if exists:
-                            store_vector(z, x_local, i, row, (i * warps + warp) * WARP + lane, piece, hidden)
+                        store_row(z, x_local, i, row, slot, exists)
                     partial[i] = lane_dot(v_local, v_local)
             over_team(partial, 'sum', shared, 0, team, warp, lane, warps)
             row_rstd = T.ieee_frsqrt(T.ieee_fdiv(partial[0], T.float32(hidden)) + eps)
@@ -248,8 +276,8 @@ def norm_forward_kernel(
                     if weighted and not weight_early:
                         load_weight(weight, weight_local, i, (i * warps + warp) * WARP + lane, weight_piece, hidden)
                     normalise(x_local, weight_local, i, row_rstd, out_scale, v_local, w_local)
-                    if plain and exists:
-                        store_vector(y, x_local, i, row, (i * warps + warp) * WARP + lane, piece, hidden)
+                    if plain:
+                        store_row(y, x_local, i, row, (i * warps + warp) * WARP + lane, exists)
 
             if quantised:
                 amax = T.alloc_local((counted,), T.float32)
