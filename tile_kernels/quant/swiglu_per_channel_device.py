@@ -42,7 +42,7 @@ PASS_CONFIGS = {
 @macro
 def activate_chunk(gate_local, up_local, clamped, clamp_value, act_local, rounded, first):
     """Activate rows of a lane and round them to rows of `rounded` from `first` on."""
-    activate_lanes(gate_local, up_local, None, None, 0, clamped, clamp_value, None, act_local)
+    activate_lanes(gate_local, up_local, None, None, 0, False, clamped, clamp_value, None, act_local)
     for i in T.unroll(gate_local.shape[0]):
         for e in T.vectorized(LANE):
             rounded[first + i, e] = T.cast(act_local[i, e], T.bfloat16)
