@@ -193,27 +193,14 @@ def activate_lanes(gate_local, up_local, weight, real, row_step, skipping, clamp
     of_row = (weight, real, row_step, skipping)
     if lane_max(gate_local, *range(vectors)) > T.float32(GATE_LIMIT):
         for i in T.unroll(vectors):
-            activate_real_lane(gate_local, up_local, i, *of_row, clamp, counts, True, act_local)
+            activate_lane(gate_local, up_local, i, *of_row, clamp, counts, True, act_local)
     else:
         for i in T.unroll(vectors):
-            activate_real_lane(gate_local, up_local, i, *of_row, clamp, counts, False, act_local)
+            activate_lane(gate_local, up_local, i, *of_row, clamp, counts, False, act_local)
 
 
 @macro
-def activate_real_lane(gate_local, up_local, i, weight, real, row_step, skipping, clamp, counts, extreme, act_local):
-    """`act` of vector i, or 0 if its row is to be skipped."""
-    of_row = weight[i * row_step] if weight is not None else None, real[i * row_step] if real is not None else None
-    if not skipping:
-        activate_lane(gate_local, up_local, i, *of_row, clamp, counts, extreme, act_local)
-    elif real[i * row_step] != 0:
-        activate_lane(gate_local, up_local, i, *of_row, clamp, counts, extreme, act_local)
-    else:
-        for j in T.unroll(LANE):
-            act_local[i, j] = T.float32(0.0)
-
-
-@macro
-def activate_lane(gate_local, up_local, i, weight, is_real, clamp, counts, extreme, act_local):
+def activate_lane(gate_local, up_local, i, weight, real, row_step, skipping, clamp, counts, extreme, act_local):
     """`act = (silu(gate) * up) * weight` of vector i, counting what is clamped if its row is real.
 
     A gate is clamped after its silu is known, to the silu of the limit: the quotient of a bfloat16 gate needs no exact
@@ -223,30 +210,36 @@ def activate_lane(gate_local, up_local, i, weight, is_real, clamp, counts, extre
     up = T.alloc_local((LANE,), T.float32)
     silu = T.alloc_local((LANE,), T.float32)
     t = T.alloc_var(T.float32)
-    widen_lane(gate_local, i, gate)
-    widen_lane(up_local, i, up)
-    for j in T.unroll(LANE):
-        t = T.float32(1.0) + T.exp(-gate[j])
-        if extreme:
-            silu[j] = T.ieee_fdiv(gate[j], t)
-        else:
-            silu[j] = quotient_of(gate[j], t, T.fast_rcp(t) if gate_local.dtype == 'bfloat16' else inverse_of(t))
-    if clamp is not None:
-        if T.max(lane_max(gate_local, i), lane_max(up_local, i)) > clamp[0]:
-            if counts is not None and is_real != 0:
+    if not skipping or real[i * row_step] != 0:
+        widen_lane(gate_local, i, gate)
+        widen_lane(up_local, i, up)
+        for j in T.unroll(LANE):
+            t = T.float32(1.0) + T.exp(-gate[j])
+            if extreme:
+                silu[j] = T.ieee_fdiv(gate[j], t)
+            else:
+                silu[j] = quotient_of(gate[j], t, T.fast_rcp(t) if gate_local.dtype == 'bfloat16' else inverse_of(t))
+        if clamp is not None and T.max(lane_max(gate_local, i), lane_max(up_local, i)) > clamp[0]:
+            if counts is not None and real[i * row_step] != 0:
                 count_lane(gate, up, clamp[0], counts)
             for j in T.unroll(LANE):
                 silu[j] = T.Select(gate[j] > clamp[0], clamp[1], silu[j])
                 up[j] = clamp_up(up[j], clamp[0])
-    for j in T.unroll(LANE):
-        act_local[i, j] = silu[j] * up[j]
-        if weight is not None:
-            act_local[i, j] = act_local[i, j] * weight
+        for j in T.unroll(LANE):
+            act_local[i, j] = silu[j] * up[j]
+            if weight is not None:
+                act_local[i, j] = act_local[i, j] * weight[i * row_step]
+    else:
+        for j in T.unroll(LANE):
+            act_local[i, j] = T.float32(0.0)
 
 
 @macro
 def count_lane(gate, up, clamp_value, counts):
-    """Count what is to be clamped; few vectors have any of it, and counting costs more than to ask for it."""
+    """Count what is to be clamped; few vectors have any of it, and counting costs more than to ask for it.
+
+    The counts are float32, which takes one instruction to compare and one to add.
+    """
     for j in T.unroll(LANE):
         counts[0] += T.Select(gate[j] > clamp_value, T.float32(1.0), T.float32(0.0))
         counts[1] += T.Select(up[j] > clamp_value, T.float32(1.0), T.float32(0.0))

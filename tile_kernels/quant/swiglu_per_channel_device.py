@@ -1,9 +1,10 @@
 """The kernels of SwiGLU with a per-channel cast; see `swiglu_forward_and_per_channel_cast_and_transpose` for the maths.
 
-A thread block owns a tile; where its codes are turned, the later half of its rows waits in shared memory, so that all
-are on their way at once. If rows of a transposed result begin at any byte, a block walks down a strip of rows of some
-neighbouring channels as in `per_channel_cast_and_transpose`, and copies the gates and ups of the next tile to shared
-memory as soon as its registers hold these. Few rows are cut into small tiles.
+A thread block owns a tile. A lane activates a chunk of its rows at a time: the rows before it are already rounded to
+bfloat16, the rows after it wait in shared memory, so that all are on their way at once. If rows of a transposed result
+begin at any byte, a block walks down a strip of rows of some neighbouring channels as in
+`per_channel_cast_and_transpose`, and copies the gates and ups of the next tile to shared memory as soon as its
+registers hold these. Few rows are cut into small tiles.
 """
 
 import math
@@ -25,9 +26,6 @@ from tile_kernels.quant.per_channel_cast_device import (
     store_vectors,
     turn_to_shared,
 )
-
-#: Rows that a lane activates at a time; the rows before them are already rounded to bfloat16.
-CHUNK_ROWS = 4
 
 #: Transposed codes of so few rows are written in small tiles, because strips would leave most of the GPU idle.
 FEW_ROWS = TILE_ROWS
@@ -77,20 +75,18 @@ def choose_strips(
     num_tokens: int,
 ) -> dict:
     """As many strips as fit on the GPU at a time; float32 rows take twice the shared memory."""
-    return dict(row_lanes=8, resident_threads=512 if x_dtype.itemsize == 2 else 256, blocks=512)
+    return dict(row_lanes=8, resident_threads=512 if x_dtype.itemsize == 2 else 256, blocks=512, chunk=4)
 
 
 @macro
-def ask_for_chunk(x, stage_shared, c, first, slot, hidden, copied):
+def ask_for_chunk(x, stage_shared, c, chunk, first, slot, hidden, copied):
     """Start to copy rows of a lane, gates and ups, to places that only this thread uses."""
-    for i in T.unroll(CHUNK_ROWS):
+    for i in T.unroll(chunk):
         source = T.min(first + i, x.shape[0] - 1)
         for half in T.unroll(2):
             for p in T.unroll(LANE // copied):
                 T.ptx_cp_async(
-                    T.access_ptr(
-                        stage_shared[c * CHUNK_ROWS + i, half, T.get_thread_binding(), p * copied], 'w', copied
-                    ),
+                    T.access_ptr(stage_shared[c * chunk + i, half, T.get_thread_binding(), p * copied], 'w', copied),
                     T.access_ptr(x[source, half * hidden + slot * LANE + p * copied], 'r', copied),
                     copied,
                 )
@@ -99,16 +95,17 @@ def ask_for_chunk(x, stage_shared, c, first, slot, hidden, copied):
 @macro
 def take_chunk(stage_shared, c, gate_local, up_local):
     """Rows that were asked for."""
-    for i in T.unroll(CHUNK_ROWS):
+    chunk = gate_local.shape[0]
+    for i in T.unroll(chunk):
         for e in T.vectorized(LANE):
-            gate_local[i, e] = stage_shared[c * CHUNK_ROWS + i, 0, T.get_thread_binding(), e]
+            gate_local[i, e] = stage_shared[c * chunk + i, 0, T.get_thread_binding(), e]
         for e in T.vectorized(LANE):
-            up_local[i, e] = stage_shared[c * CHUNK_ROWS + i, 1, T.get_thread_binding(), e]
+            up_local[i, e] = stage_shared[c * chunk + i, 1, T.get_thread_binding(), e]
 
 
 @kernel(
     choose=choose_strips,
-    space=dict(row_lanes=(8, 16), resident_threads=(256, 512, 640), blocks=(256, 512, 1024, 2048)),
+    space=dict(row_lanes=(8, 16), resident_threads=(256, 512, 640), blocks=(256, 512, 1024, 2048), chunk=(2, 4)),
     pass_configs=PASS_CONFIGS,
 )
 def swiglu_forward_and_transposed_cast_kernel(
@@ -121,6 +118,7 @@ def swiglu_forward_and_transposed_cast_kernel(
     row_lanes: int,
     resident_threads: int,
     blocks: int,
+    chunk: int,
 ):
     """One strip of `row_lanes` times 8 channels for each thread block; about `blocks` of them share all rows."""
     num_threads = TEAMS * row_lanes
@@ -128,7 +126,7 @@ def swiglu_forward_and_transposed_cast_kernel(
     tiles_n = -(-hidden // tile_n)
     strips = max(blocks // tiles_n, 1)
     piece = math.gcd(LANE, vector_bytes // x_dtype.itemsize, hidden)
-    full, copied, chunks = hidden % tile_n == 0, 16 // x_dtype.itemsize, ROWS // CHUNK_ROWS
+    full, copied, chunks = hidden % tile_n == 0, 16 // x_dtype.itemsize, ROWS // chunk
     staged = full and piece >= copied
     num_tokens, sf_rows, x_pitch = T.dynamic('num_tokens'), T.dynamic('sf_rows'), T.dynamic('x_pitch')
 
@@ -147,9 +145,9 @@ def swiglu_forward_and_transposed_cast_kernel(
             top = T.alloc_var(T.int32)
             length = T.alloc_var(T.int32)
             row = T.alloc_var(T.int32)
-            gate_local = T.alloc_local((CHUNK_ROWS, LANE), T.dtype(x_dtype))
-            up_local = T.alloc_local((CHUNK_ROWS, LANE), T.dtype(x_dtype))
-            act_local = T.alloc_local((CHUNK_ROWS, LANE), T.float32)
+            gate_local = T.alloc_local((chunk, LANE), T.dtype(x_dtype))
+            up_local = T.alloc_local((chunk, LANE), T.dtype(x_dtype))
+            act_local = T.alloc_local((chunk, LANE), T.float32)
             rounded = T.alloc_local((ROWS, LANE), T.bfloat16)
             amax = T.alloc_local((LANE,), T.float32)
             sf_inv = T.alloc_local((LANE,), T.float32)
@@ -166,7 +164,7 @@ def swiglu_forward_and_transposed_cast_kernel(
             length = T.min(T.cast(num_tokens - top, T.int32), steps * TILE_ROWS)
 
             for c in T.unroll(chunks if staged else 0):
-                ask_for_chunk(x, stage_shared, c, top + team * ROWS + c * CHUNK_ROWS, slot, hidden, copied)
+                ask_for_chunk(x, stage_shared, c, chunk, top + team * ROWS + c * chunk, slot, hidden, copied)
                 T.ptx_commit_group()
             for step in T.serial(T.ceildiv(length, TILE_ROWS)):
                 row = top + step * TILE_ROWS
@@ -175,14 +173,12 @@ def swiglu_forward_and_transposed_cast_kernel(
                         T.ptx_wait_group(chunks - 1)
                         take_chunk(stage_shared, c, gate_local, up_local)
                         if step * TILE_ROWS + TILE_ROWS < length:
-                            below = row + TILE_ROWS + team * ROWS + c * CHUNK_ROWS
-                            ask_for_chunk(x, stage_shared, c, below, slot, hidden, copied)
+                            below = row + TILE_ROWS + team * ROWS + c * chunk
+                            ask_for_chunk(x, stage_shared, c, chunk, below, slot, hidden, copied)
                         T.ptx_commit_group()
                     else:
-                        load_chunk(
-                            x, gate_local, up_local, row + team * ROWS + c * CHUNK_ROWS, slot, piece, hidden, full
-                        )
-                    activate_chunk(gate_local, up_local, clamped, clamp_value, act_local, rounded, c * CHUNK_ROWS)
+                        load_chunk(x, gate_local, up_local, row + team * ROWS + c * chunk, slot, piece, hidden, full)
+                    activate_chunk(gate_local, up_local, clamped, clamp_value, act_local, rounded, c * chunk)
 
                 scale_channels(
                     rounded, amax, amax_shared, sf_inv, y_sf, fmt, num_tokens, row, col, amax_floor, row_lanes
@@ -216,12 +212,14 @@ def choose(
     """Eight rows for each lane; flat groups of a small problem get flat tiles, transposed codes small ones."""
     resident_threads = 512 if x_dtype.itemsize == 4 else 768
     if store_bytes and num_tokens <= FEW_ROWS:
-        return dict(rows=2, num_threads=128, resident_threads=resident_threads, row_lanes=2)
-    if store_bytes:
-        return dict(rows=8, num_threads=128, resident_threads=512, row_lanes=8)
-    if fmt.sf_block[0] == 32 and num_tokens * hidden < 1 << 22:
-        return dict(rows=4, num_threads=128, resident_threads=resident_threads, row_lanes=16)
-    return dict(rows=8, num_threads=256, resident_threads=resident_threads, row_lanes=16)
+        tile = dict(rows=2, num_threads=128, resident_threads=resident_threads, row_lanes=2)
+    elif store_bytes:
+        tile = dict(rows=8, num_threads=128, resident_threads=512, row_lanes=8)
+    elif fmt.sf_block[0] == 32 and num_tokens * hidden < 1 << 22:
+        tile = dict(rows=4, num_threads=128, resident_threads=resident_threads, row_lanes=16)
+    else:
+        tile = dict(rows=8, num_threads=256, resident_threads=resident_threads, row_lanes=16)
+    return dict(**tile, chunk=4, staged=store_bytes == VECTOR_BYTES and tile['rows'] == ROWS)
 
 
 @macro
@@ -249,7 +247,14 @@ def store_turned(y, codes, team, lane, tile_shared, row, col, store_bytes, num_t
 
 @kernel(
     choose=choose,
-    space=dict(rows=(2, 4, 8), num_threads=(128, 256, 512), resident_threads=(512, 768), row_lanes=(2, 4, 8, 16)),
+    space=dict(
+        rows=(2, 4, 8),
+        num_threads=(128, 256, 512),
+        resident_threads=(512, 640, 768, 1024),
+        row_lanes=(2, 4, 8, 16),
+        chunk=(2, 4),
+        staged=(False, True),
+    ),
     pass_configs=PASS_CONFIGS,
 )
 def swiglu_forward_and_per_channel_cast_kernel(
@@ -264,6 +269,8 @@ def swiglu_forward_and_per_channel_cast_kernel(
     num_threads: int,
     resident_threads: int,
     row_lanes: int,
+    chunk: int,
+    staged: bool,
 ):
     """One tile for each thread block; `store_bytes` is 0, or the bytes that stores to a transposed result may have."""
     height = fmt.sf_block[0]
@@ -272,9 +279,9 @@ def swiglu_forward_and_per_channel_cast_kernel(
     tile_m, tile_n = tile_rows(rows, num_threads, height, row_lanes), row_lanes * LANE
     tiles_n = -(-hidden // tile_n)
     piece = math.gcd(LANE, vector_bytes // x_dtype.itemsize, hidden)
-    chunk, copied = min(CHUNK_ROWS, rows), 16 // x_dtype.itemsize
+    chunk, copied = min(chunk, rows), 16 // x_dtype.itemsize
     full, turning = hidden % tile_n == 0, store_bytes == VECTOR_BYTES and rows == ROWS
-    staged = turning and full and piece >= copied  # all rows are asked for at once, the later ones to shared memory
+    staged = staged and full and piece >= copied  # all rows are asked for at once, the later ones to shared memory
     num_tokens, sf_rows, x_pitch = T.dynamic('num_tokens'), T.dynamic('sf_rows'), T.dynamic('x_pitch')
 
     @T.prim_func
@@ -305,12 +312,13 @@ def swiglu_forward_and_per_channel_cast_kernel(
 
             stage_shared = T.alloc_shared((rows - chunk if staged else 1, 2, num_threads, LANE), T.dtype(x_dtype))
             for c in T.unroll(rows // chunk - 1 if staged else 0):
-                ask_for_chunk(x, stage_shared, c, row + team * rows + (c + 1) * chunk, slot, hidden, copied)
+                ask_for_chunk(x, stage_shared, c, chunk, row + team * rows + (c + 1) * chunk, slot, hidden, copied)
                 T.ptx_commit_group()
             for c in T.unroll(rows // chunk):
                 first = row + team * rows + c * chunk
                 if staged and c > 0:
-                    T.ptx_wait_group(0)
+                    T.ptx_wait_group(rows // chunk - 2)
+                    T.ptx_commit_group()  # nothing, so that as many groups as before are younger than the next chunk
                     take_chunk(stage_shared, c - 1, gate_local, up_local)
                 else:
                     load_chunk(x, gate_local, up_local, first, slot, piece, hidden, full)
