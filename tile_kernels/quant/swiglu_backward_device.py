@@ -216,7 +216,7 @@ def clear_unused_slots(token_topk_to_pos, dweights, pid, num_blocks, num_threads
 
 @kernel(
     choose=choose,
-    space=dict(rows=(1, 2), block_threads=(128, 256), resident_threads=(512, 768, 896, 1024)),
+    space=dict(rows=(1, 2), block_threads=(128, 256), resident_threads=(512, 768, 896, 1024, 1280)),
     pass_configs={
         'TL_DISABLE_SAFE_MEMORY_ACCESS': True,
         'TL_DISABLE_SHARED_MEMORY_REUSE': True,  # amaxes and sums never meet in shared memory,

@@ -80,7 +80,9 @@ def choose(
 
 @kernel(
     choose=choose,
-    space=dict(vectors=(1, 2, 4), num_threads=(64, 128, 256, 512, 1024), resident_threads=(768, 896, 1024)),
+    space=dict(
+        vectors=(1, 2, 4), num_threads=(64, 128, 256, 512, 1024), resident_threads=(768, 1024, 1152, 1280, 1536)
+    ),
     pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True},
 )
 def swiglu_forward_kernel(

@@ -75,7 +75,7 @@ def choose_strips(
     num_tokens: int,
 ) -> dict:
     """As many strips as fit on the GPU at a time; float32 rows take twice the shared memory."""
-    return dict(row_lanes=8, resident_threads=512 if x_dtype.itemsize == 2 else 256, blocks=512, chunk=4)
+    return dict(row_lanes=8, resident_threads=512 if x_dtype.itemsize == 2 else 256, blocks=512, chunk=4, stages=2)
 
 
 @macro
@@ -105,7 +105,13 @@ def take_chunk(stage_shared, c, gate_local, up_local):
 
 @kernel(
     choose=choose_strips,
-    space=dict(row_lanes=(8, 16), resident_threads=(256, 512, 640), blocks=(256, 512, 1024, 2048), chunk=(2, 4)),
+    space=dict(
+        row_lanes=(8, 16),
+        resident_threads=(256, 512, 640, 768),
+        blocks=(256, 512, 768, 1024, 2048),
+        chunk=(2, 4),
+        stages=(2, 4),
+    ),
     pass_configs=PASS_CONFIGS,
 )
 def swiglu_forward_and_transposed_cast_kernel(
@@ -119,15 +125,19 @@ def swiglu_forward_and_transposed_cast_kernel(
     resident_threads: int,
     blocks: int,
     chunk: int,
+    stages: int,
 ):
-    """One strip of `row_lanes` times 8 channels for each thread block; about `blocks` of them share all rows."""
+    """One strip of `row_lanes` times 8 channels for each thread block; about `blocks` of them share all rows.
+
+    `stages` chunks are on their way at a time, at most a whole tile.
+    """
     num_threads = TEAMS * row_lanes
     tile_n = row_lanes * LANE
     tiles_n = -(-hidden // tile_n)
     strips = max(blocks // tiles_n, 1)
     piece = math.gcd(LANE, vector_bytes // x_dtype.itemsize, hidden)
     full, copied, chunks = hidden % tile_n == 0, 16 // x_dtype.itemsize, ROWS // chunk
-    staged = full and piece >= copied
+    staged, stages = full and piece >= copied, min(stages, chunks)
     num_tokens, sf_rows, x_pitch = T.dynamic('num_tokens'), T.dynamic('sf_rows'), T.dynamic('x_pitch')
 
     @T.prim_func
@@ -156,25 +166,26 @@ def swiglu_forward_and_transposed_cast_kernel(
             turned = T.alloc_local((LANE, 2), T.uint32)
             amax_shared = T.alloc_shared((num_threads // WARP, tile_n), T.float32)
             tile_shared = T.alloc_shared((tile_n, 2 * TEAMS, 2), T.uint32)
-            stage_shared = T.alloc_shared((ROWS if staged else 1, 2, num_threads, LANE), T.dtype(x_dtype))
+            stage_shared = T.alloc_shared((stages * chunk if staged else 1, 2, num_threads, LANE), T.dtype(x_dtype))
             thread = T.get_thread_binding()
             lane, team = thread % row_lanes, thread // row_lanes
             slot, col = pid % tiles_n * row_lanes + lane, pid % tiles_n * tile_n
             top = pid // tiles_n * (steps * TILE_ROWS)
             length = T.min(T.cast(num_tokens - top, T.int32), steps * TILE_ROWS)
 
-            for c in T.unroll(chunks if staged else 0):
+            for c in T.unroll(stages if staged else 0):
                 ask_for_chunk(x, stage_shared, c, chunk, top + team * ROWS + c * chunk, slot, hidden, copied)
                 T.ptx_commit_group()
             for step in T.serial(T.ceildiv(length, TILE_ROWS)):
                 row = top + step * TILE_ROWS
                 for c in T.unroll(chunks):
                     if staged:
-                        T.ptx_wait_group(chunks - 1)
-                        take_chunk(stage_shared, c, gate_local, up_local)
-                        if step * TILE_ROWS + TILE_ROWS < length:
-                            below = row + TILE_ROWS + team * ROWS + c * chunk
-                            ask_for_chunk(x, stage_shared, c, chunk, below, slot, hidden, copied)
+                        T.ptx_wait_group(stages - 1)
+                        take_chunk(stage_shared, c % stages, gate_local, up_local)
+                        later, below = (c + stages) // chunks * TILE_ROWS, (c + stages) % chunks * chunk
+                        if step * TILE_ROWS + later < length:
+                            first = row + later + team * ROWS + below
+                            ask_for_chunk(x, stage_shared, c % stages, chunk, first, slot, hidden, copied)
                         T.ptx_commit_group()
                     else:
                         load_chunk(x, gate_local, up_local, row + team * ROWS + c * chunk, slot, piece, hidden, full)
