@@ -91,20 +91,19 @@ def find_places(kind, pos_to_token_topk, row, num_tokens, place):
 
 
 @macro
-def load_weights(kind, weights, place, real, weight):
-    """`weight[i]` of every real row, not scaled yet, 0 of the others and where there is none."""
+def load_weights(kind, weights, weight_scale, place, real, weight):
+    """`weight[i]` of every real row, 0 of the others and where there is none.
+
+    They are scaled after all of them were asked for, so that none waits for another.
+    """
     flat_weights = flat(weights) if kind == 'map' else weights
     for i in T.unroll(place.shape[0]):
         weight[i] = T.float32(0.0)
         if real[i] != 0 and (kind == 'row' or (place[i] >= 0 and place[i] < flat_weights.shape[0])):
             weight[i] = flat_weights[place[i]]
-
-
-@macro
-def scale_weights(weight, weight_scale):
-    """Apart from loading them, so that what is loaded next need not wait for them."""
-    for i in T.unroll(weight.shape[0]):
-        weight[i] = weight[i] * weight_scale
+    for i in T.unroll(place.shape[0]):
+        if kind == 'row' or (place[i] >= 0 and place[i] < flat_weights.shape[0]):
+            weight[i] = weight[i] * weight_scale
 
 
 def flat(x: Any) -> Any:

@@ -41,7 +41,6 @@ from tile_kernels.quant._swiglu_macros import (
     quotient_of,
     round_lane,
     scale_groups,
-    scale_weights,
     widen_lane,
 )
 
@@ -332,8 +331,7 @@ def swiglu_backward_kernel(
                                 x_sf, x_fmt, source_row, (hidden + slot * LANE) // x_fmt.sf_block[1]
                             )
                 if weighted and turn == 0:
-                    load_weights(weights, row_weights, place, real, weight)
-                    scale_weights(weight, weight_scale)
+                    load_weights(weights, row_weights, weight_scale, place, real, weight)
 
                 for i in T.unroll(rows):
                     if layout == '' or real[i] != 0:

@@ -35,7 +35,6 @@ from tile_kernels.quant._swiglu_macros import (
     load_weights,
     round_lane,
     scale_groups,
-    scale_weights,
     weight_tensor,
 )
 from tile_kernels.quant.per_token_cast_device import code_registers, encode_and_store
@@ -195,8 +194,7 @@ def swiglu_forward_kernel(
             for turn in T.serial(num_passes):
                 load(x, up, row, slot + turn * vectors * num_threads, real, gate_local, up_local)
                 if weighted and turn == 0:
-                    load_weights(weights, row_weights, place, real, weight)
-                    scale_weights(weight, weight_scale)
+                    load_weights(weights, row_weights, weight_scale, place, real, weight)
                 activate(gate_local, up_local, weight, real, clamp_value, counts if counting else None, act_local)
                 if whole_row:
                     for i in T.unroll(vectors):
