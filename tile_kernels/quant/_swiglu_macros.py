@@ -53,26 +53,30 @@ def find_owned_rows(psum, alignment, row, real):
     """
     num_experts = psum.shape[0]
     expert = T.alloc_var(T.int32)
-    begin = T.alloc_var(T.int32)  # where the rows before those of the expert end
+    first = T.alloc_var(T.int32)  # row of the expert
     end = T.alloc_var(T.int32)
-    offset = T.alloc_var(T.int32)  # of a row from the last row that an expert may begin at
     warp_row = T.shfl_sync(row, 0)
     expert = 0
     for k in T.serial(T.ceildiv(num_experts, WARP)):
         other = k * WARP + T.get_thread_binding() % WARP
         before = T.if_then_else(other < num_experts, psum[other], INT_MAX) <= warp_row
         expert = expert + T.cast(T.popcount(T.ballot(before)), T.int32)
-    begin = T.if_then_else(expert > 0, psum[expert - 1], 0)
+    first = first_row_after(T.if_then_else(expert > 0, psum[expert - 1], 0), alignment)
     end = T.if_then_else(expert < num_experts, psum[expert], INT_MAX)
-    offset = T.truncmod(row, alignment)
     for i in T.unroll(real.shape[0]):
         while end <= row + i:
             expert = expert + 1
-            begin = end
+            first = first_row_after(end, alignment)
             end = T.if_then_else(expert < num_experts, psum[expert], INT_MAX)
-        if expert == num_experts or begin > row + i - offset:
+        if expert == num_experts or row + i < first:
             real[i] = 0
-        offset = T.Select(offset + 1 < alignment, offset + 1, 0)
+
+
+@macro
+def first_row_after(end, alignment):
+    """The row at which the expert after `end` rows begins."""
+    excess = T.truncmod(end, alignment)
+    return end + T.Select(excess > 0, alignment - excess, 0)
 
 
 @macro
@@ -88,12 +92,18 @@ def find_places(kind, pos_to_token_topk, row, num_tokens, place):
 
 @macro
 def load_weights(kind, weights, weight_scale, place, real, weight):
-    """`weight[i]` of every real row, 0 of the others and where there is none."""
+    """`weight[i]` of every real row, 0 of the others and where there is none.
+
+    They are scaled after all of them were asked for, so that none waits for another.
+    """
     flat_weights = flat(weights) if kind == 'map' else weights
     for i in T.unroll(place.shape[0]):
         weight[i] = T.float32(0.0)
-        if real[i] != 0 and place[i] >= 0 and place[i] < flat_weights.shape[0]:
-            weight[i] = flat_weights[place[i]] * weight_scale
+        if real[i] != 0 and (kind == 'row' or (place[i] >= 0 and place[i] < flat_weights.shape[0])):
+            weight[i] = flat_weights[place[i]]
+    for i in T.unroll(place.shape[0]):
+        if kind == 'row' or (place[i] >= 0 and place[i] < flat_weights.shape[0]):
+            weight[i] = weight[i] * weight_scale
 
 
 def flat(x: Any) -> Any:
@@ -166,70 +176,82 @@ def clamp_up(up: Any, clamp_value: Any) -> Any:
 
 
 @macro
-def clamp_lane(gate, up, clamp_value):
-    """Clamp the channels of a lane in place."""
-    for j in T.unroll(LANE):
-        gate[j] = clamp_gate(gate[j], clamp_value)
-        up[j] = clamp_up(up[j], clamp_value)
-
-
-@macro
-def activate_lanes(gate_local, up_local, weight, real, row_step, clamped, clamp_value, counts, act_local):
+def activate_lanes(gate_local, up_local, weight, real, row_step, skipping, clamped, clamp_value, counts, act_local):
     """`act = (silu(gate) * up) * weight` in float32 of every vector of a lane.
 
-    `weight[i * row_step]` is that of vector i (None if there are none); `counts` is None, or three numbers that count
-    what was clamped in real rows. Few lanes have a gate that needs the long division: whether one has is asked once for
-    all its vectors.
+    `weight[i * row_step]` is that of vector i (None if there are none), `real[i * row_step]` says whether its row is
+    real; if `skipping`, others are not computed, and come out as 0. `counts` is None, or three numbers that count what
+    was clamped in real rows. Few lanes have a gate that needs the long division: whether one has is asked once for all
+    its vectors.
     """
     vectors = int(gate_local.shape[0])
-    of_row = (weight, real, row_step)
+    clamped_silu = T.alloc_var(T.float32)
+    if clamped:
+        clamped_silu = T.ieee_fdiv(clamp_value, T.float32(1.0) + T.exp(-clamp_value))
+    clamp = (clamp_value, clamped_silu) if clamped else None
+    of_row = (weight, real, row_step, skipping)
     if lane_max(gate_local, *range(vectors)) > T.float32(GATE_LIMIT):
         for i in T.unroll(vectors):
-            activate_lane(gate_local, up_local, i, *of_row, clamped, clamp_value, counts, True, act_local)
+            activate_lane(gate_local, up_local, i, *of_row, clamp, counts, True, act_local)
     else:
         for i in T.unroll(vectors):
-            activate_lane(gate_local, up_local, i, *of_row, clamped, clamp_value, counts, False, act_local)
+            activate_lane(gate_local, up_local, i, *of_row, clamp, counts, False, act_local)
 
 
 @macro
-def activate_lane(gate_local, up_local, i, weight, real, row_step, clamped, clamp_value, counts, extreme, act_local):
+def activate_lane(gate_local, up_local, i, weight, real, row_step, skipping, clamp, counts, extreme, act_local):
     """`act = (silu(gate) * up) * weight` of vector i, counting what is clamped if its row is real.
 
-    Few vectors have anything to count, and counting costs more than to ask for it. The quotient of a bfloat16 gate
-    needs no exact inverse: there are few such gates, and all of them were tried.
+    A gate is clamped after its silu is known, to the silu of the limit: the quotient of a bfloat16 gate needs no exact
+    inverse, because there are few such gates, and all of them were tried.
     """
     gate = T.alloc_local((LANE,), T.float32)
     up = T.alloc_local((LANE,), T.float32)
+    silu = T.alloc_local((LANE,), T.float32)
     t = T.alloc_var(T.float32)
-    few_gates = gate_local.dtype == 'bfloat16' and not clamped
-    widen_lane(gate_local, i, gate)
-    widen_lane(up_local, i, up)
-    if counts is not None:
-        if T.max(lane_max(gate_local, i), lane_max(up_local, i)) > clamp_value:
+    if not skipping or real[i * row_step] != 0:
+        widen_lane(gate_local, i, gate)
+        widen_lane(up_local, i, up)
+        for j in T.unroll(LANE):
+            t = T.float32(1.0) + T.exp(-gate[j])
+            if extreme:
+                silu[j] = T.ieee_fdiv(gate[j], t)
+            else:
+                silu[j] = quotient_of(gate[j], t, T.fast_rcp(t) if gate_local.dtype == 'bfloat16' else inverse_of(t))
+        if clamp is not None and T.max(lane_max(gate_local, i), lane_max(up_local, i)) > clamp[0]:
+            if counts is not None and real[i * row_step] != 0:
+                count_lane(gate, up, clamp[0], counts)
             for j in T.unroll(LANE):
-                counts[0] += T.Select(gate[j] > clamp_value, real[i * row_step], 0)
-                counts[1] += T.Select(up[j] > clamp_value, real[i * row_step], 0)
-                counts[2] += T.Select(up[j] < -clamp_value, real[i * row_step], 0)
-            clamp_lane(gate, up, clamp_value)
-    elif clamped:
-        clamp_lane(gate, up, clamp_value)
-    for j in T.unroll(LANE):
-        t = T.float32(1.0) + T.exp(-gate[j])
-        if extreme:
-            act_local[i, j] = T.ieee_fdiv(gate[j], t) * up[j]
-        else:
-            act_local[i, j] = quotient_of(gate[j], t, T.fast_rcp(t) if few_gates else inverse_of(t)) * up[j]
-        if weight is not None:
-            act_local[i, j] = act_local[i, j] * weight[i * row_step]
+                silu[j] = T.Select(gate[j] > clamp[0], clamp[1], silu[j])
+                up[j] = clamp_up(up[j], clamp[0])
+        for j in T.unroll(LANE):
+            act_local[i, j] = silu[j] * up[j]
+            if weight is not None:
+                act_local[i, j] = act_local[i, j] * weight[i * row_step]
+    else:
+        for j in T.unroll(LANE):
+            act_local[i, j] = T.float32(0.0)
 
 
 @macro
-def add_counts(counts, num_counts, counts_shared, clamped_count, num_threads):
-    """Add the counts of all threads of a block to the global ones, one atomic addition for each."""
+def count_lane(gate, up, clamp_value, counts):
+    """Count what is to be clamped; few vectors have any of it, and counting costs more than to ask for it.
+
+    The counts are float32, which takes one instruction to compare and one to add.
+    """
+    for j in T.unroll(LANE):
+        counts[0] += T.Select(gate[j] > clamp_value, T.float32(1.0), T.float32(0.0))
+        counts[1] += T.Select(up[j] > clamp_value, T.float32(1.0), T.float32(0.0))
+        counts[2] += T.Select(up[j] < -clamp_value, T.float32(1.0), T.float32(0.0))
+
+
+@macro
+def add_counts(counts, num_counts, counts_shared, clamped_count, num_threads, hidden):
+    """Add the counts of all threads of a block to the global ones, an atomic addition for each; the last is of rows."""
     thread = T.get_thread_binding()
     total = T.alloc_var(T.int32)
     for k in T.unroll(num_counts):
-        total = T.warp_reduce_sum(counts[k])
+        total = T.warp_reduce_sum(T.cast(counts[k], T.int32))
         if thread % 32 == 0:
             counts_shared[thread // 32, k] = total
     T.sync_threads()
@@ -238,7 +260,7 @@ def add_counts(counts, num_counts, counts_shared, clamped_count, num_threads):
         for w in T.unroll(num_threads // 32):
             total = total + counts_shared[w, thread]
         if total > 0:
-            T.atomic_add(clamped_count[thread], T.cast(total, T.int64))
+            T.atomic_add(clamped_count[thread], T.cast(total, T.int64) * T.Select(thread == 3, hidden, 1))
 
 
 # Scale factors ------------------------------------------------------------------------------

@@ -310,7 +310,6 @@ def swiglu_backward_kernel(
             find_real_rows(layout, pos_to_expert, psum, alignment, row, num_tokens, real)
             if weighted:
                 find_places(weights, pos_to_token_topk, row, num_tokens, place)
-                load_weights(weights, row_weights, weight_scale, place, real, weight)
 
             for turn in T.serial(turns):
                 slot = turn * team_threads + lane
@@ -331,13 +330,19 @@ def swiglu_backward_kernel(
                             up_factor[i] = sf_value(
                                 x_sf, x_fmt, source_row, (hidden + slot * LANE) // x_fmt.sf_block[1]
                             )
+                if weighted and turn == 0:
+                    load_weights(weights, row_weights, weight_scale, place, real, weight)
 
                 for i in T.unroll(rows):
-                    widen_source(gate_local, i, gate_factor if dequantising else None, gate)
-                    widen_source(up_local, i, up_factor if dequantising else None, up)
-                    widen_lane(dy_local, i, upstream)
-                    row_weight = weight[i] if weighted else None
-                    gradients_lane(gate, up, upstream, row_weight, clamped, clamp_value, grad, y_local, dot, i)
+                    if layout == '' or real[i] != 0:
+                        widen_source(gate_local, i, gate_factor if dequantising else None, gate)
+                        widen_source(up_local, i, up_factor if dequantising else None, up)
+                        widen_lane(dy_local, i, upstream)
+                        row_weight = weight[i] if weighted else None
+                        gradients_lane(gate, up, upstream, row_weight, clamped, clamp_value, grad, y_local, dot, i)
+                    else:
+                        T.clear(grad)
+                        T.clear(y_local)
                     if row + i < num_tokens:
                         for half in T.unroll(2):
                             round_lane(grad, half, rounded)

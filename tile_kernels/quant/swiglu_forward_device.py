@@ -70,7 +70,7 @@ def choose(
         vectors = 1 if few and lanes <= 1024 else 2 if lanes <= 2048 else 4
         return dict(vectors=vectors, num_threads=512 if vectors == 4 else 1024, resident_threads=1024)
     if num_tokens * lanes >= 16 << 17 and x_dtype.itemsize == 2:
-        return dict(vectors=4, num_threads=128, resident_threads=768)
+        return dict(vectors=4, num_threads=64, resident_threads=768)
     return dict(vectors=1 if few else 2, num_threads=128, resident_threads=1024)
 
 
@@ -79,7 +79,7 @@ def choose(
 
 @kernel(
     choose=choose,
-    space=dict(vectors=(1, 2, 4), num_threads=(128, 256, 512, 1024), resident_threads=(768, 1024)),
+    space=dict(vectors=(1, 2, 4), num_threads=(64, 128, 256, 512, 1024), resident_threads=(768, 1024)),
     pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True},
 )
 def swiglu_forward_kernel(
@@ -119,7 +119,7 @@ def swiglu_forward_kernel(
     num_tokens, x_pitch, up_pitch = T.dynamic('num_tokens'), T.dynamic('x_pitch'), T.dynamic('up_pitch')
 
     @macro
-    def activate(x, up, row, slot, real, weight, clamp_value, counts, gate_local, up_local, act_local):
+    def load(x, up, row, slot, real, gate_local, up_local):
         if full:
             for i in T.unroll(vectors):
                 at, source = slot + i * slot_step, T.min(row + i * row_step, num_tokens - 1)
@@ -133,8 +133,13 @@ def swiglu_forward_kernel(
                     at, source = slot + i * slot_step, row + i * row_step
                     load_lane(x, gate_local, i, source, at, piece, hidden)
                     load_lane(up if split else x, up_local, i, source, at, piece, hidden, first=up_offset)
-        row_weights = weight if weighted else None
-        activate_lanes(gate_local, up_local, row_weights, real, row_step, clamped, clamp_value, counts, act_local)
+
+    @macro
+    def activate(gate_local, up_local, weight, real, clamp_value, counts, act_local):
+        row_weights, skipping = weight if weighted else None, layout != ''
+        activate_lanes(
+            gate_local, up_local, row_weights, real, row_step, skipping, clamped, clamp_value, counts, act_local
+        )
 
     @T.prim_func
     def swiglu_forward(
@@ -166,7 +171,7 @@ def swiglu_forward_kernel(
             real = T.alloc_local((rows,), T.int32)
             place = T.alloc_local((rows,), T.int32)
             weight = T.alloc_local((rows,), T.float32)
-            counts = T.alloc_local((4,), T.int32)
+            counts = T.alloc_local((4,), T.float32)
             gate_local = T.alloc_local((vectors, LANE), T.dtype(x_dtype))
             up_local = T.alloc_local((vectors, LANE), T.dtype(x_dtype))
             act_local = T.alloc_local((vectors, LANE), T.float32)
@@ -176,29 +181,19 @@ def swiglu_forward_kernel(
             find_real_rows(layout, pos_to_expert, psum, alignment, row, num_tokens, real)
             if weighted:
                 find_places(weights, pos_to_token_topk, row, num_tokens, place)
-                load_weights(weights, row_weights, weight_scale, place, real, weight)
             if counting:
                 T.clear(counts)
                 if num_counts == 4:
                     for i in T.unroll(rows):
-                        counts[3] += T.Select(slot == 0, real[i] * hidden, 0)
+                        counts[3] += T.Select(slot == 0, T.cast(real[i], T.float32), T.float32(0.0))  # rows
 
             row_amax = T.alloc_local((1,), T.float32)
             row_amax[0] = T.float32(0.0)
             for turn in T.serial(num_passes):
-                activate(
-                    x,
-                    up,
-                    row,
-                    slot + turn * vectors * num_threads,
-                    real,
-                    weight,
-                    clamp_value,
-                    counts if counting else None,
-                    gate_local,
-                    up_local,
-                    act_local,
-                )
+                load(x, up, row, slot + turn * vectors * num_threads, real, gate_local, up_local)
+                if weighted and turn == 0:
+                    load_weights(weights, row_weights, weight_scale, place, real, weight)
+                activate(gate_local, up_local, weight, real, clamp_value, counts if counting else None, act_local)
                 if whole_row:
                     for i in T.unroll(vectors):
                         row_amax[0] = T.max(row_amax[0], lane_max(act_local, i))
@@ -229,7 +224,8 @@ def swiglu_forward_kernel(
                 for turn in T.serial(num_passes):
                     start = slot + turn * vectors * num_threads
                     if num_passes > 1:
-                        activate(x, up, row, start, real, weight, clamp_value, None, gate_local, up_local, act_local)
+                        load(x, up, row, start, real, gate_local, up_local)
+                        activate(gate_local, up_local, weight, real, clamp_value, None, act_local)
                     for i in T.unroll(vectors):
                         at, inverse = start + i * slot_step, sf_inv[i * row_step]
                         encode_and_store(
@@ -244,7 +240,7 @@ def swiglu_forward_kernel(
                         store_lane(y, rounded, row + i, slot, y_piece, hidden, LANE)
             if counting:
                 counts_shared = T.alloc_shared((num_threads // WARP, num_counts), T.int32)
-                add_counts(counts, num_counts, counts_shared, clamped_count, num_threads)
+                add_counts(counts, num_counts, counts_shared, clamped_count, num_threads, hidden)
 
     return swiglu_forward
 

@@ -42,7 +42,7 @@ PASS_CONFIGS = {
 @macro
 def activate_chunk(gate_local, up_local, clamped, clamp_value, act_local, rounded, first):
     """Activate rows of a lane and round them to rows of `rounded` from `first` on."""
-    activate_lanes(gate_local, up_local, None, None, 0, clamped, clamp_value, None, act_local)
+    activate_lanes(gate_local, up_local, None, None, 0, False, clamped, clamp_value, None, act_local)
     for i in T.unroll(gate_local.shape[0]):
         for e in T.vectorized(LANE):
             rounded[first + i, e] = T.cast(act_local[i, e], T.bfloat16)
@@ -213,15 +213,17 @@ def choose(
     clamped: bool,
     num_tokens: int,
 ) -> dict:
-    """Eight rows for each lane; flat groups of a small problem get flat tiles, transposed codes small ones."""
+    """Eight rows for each lane that turns codes or reads float32; flat groups of few rows get flat tiles, few codes small."""
     resident_threads = 512 if x_dtype.itemsize == 4 else 768
     if store_bytes and num_tokens <= FEW_ROWS:
         return dict(rows=2, num_threads=128, resident_threads=resident_threads, row_lanes=2)
     if store_bytes:
-        return dict(rows=8, num_threads=128, resident_threads=512, row_lanes=8)
+        return dict(rows=8, num_threads=128, resident_threads=640 if x_dtype.itemsize == 2 else 512, row_lanes=8)
     if fmt.sf_block[0] == 32 and num_tokens * hidden < 1 << 22:
         return dict(rows=4, num_threads=128, resident_threads=resident_threads, row_lanes=16)
-    return dict(rows=8, num_threads=256, resident_threads=resident_threads, row_lanes=16)
+    if x_dtype.itemsize == 4:
+        return dict(rows=8, num_threads=256, resident_threads=resident_threads, row_lanes=16)
+    return dict(rows=4, num_threads=256, resident_threads=1024, row_lanes=8)
 
 
 @macro
@@ -249,7 +251,9 @@ def store_turned(y, codes, team, lane, tile_shared, row, col, store_bytes, num_t
 
 @kernel(
     choose=choose,
-    space=dict(rows=(2, 4, 8), num_threads=(128, 256, 512), resident_threads=(512, 768), row_lanes=(2, 4, 8, 16)),
+    space=dict(
+        rows=(2, 4, 8), num_threads=(128, 256, 512), resident_threads=(512, 640, 768, 1024), row_lanes=(2, 4, 8, 16)
+    ),
     pass_configs=PASS_CONFIGS,
 )
 def swiglu_forward_and_per_channel_cast_kernel(
