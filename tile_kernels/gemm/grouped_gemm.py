@@ -58,13 +58,13 @@ BUSY_SMS = 132  # tiles it takes to keep a GPU busy
 def choose(n: int, k: int, num_groups: int, b_is_nk: bool, dtype: torch.dtype, num_rows: int) -> dict:
     """Wide tiles read each operand less often; with few rows a group, small ones waste fewer products."""
     if num_rows <= 64 * num_groups:  # the matrices are the traffic: short tiles keep more of them in flight
-        return dict(block_m=64, block_n=128, ring=4)
+        return dict(block_m=64, block_n=128, ring=4, staged=256, lead=0)
     if num_groups == DENSE:
         if num_rows <= 64:
-            return dict(block_m=64, block_n=64, ring=6)
+            return dict(block_m=64, block_n=64, ring=6, staged=256, lead=0)
         if -(-num_rows // 128) * -(-n // 256) < BUSY_SMS:
-            return dict(block_m=128, block_n=128, ring=4)
-    return dict(block_m=128, block_n=256 if wastes_little(n, 256) else 128, ring=3)
+            return dict(block_m=128, block_n=128, ring=4, staged=256, lead=0)
+    return dict(block_m=128, block_n=256 if wastes_little(n, 256) else 128, ring=3, staged=256, lead=0)
 
 
 # Kernel -------------------------------------------------------------------------------------
@@ -81,11 +81,16 @@ def build_product(
     block_m: int,
     block_n: int,
     ring: int,
+    staged: int = 256,
+    lead: int = 0,
 ) -> Any:
     """`b` is (num_groups, n, k) if `b_is_nk`, else (num_groups, k, n); a dense product has one, and no `group_end`.
 
     The last warpgroup loads, the others multiply 64 rows each; they hand over the `ring` buffers through barriers. With
     SwiGLU a thread block multiplies with `block_n` rows of the gate and the same of the up matrix.
+
+    Results are staged in shared memory `staged` columns at a time. With a `lead` the first warpgroup begins so many
+    steps before the second, and each stores its results while the other multiplies.
     """
     num_rows = T.dynamic('num_rows')
     elem = T.dtype(dtype)
@@ -97,6 +102,7 @@ def build_product(
     members = block_m // WARPGROUP_ROWS
     per_sm = 3 - members  # thread blocks of an SM; a small tile leaves room for two
     tiles_n, steps = -(-width // block_n), -(-k // BLOCK_K)
+    leads = lead > 0 and members > 1
 
     @T.prim_func
     def grouped_gemm(
@@ -111,7 +117,7 @@ def build_product(
             num_blocks = num_sms * per_sm
             a_shared = T.alloc_shared((ring, members, WARPGROUP_ROWS, BLOCK_K), elem)
             b_shared = T.alloc_shared((len(halves), ring, *b_tile), elem)
-            d_shared = [T.alloc_shared((WARPGROUP_ROWS, block_n), elem) for _ in range(members)]
+            d_shared = [T.alloc_shared((WARPGROUP_ROWS, min(staged, block_n)), elem) for _ in range(members)]
             T.annotate_layout({buffer: swizzled(buffer) for buffer in d_shared})
             acc_frag = [
                 [T.alloc_fragment((WARPGROUP_ROWS, block_n), T.float32) for _ in range(members)] for _ in halves
@@ -127,10 +133,10 @@ def build_product(
                     T.dec_max_nreg(LOADING_REGISTERS)
                 for turn in T.serial(turns):
                     locate_tile(tiles, turn * num_blocks + pid, tile)
-                    group, row, col = tile[0], tile[1], tile[4] * block_n
+                    group, row, end, col = tile[0], tile[1], tile[2], tile[4] * block_n
                     for step in T.serial(tile[3] * steps):
                         slot, depth = next_free(buffers), step * BLOCK_K
-                        load_rows(a, row, depth, a_shared, slot, buffers.full)
+                        load_rows(a, row, end, depth, a_shared, slot, buffers.full)
                         for half in halves:
                             b_row = half * width + col
                             if b_is_nk:
@@ -152,13 +158,17 @@ def build_product(
                     if members > 1:
                         T.inc_max_nreg(MULTIPLYING_REGISTERS)
                     acc = [frags[member] for frags in acc_frag]
+                    locate_tile(tiles, pid, tile)
+                    if leads and member == 1 and tile[3] > 0:
+                        T.sync_threads(10, members * WARPGROUP)
                     for turn in T.serial(turns):
-                        locate_tile(tiles, turn * num_blocks + pid, tile)
-                        row, end, col = tile[1] + member * WARPGROUP_ROWS, tile[2], tile[4] * block_n
+                        row, end, tile_n = tile[1] + member * WARPGROUP_ROWS, tile[2], tile[4]
+                        depth, following = tile[3] * steps, (turn + 1) * num_blocks + pid
                         if row < end:
-                            for half in halves:
-                                T.clear(acc[half])
-                            for step in T.serial(tile[3] * steps):
+                            if depth == 0:
+                                for half in halves:
+                                    T.clear(acc[half])
+                            for step in T.serial(depth):
                                 slot = next_full(buffers)
                                 for half in halves:
                                     T.wgmma_gemm(
@@ -166,26 +176,35 @@ def build_product(
                                         b_shared[half, slot, :, :],
                                         acc[half],
                                         transpose_B=b_is_nk,
+                                        clear_accum=step == 0,
                                     )
                                 T.wait_wgmma(len(halves))
+                                if leads and member == 0 and turn == 0 and step == min(lead, steps - 1):
+                                    T.sync_threads(10, members * WARPGROUP)
                                 if step > 0:
                                     free_last(buffers)
                                 buffers.used[0] += 1
+                            locate_tile(tiles, following, tile)  # while the tensor cores work
                             T.wait_wgmma(0)
-                            if tile[3] > 0:
+                            if depth > 0:
                                 free_last(buffers)
                             if swiglu:
                                 for i, j in T.Parallel(WARPGROUP_ROWS, block_n):
                                     acc[0][i, j] = silu(acc[0][i, j]) * acc[1][i, j]
-                            store_rows(acc[0], d_shared[member], d, row, end, col, width, block_n, member)
+                            store_rows(acc[0], d_shared[member], d, row, end, tile_n * block_n, width, member)
                         else:
-                            skip_steps(buffers, tile[3] * steps)
+                            skip_steps(buffers, depth)
+                            locate_tile(tiles, following, tile)
                     T.tma_store_wait(0)
 
     return grouped_gemm
 
 
-@kernel(choose=choose, space=dict(block_m=(64, 128), block_n=(64, 128, 256), ring=(3, 4, 6)), **WARPGROUP_ROLES)
+@kernel(
+    choose=choose,
+    space=dict(block_m=(64, 128), block_n=(64, 128, 256), ring=(3, 4, 6), staged=(64, 128, 256), lead=(0, 1)),
+    **WARPGROUP_ROLES,
+)
 def grouped_gemm_kernel(n: int, k: int, num_groups: int, b_is_nk: bool, dtype: torch.dtype, **config: int):
     """The product alone; see `build_product`."""
     return build_product(n, k, num_groups, b_is_nk, dtype, **config)

@@ -24,14 +24,16 @@ from tile_kernels.gemm.portable import portable_swiglu_kernel
 def choose(n: int, k: int, num_groups: int, dtype: torch.dtype, num_rows: int) -> dict:
     """Wide tiles read each operand less often; with few rows a group, small ones waste fewer products."""
     if num_rows <= 64 * num_groups:
-        return dict(block_m=64, block_n=64, ring=4)
-    return dict(block_m=128, block_n=128, ring=4 if num_groups <= 256 else 3)  # the counts of tiles take room, too
+        return dict(block_m=64, block_n=64, ring=4, lead=0)
+    return dict(
+        block_m=128, block_n=128, ring=4 if num_groups <= 256 else 3, lead=0
+    )  # the counts of tiles take room, too
 
 
 # Kernel -------------------------------------------------------------------------------------
 
 
-@kernel(choose=choose, space=dict(block_m=(64, 128), block_n=(64, 128), ring=(3, 4, 6)), **WARPGROUP_ROLES)
+@kernel(choose=choose, space=dict(block_m=(64, 128), block_n=(64, 128), ring=(3, 4, 6), lead=(0, 1)), **WARPGROUP_ROLES)
 def grouped_gemm_swiglu_kernel(n: int, k: int, num_groups: int, dtype: torch.dtype, **config: int):
     """See `build_product`."""
     product = build_product(n, k, num_groups, True, dtype, swiglu=True, **config)
