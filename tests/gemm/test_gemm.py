@@ -39,12 +39,17 @@ def test_dense_is_a_group_of_all_rows():
     assert torch.equal(dense, grouped_gemm_fp8(codes[0], sf[0], codes[1].unsqueeze(0), sf[1].unsqueeze(0), end))
 
 
-def test_dense_tiles_cover_every_band(monkeypatch):
-    """More rows of tiles than a band holds, and a last band that is lower."""
+def test_tiles_cover_every_band(monkeypatch):
+    """More rows of tiles than a band holds, and a last band that is higher; the same behind other groups."""
     monkeypatch.setattr(_groups, 'BAND', 2)
     a = torch.randn(5 * 128 - 9, 24, device=DEVICE, dtype=torch.bfloat16)  # a shape no other test builds
-    b = torch.randn(2 * 256 + 8, 24, device=DEVICE, dtype=torch.bfloat16)
-    torch.testing.assert_close(gemm(a, b), (a.float() @ b.float().T).bfloat16(), rtol=2e-2, atol=2e-2)
+    b = torch.randn(3, 2 * 256 + 8, 24, device=DEVICE, dtype=torch.bfloat16)
+    torch.testing.assert_close(gemm(a, b[0]), (a.float() @ b[0].float().T).bfloat16(), rtol=2e-2, atol=2e-2)
+    end = torch.tensor([65, 65, 600], device=DEVICE, dtype=torch.int32)
+    expected = torch.cat([a[:65].float() @ b[0].float().T, a[65:600].float() @ b[2].float().T])
+    d = grouped_gemm(a, b, end)
+    torch.testing.assert_close(d[:600], expected.bfloat16(), rtol=2e-2, atol=2e-2)
+    assert not d[600:].any()
 
 
 @pytest.mark.parametrize(

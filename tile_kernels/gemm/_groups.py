@@ -20,7 +20,7 @@ GROUP = 128  # channels that share a scale factor; also the rows of b that do, a
 WARPGROUP = 128
 WARPGROUP_ROWS = 64  # of a tile, which one warpgroup multiplies
 DENSE = 0  # groups of a product of all rows with one matrix: nothing says where they end
-BAND = 16  # rows of tiles that a dense product finishes before it goes on to the next
+BAND = 16  # rows of tiles of a group that are finished before the next; the last band takes what would be a lower one
 #: Registers of a thread where one warpgroup loads for two that multiply; together the 64 K of an SM.
 LOADING_REGISTERS, MULTIPLYING_REGISTERS = 24, 240
 
@@ -131,37 +131,39 @@ def locate_tile(tiles, index, tile):
 
     The rows behind all groups are group `num_groups`, which has no matrix: they are only stored, as zeros.
     """
-    group_end, first_shared = tiles.group_end, tiles.first_shared
-    num_rows, num_groups, block_m, tiles_n = tiles.num_rows, tiles.num_groups, tiles.block_m, tiles.tiles_n
-    if num_groups == DENSE:
-        # Tiles that run at a time form a rectangle as high as wide: their operands stay in the L2 cache.
-        band = T.truncdiv(index, BAND * tiles_n)
-        inner = index - band * (BAND * tiles_n)
-        height = T.max(T.min(T.truncdiv(num_rows + block_m - 1, block_m) - band * BAND, BAND), 1)
-        tile[0] = 0
-        tile[4] = T.truncdiv(inner, height)
-        tile[1] = T.if_then_else(tile[4] < tiles_n, (band * BAND + T.truncmod(inner, height)) * block_m, num_rows)
-        tile[2] = num_rows
-        tile[3] = T.if_then_else(tile[1] < num_rows, 1, 0)
-    else:
-        tile[0] = 0
-        tile_m = T.truncdiv(index, tiles_n)
+    num_groups, block_m, tiles_n = tiles.num_groups, tiles.block_m, tiles.tiles_n
+    tile[0] = 0
+    inner = index
+    if num_groups != DENSE:
+        first_shared = tiles.first_shared
         for step in T.unroll(num_groups.bit_length(), unroll_factor=1):
             later = tile[0] + (1 << (num_groups.bit_length() - 1 - step))
-            if later <= num_groups and first_shared[T.min(later, num_groups)] <= tile_m:
+            if later <= num_groups and first_shared[T.min(later, num_groups)] * tiles_n <= index:
                 tile[0] = later
-        locate_rows(group_end, tile_m - first_shared[tile[0]], num_rows, num_groups, block_m, tile)
-        tile[4] = T.truncmod(index, tiles_n)
+        inner = index - first_shared[tile[0]] * tiles_n
+    bound_group(tiles.group_end, tiles.num_rows, num_groups, tile)
+    # Tiles that run at a time form a rectangle as high as wide: their operands stay in the L2 cache.
+    tiles_m = T.truncdiv(tile[2] - tile[1] + block_m - 1, block_m)
+    band = T.min(T.truncdiv(inner, BAND * tiles_n), T.max(T.truncdiv(tiles_m, BAND), 1) - 1)
+    left = tiles_m - band * BAND
+    height = T.max(T.if_then_else(left < 2 * BAND, left, BAND), 1)
+    place = inner - band * (BAND * tiles_n)
+    tile[4] = T.truncdiv(place, height)
+    row = tile[1] + (band * BAND + T.truncmod(place, height)) * block_m
+    tile[1] = T.if_then_else(tile[4] < tiles_n, row, tile[2])
+    tile[3] = T.if_then_else(tile[0] < T.max(num_groups, 1) and tile[1] < tile[2], 1, 0)
 
 
 @macro
-def locate_rows(group_end, tile_in_group, num_rows, num_groups: int, block_m: int, tile):
-    """`tile[1:4]` of a tile of group `tile[0]`; see `locate_tile`."""
-    group = tile[0]
-    start = T.if_then_else(group > 0, group_end[T.max(group, 1) - 1], 0)
-    tile[1] = start + tile_in_group * block_m
-    tile[2] = T.if_then_else(group < num_groups, T.min(group_end[T.min(group, num_groups - 1)], num_rows), num_rows)
-    tile[3] = T.if_then_else(group < num_groups and tile[1] < tile[2], 1, 0)
+def bound_group(group_end, num_rows, num_groups: int, tile):
+    """`tile[1:3]` = where the rows of group `tile[0]` begin and end."""
+    if num_groups == DENSE:
+        tile[1] = 0
+        tile[2] = num_rows
+    else:
+        group = tile[0]
+        tile[1] = T.if_then_else(group > 0, group_end[T.max(group, 1) - 1], 0)
+        tile[2] = T.if_then_else(group < num_groups, T.min(group_end[T.min(group, num_groups - 1)], num_rows), num_rows)
 
 
 @macro
@@ -230,15 +232,16 @@ def skip_steps(ring, steps):
 
 
 @macro
-def load_rows(x, row, depth, x_shared, slot, barrier):
-    """Load the columns from `depth` on of the rows of a tile, 64 for each of the warpgroups that multiply."""
+def load_rows(x, row, end, depth, x_shared, slot, barrier):
+    """Load the columns from `depth` on of the rows of a tile, 64 for each warpgroup that has some to multiply."""
     for member in (0, 1)[: int(x_shared.shape[1])]:
         first = row + member * WARPGROUP_ROWS
-        T.tma_copy(
-            x[first : first + WARPGROUP_ROWS, depth : depth + x_shared.shape[3]],
-            x_shared[slot, member, :, :],
-            barrier=barrier[slot],
-        )
+        if first < end:
+            T.tma_copy(
+                x[first : first + WARPGROUP_ROWS, depth : depth + x_shared.shape[3]],
+                x_shared[slot, member, :, :],
+                barrier=barrier[slot],
+            )
 
 
 # Results ------------------------------------------------------------------------------------
@@ -250,26 +253,33 @@ def silu(x: Any) -> Any:
 
 
 @macro
-def stage(acc_frag, d_shared, member: int):
-    """Put what warpgroup `member` has summed where the copy engine may fetch it, once its last store is through."""
+def stage(acc_frag, first: int, d_shared, member: int):
+    """Put the columns from `first` on of what warpgroup `member` has summed where the copy engine may fetch them.
+
+    It waits until the last ones are through.
+    """
     T.tma_store_wait(0)
     T.sync_threads(8 + member, WARPGROUP)
-    T.copy(acc_frag, d_shared)
+    T.copy(acc_frag[:, first : first + d_shared.shape[1]], d_shared)
     T.fence_proxy_async()
     T.sync_threads(8 + member, WARPGROUP)
 
 
 @macro
-def store_rows(acc_frag, d_shared, d, row, end, col, width: int, block_n: int, member: int):
+def store_rows(acc_frag, d_shared, d, row, end, col, width: int, member: int):
     """Store what warpgroup `member` has summed, by way of `d_shared`: the rows from `row` on that lie before `end`.
 
     A whole tile is left to the copy engine, which stores while the warpgroup goes on; the next call waits for it.
     """
-    stage(acc_frag, d_shared, member)
-    if row + WARPGROUP_ROWS <= end:
-        T.tma_copy(d_shared, d[row : row + WARPGROUP_ROWS, col : col + block_n])
-    else:
-        for part in T.unroll(WARPGROUP_ROWS // 8, unroll_factor=1):  # rare: neither code nor registers are spent on it
-            for i, j in T.Parallel(8, block_n):
-                if row + part * 8 + i < end and col + j < width:
-                    d[row + part * 8 + i, col + j] = d_shared[part * 8 + i, j]
+    columns = int(d_shared.shape[1])
+    for part in (0, 1, 2, 3)[: int(acc_frag.shape[1]) // columns]:
+        first = part * columns
+        stage(acc_frag, first, d_shared, member)
+        if row + WARPGROUP_ROWS <= end:
+            T.tma_copy(d_shared, d[row : row + WARPGROUP_ROWS, col + first : col + first + columns])
+        else:
+            lanes = 16 // d.dtype.itemsize  # a row is a multiple of 16 bytes, and so much is stored at once
+            for rows in T.unroll(WARPGROUP_ROWS // 16, unroll_factor=1):  # rare: code and registers are spared
+                for i, j in T.Parallel(16, columns):
+                    if row + rows * 16 + i < end and col + first + T.truncdiv(j, lanes) * lanes < width:
+                        d[row + rows * 16 + i, col + first + j] = d_shared[rows * 16 + i, j]

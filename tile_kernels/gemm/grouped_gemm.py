@@ -51,6 +51,7 @@ from tile_kernels.gemm.portable import portable_dw_kernel, portable_product_kern
 
 BLOCK_K = 64
 BUSY_SMS = 132  # tiles it takes to keep a GPU busy
+STAGED = 128  # columns of a result that wait in shared memory to be stored; more would cost a buffer of the ring
 
 # Config -------------------------------------------------------------------------------------
 
@@ -64,7 +65,8 @@ def choose(n: int, k: int, num_groups: int, b_is_nk: bool, dtype: torch.dtype, n
             return dict(block_m=64, block_n=64, ring=6)
         if -(-num_rows // 128) * -(-n // 256) < BUSY_SMS:
             return dict(block_m=128, block_n=128, ring=4)
-    return dict(block_m=128, block_n=256 if wastes_little(n, 256) else 128, ring=3)
+    # the counts of tiles take room, too
+    return dict(block_m=128, block_n=256 if wastes_little(n, 256) else 128, ring=4 if num_groups <= 256 else 3)
 
 
 # Kernel -------------------------------------------------------------------------------------
@@ -111,7 +113,7 @@ def build_product(
             num_blocks = num_sms * per_sm
             a_shared = T.alloc_shared((ring, members, WARPGROUP_ROWS, BLOCK_K), elem)
             b_shared = T.alloc_shared((len(halves), ring, *b_tile), elem)
-            d_shared = [T.alloc_shared((WARPGROUP_ROWS, block_n), elem) for _ in range(members)]
+            d_shared = [T.alloc_shared((WARPGROUP_ROWS, min(STAGED, block_n)), elem) for _ in range(members)]
             T.annotate_layout({buffer: swizzled(buffer) for buffer in d_shared})
             acc_frag = [
                 [T.alloc_fragment((WARPGROUP_ROWS, block_n), T.float32) for _ in range(members)] for _ in halves
@@ -127,10 +129,10 @@ def build_product(
                     T.dec_max_nreg(LOADING_REGISTERS)
                 for turn in T.serial(turns):
                     locate_tile(tiles, turn * num_blocks + pid, tile)
-                    group, row, col = tile[0], tile[1], tile[4] * block_n
+                    group, row, end, col = tile[0], tile[1], tile[2], tile[4] * block_n
                     for step in T.serial(tile[3] * steps):
                         slot, depth = next_free(buffers), step * BLOCK_K
-                        load_rows(a, row, depth, a_shared, slot, buffers.full)
+                        load_rows(a, row, end, depth, a_shared, slot, buffers.full)
                         for half in halves:
                             b_row = half * width + col
                             if b_is_nk:
@@ -152,13 +154,15 @@ def build_product(
                     if members > 1:
                         T.inc_max_nreg(MULTIPLYING_REGISTERS)
                     acc = [frags[member] for frags in acc_frag]
+                    locate_tile(tiles, pid, tile)
                     for turn in T.serial(turns):
-                        locate_tile(tiles, turn * num_blocks + pid, tile)
-                        row, end, col = tile[1] + member * WARPGROUP_ROWS, tile[2], tile[4] * block_n
+                        row, end, tile_n = tile[1] + member * WARPGROUP_ROWS, tile[2], tile[4]
+                        depth, following = tile[3] * steps, (turn + 1) * num_blocks + pid
                         if row < end:
-                            for half in halves:
-                                T.clear(acc[half])
-                            for step in T.serial(tile[3] * steps):
+                            if depth == 0:
+                                for half in halves:
+                                    T.clear(acc[half])
+                            for step in T.serial(depth):
                                 slot = next_full(buffers)
                                 for half in halves:
                                     T.wgmma_gemm(
@@ -166,20 +170,23 @@ def build_product(
                                         b_shared[half, slot, :, :],
                                         acc[half],
                                         transpose_B=b_is_nk,
+                                        clear_accum=step == 0,
                                     )
                                 T.wait_wgmma(len(halves))
                                 if step > 0:
                                     free_last(buffers)
                                 buffers.used[0] += 1
+                            locate_tile(tiles, following, tile)  # while the tensor cores work
                             T.wait_wgmma(0)
-                            if tile[3] > 0:
+                            if depth > 0:
                                 free_last(buffers)
                             if swiglu:
                                 for i, j in T.Parallel(WARPGROUP_ROWS, block_n):
                                     acc[0][i, j] = silu(acc[0][i, j]) * acc[1][i, j]
-                            store_rows(acc[0], d_shared[member], d, row, end, col, width, block_n, member)
+                            store_rows(acc[0], d_shared[member], d, row, end, tile_n * block_n, width, member)
                         else:
-                            skip_steps(buffers, tile[3] * steps)
+                            skip_steps(buffers, depth)
+                            locate_tile(tiles, following, tile)
                     T.tma_store_wait(0)
 
     return grouped_gemm

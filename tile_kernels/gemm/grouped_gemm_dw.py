@@ -127,7 +127,7 @@ def grouped_gemm_dw_kernel(
                         if rows[1] > rows[0]:
                             free_last(buffers)
                         if group < num_matrices:
-                            stage(acc_frag[member], db_shared[member], member)
+                            stage(acc_frag[member], 0, db_shared[member], member)
                             T.tma_copy(
                                 db_shared[member],
                                 db[group, n_start : n_start + WARPGROUP_ROWS, k_start : k_start + block_k],

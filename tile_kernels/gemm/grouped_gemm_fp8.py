@@ -130,7 +130,7 @@ def grouped_gemm_fp8_kernel(n: int, k: int, num_groups: int, swiglu: bool, *, bl
                     group, row, b_group = tile[0], tile[1], tile[4] * (span // GROUP)
                     for step in T.serial(tile[3] * steps):
                         slot, depth = next_free(buffers), step * GROUP
-                        load_rows(a, row, depth, a_shared, slot, buffers.full)
+                        load_rows(a, row, tile[2], depth, a_shared, slot, buffers.full)
                         for half in (0, 1):
                             b_row = (b_group + half * second) * GROUP
                             T.tma_copy(
@@ -183,11 +183,9 @@ def grouped_gemm_fp8_kernel(n: int, k: int, num_groups: int, swiglu: bool, *, bl
                                         d_sf[row + i, pid_n] = amax[i] / FP8_MAX
                                 for i, j in T.Parallel(WARPGROUP_ROWS, GROUP):
                                     acc[i, j] = acc[i, j] * scale[i]
-                            store_rows(acc, d_shared[member], d, row, end, b_group * GROUP, width, GROUP, member)
-                            if not swiglu:
-                                col = (b_group + 1) * GROUP
-                                if col < width:
-                                    store_rows(other, d_shared[member], d, row, end, col, width, GROUP, member)
+                            store_rows(acc, d_shared[member], d, row, end, b_group * GROUP, width, member)
+                            if not swiglu and (b_group + 1) * GROUP < width:
+                                store_rows(other, d_shared[member], d, row, end, (b_group + 1) * GROUP, width, member)
                         else:
                             skip_steps(buffers, tile[3] * steps)
                     T.tma_store_wait(0)

@@ -19,7 +19,7 @@ from tile_kernels.core.jit import PLAIN_PRODUCTS, kernel
 from tile_kernels.core.lang import T, macro
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
-from tile_kernels.gemm._groups import AMAX_FLOOR, DENSE, FP8, FP8_MAX, GROUP, find_rows, locate_rows, silu
+from tile_kernels.gemm._groups import AMAX_FLOOR, DENSE, FP8, FP8_MAX, GROUP, bound_group, find_rows, silu
 from tile_kernels.gemm._operands import (
     CODES,
     SUMS,
@@ -51,19 +51,15 @@ def find_tile(group_end, index, num_rows, num_groups: int, tiles_n: int, tile):
     tile[0] = 0
     tile_m = T.truncdiv(index, tiles_n)
     tile[4] = T.truncmod(index, tiles_n)
-    if num_groups == DENSE:
-        tile[1] = tile_m * BLOCK_M
-        tile[2] = num_rows
-        tile[3] = T.if_then_else(tile[1] < num_rows, 1, 0)
-    else:
+    if num_groups != DENSE:
         for step in T.unroll(num_groups.bit_length(), unroll_factor=1):
             later = tile[0] + (1 << (num_groups.bit_length() - 1 - step))
             first = T.truncdiv(group_end[T.min(later, num_groups) - 1], BLOCK_M) + later
             if later <= num_groups and first <= tile_m:
                 tile[0] = later
-        start = T.if_then_else(tile[0] > 0, group_end[T.max(tile[0], 1) - 1], 0)
-        tile_in_group = tile_m - T.truncdiv(start, BLOCK_M) - tile[0]
-        locate_rows(group_end, tile_in_group, num_rows, num_groups, BLOCK_M, tile)
+    bound_group(group_end, num_rows, num_groups, tile)
+    tile[1] += (tile_m - T.truncdiv(tile[1], BLOCK_M) - tile[0]) * BLOCK_M
+    tile[3] = T.if_then_else(tile[0] < T.max(num_groups, 1) and tile[1] < tile[2], 1, 0)
 
 
 @macro

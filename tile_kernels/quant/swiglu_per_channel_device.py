@@ -213,7 +213,7 @@ def choose(
     clamped: bool,
     num_tokens: int,
 ) -> dict:
-    """Eight rows for each lane that turns codes or reads float32; flat groups of few rows get flat tiles, few codes small."""
+    """Eight rows for each lane that turns codes or reads float32; flat groups of few rows get flat tiles."""
     resident_threads = 512 if x_dtype.itemsize == 4 else 768
     if store_bytes and num_tokens <= FEW_ROWS:
         return dict(rows=2, num_threads=128, resident_threads=resident_threads, row_lanes=2)
