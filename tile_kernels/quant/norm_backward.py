@@ -169,7 +169,7 @@ SMOKE = (
     + grid(num_tokens=[3], hidden=[4416], dtype=BF16, weight=F32)  # a team is a block, a shorter last vector
     + grid(num_tokens=[2], hidden=[99], dtype=F16, pitch=[101])  # odd rows, odd stride, no weight
     + grid(num_tokens=[2], hidden=[6144], dtype=F32, weight=BF16)  # no room to ask early
-    + grid(num_tokens=[9], hidden=[1348], dtype=F32, weight=F32)  # lanes swap pieces, a tail within a warp
+    + grid(num_tokens=[9], hidden=[1348], dtype=F32, weight=F32)  # a tail within a warp
 )
 SMOKE_THROUGH = [case | dict(through=True) for case in SMOKE[2:]]
 FULL = grid(

@@ -1,31 +1,25 @@
 """The kernels of the gradients of RMS norm; see `norm_backward` for the maths.
 
 A fixed number of blocks, whatever the device, walks over the rows. A team of warps works on one row while its next ones
-are copied to shared memory, each vector by the warp that will read it, so that no warp waits for the copies of others.
+are copied to shared memory, each vector by the thread that will read it, so that nobody waits for anybody else's copy.
 Each block adds up its share of dw, a second kernel adds the shares.
 """
 
 import math
-from typing import Any
 
 import torch
 
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, macro
-from tile_kernels.quant._macros import LANE
+from tile_kernels.quant._macros import LANE, load_lane
 from tile_kernels.quant._norm_rows import (
     WARP,
-    apart,
     folded,
     lane_dot,
-    load_pieces,
     load_weight,
     over_team,
-    owner_of_piece,
-    piece_column,
     row_warps,
     store_pieces,
-    swap_pieces,
     team_warps,
 )
 from tile_kernels.quant._swiglu_macros import widen_lane
@@ -96,7 +90,7 @@ def choose(
     pass_configs={
         'TL_DISABLE_SAFE_MEMORY_ACCESS': True,
         'TL_ENABLE_LOWER_LDGSTG': True,
-        'TL_DISABLE_THREAD_STORAGE_SYNC': True,  # what a warp copies to shared memory it reads itself
+        'TL_DISABLE_THREAD_STORAGE_SYNC': True,  # what a thread copies to shared memory it reads itself
     },
 )
 def norm_backward_kernel(
@@ -123,9 +117,7 @@ def norm_backward_kernel(
     weighted, weight_type = weight_dtype is not None, T.dtype(weight_dtype or x_dtype)
     piece = math.gcd(LANE, vector_bytes // x_dtype.itemsize, hidden)
     copied = min(piece, 16 // x_dtype.itemsize)
-    width = min(LANE, 16 // x_dtype.itemsize)  # what shared memory gives a thread at a time
-    dx_piece = math.gcd(width, hidden)
-    halves = apart(x_dtype, piece) and apart(x_dtype, dx_piece)
+    dx_piece = math.gcd(LANE, 16 // x_dtype.itemsize, hidden)
     weight_piece = math.gcd(LANE, 16 // (weight_dtype or x_dtype).itemsize, hidden)
     share_piece = math.gcd(SHARE_WIDTH, hidden)
     tensors = 3 if through else 2
@@ -136,24 +128,16 @@ def norm_backward_kernel(
     dy_pitch, x_pitch, dz_pitch = T.dynamic('dy_pitch'), T.dynamic('x_pitch'), T.dynamic('dz_pitch')
     dtype = T.dtype(x_dtype)
 
-    def place_of(p: Any, lane: Any) -> tuple:
-        """Where a thread puts piece p of a vector it copies: among which pieces, for which thread, and where in it."""
-        thread = T.get_thread_binding()
-        if halves:
-            return lane // (WARP // 2), owner_of_piece(thread, p), 0
-        return p * copied // width, thread, p * copied % width
-
     @macro
     def ask_for_row(x, row, warp, lane, stage_shared, stage, which):
-        """Start to copy the channels of a thread, or others of its warp, to their places in shared memory."""
+        """Start to copy the channels of a thread to its own places in shared memory."""
         for i in T.unroll(vectors):
-            slot = (i * warps + warp) * WARP + lane
+            first = ((i * warps + warp) * WARP + lane) * LANE
             for p in T.unroll(LANE // copied):
-                if piece_column(slot, p, copied, halves) < hidden:
-                    pieces, owner, first = place_of(p, lane)
+                if first + p * copied < hidden:
                     T.ptx_cp_async(
-                        T.access_ptr(stage_shared[stage, which, i, pieces, owner, first], 'w', copied),
-                        T.access_ptr(x[row, piece_column(slot, p, copied, halves)], 'r', copied),
+                        T.access_ptr(stage_shared[stage, which, i, T.get_thread_binding(), p * copied], 'w', copied),
+                        T.access_ptr(x[row, first + p * copied], 'r', copied),
                         copied,
                     )
 
@@ -173,28 +157,24 @@ def norm_backward_kernel(
     def clear_beyond(warp, lane, stage_shared):
         """Zeros for channels beyond the rows, to which nothing is copied."""
         for i in T.unroll(vectors):
-            slot = (i * warps + warp) * WARP + lane
+            first = ((i * warps + warp) * WARP + lane) * LANE
             for p in T.unroll(LANE // copied):
-                if piece_column(slot, p, copied, halves) >= hidden:
-                    pieces, owner, first = place_of(p, lane)
+                if first + p * copied >= hidden:
                     for s in T.unroll(stages):
                         for which in T.unroll(tensors):
                             for e in T.vectorized(copied):
-                                stage_shared[s, which, i, pieces, owner, first + e] = T.cast(0.0, dtype)
+                                stage_shared[s, which, i, T.get_thread_binding(), p * copied + e] = T.cast(0.0, dtype)
 
     @macro
     def take(x, row, i, warp, lane, stage_shared, stage, which, vector_local):
         """A vector of a row: from shared memory, or from where it is."""
         if stages > 0:
-            for p in T.unroll(LANE // width):
-                for e in T.vectorized(width):
-                    vector_local[0, p * width + e] = stage_shared[stage, which, i, p, T.get_thread_binding(), e]
+            for e in T.vectorized(LANE):
+                vector_local[0, e] = stage_shared[stage, which, i, T.get_thread_binding(), e]
         else:
             if not full:
                 T.clear(vector_local)
-            load_pieces(x, vector_local, 0, row, (i * warps + warp) * WARP + lane, piece, hidden, halves)
-            if halves:
-                swap_pieces(vector_local, 0, vector_local, 0)
+            load_lane(x, vector_local, 0, row, (i * warps + warp) * WARP + lane, piece, hidden)
 
     @macro
     def normal_and_upstream(
@@ -252,7 +232,7 @@ def norm_backward_kernel(
             dx_local = T.alloc_local((LANE,), T.float32)
             partial = T.alloc_local((vectors,), T.float32)
             shared = T.alloc_shared((2, teams, warps, WARP), T.float32)
-            stage_shared = T.alloc_shared((max(stages, 1), tensors, vectors, LANE // width, num_threads, width), dtype)
+            stage_shared = T.alloc_shared((max(stages, 1), tensors, vectors, num_threads, LANE), dtype)
             lane, warp, team = thread % WARP, thread // WARP % warps, thread // WARP // warps
             T.pdl_trigger()
 
@@ -275,13 +255,9 @@ def norm_backward_kernel(
                 next_rstd = rstd[T.min(row + block_count * teams, num_tokens - 1)]
                 stage = turn % max(stages, 1)
                 if stages > 0:
-                    if halves:  # pieces of one thread are copied by another one of its warp
-                        T.sync_warp()
                     later = ((turn + stages - 1) * block_count + pid) * teams
                     ask_for_rows(dy, x, dz, later, team, warp, lane, stage_shared, (turn + stages - 1) % stages)
                     T.ptx_wait_group(stages - 1)
-                    if halves:
-                        T.sync_warp()
 
                 place = (dy, x, weight, source, warp, lane, stage_shared, stage)
                 values = (row_rstd, out_scale, weight_local, g_local, n, gw)
@@ -311,18 +287,14 @@ def norm_backward_kernel(
                                 dx_local[e] = T.ieee_add(dx_local[e], g_local[e])
                         for e in T.vectorized(LANE):
                             vector_local[0, e] = T.cast(dx_local[e], dtype)
-                        if halves:
-                            swap_pieces(vector_local, 0, vector_local, 0)
                         if row < num_tokens:
                             slot = (i * warps + warp) * WARP + lane
-                            store_pieces(dx, vector_local, 0, row, slot, dx_piece, hidden, halves)
+                            store_pieces(dx, vector_local, 0, row, slot, dx_piece, hidden, False)
 
             if weighted and teams == 1:
                 for i in T.unroll(vectors):
-                    slot, shares_apart = (i * warps + warp) * WARP + lane, apart(torch.float32, share_piece)
-                    if shares_apart:
-                        swap_pieces(dw_local, i, dw_local, i)
-                    store_pieces(shares, dw_local, i, pid, slot, share_piece, hidden, shares_apart)
+                    slot = (i * warps + warp) * WARP + lane
+                    store_pieces(shares, dw_local, i, pid, slot, share_piece, hidden, False)
             elif weighted:
                 taken = warps * WARP * LANE
                 teams_shared = T.alloc_shared((teams, taken), T.float32)
