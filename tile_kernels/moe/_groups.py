@@ -50,45 +50,6 @@ def sum_groups(layout: RowLayout, num_groups: int, num_summed: int, at: Place, k
 
 
 @macro
-def rank_near_groups(layout: RowLayout, num_groups: int, at: Place, keys, total, rank):
-    """The same where a lane is in one group with every access: the total of that group, and how many are before it.
-
-    Of floats, equal totals are not counted.
-    """
-    lanes, vec = layout.lanes_of_group(num_groups), layout.vec
-    segments = WARP // lanes
-    are_keys = keys.dtype == 'int32'
-    first = T.alloc_var(keys.dtype)
-    second = T.alloc_var(keys.dtype)
-    for v in T.unroll(total.shape[0]):
-        first = keys[v * vec]
-        second = LOWEST if are_keys else -T.infinity('float32')
-        for e in T.unroll(1, vec):
-            second = T.max(second, T.min(first, keys[v * vec + e]))
-            first = T.max(first, keys[v * vec + e])
-        for step in T.unroll(lanes.bit_length() - 1):
-            other_first = T.shfl_xor(first, 1 << step)
-            other_second = T.shfl_xor(second, 1 << step)
-            second = T.max(T.max(second, other_second), T.min(first, other_first))
-            first = T.max(first, other_first)
-        if are_keys:
-            total[v] = rank_key(from_order_key(first) + from_order_key(second) if lanes * vec > 1 else first)
-        else:
-            total[v] = first + second if lanes * vec > 1 else first
-        rank[v] = 0
-    for distance in T.unroll(segments):
-        for w in T.unroll(total.shape[0]):
-            other = T.shfl_xor(total[w], distance * lanes)
-            for v in T.unroll(total.shape[0]):
-                if are_keys:
-                    number = w * segments + ((at.lane // lanes) ^ distance)
-                    before = other > total[v] or (other == total[v] and number < v * segments + at.lane // lanes)
-                    rank[v] = rank[v] + T.Select(before, 1, 0)
-                else:  # the sign of a difference is cheaper than a comparison
-                    rank[v] = rank[v] + T.cast(T.reinterpret(total[v] - other, 'uint32') >> T.uint32(31), 'int32')
-
-
-@macro
 def rank_of_group(group, num_groups: int, at: Place, totals):
     """How many groups have a larger total, or an equal one and a smaller number."""
     rank = T.alloc_var('int32')
@@ -102,20 +63,6 @@ def rank_of_group(group, num_groups: int, at: Place, totals):
 @macro
 def keep_best_groups(layout: RowLayout, num_groups: int, num_topk_groups: int, at: Place, keys):
     """Drop experts outside the `num_topk_groups` groups whose two best scores have the largest sum."""
-    if layout.lanes_of_group(num_groups) > 0:
-        total = T.alloc_local((layout.num_slots // layout.vec,), 'int32')
-        rank = T.alloc_local((layout.num_slots // layout.vec,), 'int32')
-        rank_near_groups(layout, num_groups, at, keys, total, rank)
-        for s in T.unroll(layout.num_slots):
-            if rank[s // layout.vec] >= num_topk_groups:
-                keys[s] = LOWEST
-    else:
-        keep_best_far_groups(layout, num_groups, num_topk_groups, at, keys)
-
-
-@macro
-def keep_best_far_groups(layout: RowLayout, num_groups: int, num_topk_groups: int, at: Place, keys):
-    """The same for groups that lie anywhere."""
     group_size = layout.num_experts // num_groups
     totals = T.alloc_shared((at.num_warps, num_groups), 'int32')
     kept = T.alloc_shared((at.num_warps, num_groups), 'int32')
@@ -138,53 +85,38 @@ def keep_best_estimates(layout: RowLayout, num_groups: int, num_topk_groups: int
     Returns whether that is certain: as many groups are kept as shall be, and the last sum kept and the first one
     dropped differ by more than both can be off.
     """
+    group_size = layout.num_experts // num_groups
+    totals = T.alloc_shared((at.num_warps, num_groups), 'float32')
+    kept = T.alloc_shared((at.num_warps, num_groups), 'int32')
     scores = T.alloc_local((layout.num_slots,), 'float32')
     last_kept = T.alloc_var('float32')
     first_dropped = T.alloc_var('float32')
     num_kept = T.alloc_var('int32')
+    rank = T.alloc_var('uint32')
     for s in T.unroll(layout.num_slots):
         scores[s] = T.max(x[0, s], -T.infinity('float32'))  # a NaN is no number to choose from
+    sum_groups(layout, num_groups, min(group_size, 2), at, scores, totals)
     last_kept = T.infinity('float32')
     first_dropped = -T.infinity('float32')
     num_kept = 0
-    if layout.lanes_of_group(num_groups) > 0:
-        near_total = T.alloc_local((layout.num_slots // layout.vec,), 'float32')
-        near_rank = T.alloc_local((layout.num_slots // layout.vec,), 'int32')
-        rank_near_groups(layout, num_groups, at, scores, near_total, near_rank)
-        for v in T.unroll(layout.num_slots // layout.vec):
-            if near_rank[v] < num_topk_groups:
-                num_kept = num_kept + T.Select(at.lane % layout.lanes_of_group(num_groups) == 0, 1, 0)
-                last_kept = T.min(last_kept, near_total[v])
+    for i in T.serial(-(-num_groups // WARP)):
+        if i * WARP + at.lane < num_groups:
+            total = totals[at.warp, i * WARP + at.lane]
+            rank = T.uint32(0)
+            for g in T.unroll(num_groups, unroll_factor=16):  # the sign of a difference is cheaper than a comparison
+                rank = rank + (T.reinterpret(total - totals[at.warp, g], 'uint32') >> T.uint32(31))
+            kept[at.warp, i * WARP + at.lane] = 0
+            if rank < T.uint32(num_topk_groups):
+                kept[at.warp, i * WARP + at.lane] = 1
+                num_kept = num_kept + 1
+                last_kept = T.min(last_kept, total)
             else:
-                first_dropped = T.max(first_dropped, near_total[v])
-                for e in T.unroll(layout.vec):
-                    x[0, v * layout.vec + e] = -T.infinity('float32')
-    else:
-        group_size = layout.num_experts // num_groups
-        totals = T.alloc_shared((at.num_warps, num_groups), 'float32')
-        kept = T.alloc_shared((at.num_warps, num_groups), 'int32')
-        rank = T.alloc_var('uint32')
-        sum_groups(layout, num_groups, min(group_size, 2), at, scores, totals)
-        for i in T.serial(-(-num_groups // WARP)):
-            if i * WARP + at.lane < num_groups:
-                total = totals[at.warp, i * WARP + at.lane]
-                rank = T.uint32(0)
-                for g in T.unroll(
-                    num_groups, unroll_factor=16
-                ):  # the sign of a difference is cheaper than a comparison
-                    rank = rank + (T.reinterpret(total - totals[at.warp, g], 'uint32') >> T.uint32(31))
-                kept[at.warp, i * WARP + at.lane] = 0
-                if rank < T.uint32(num_topk_groups):
-                    kept[at.warp, i * WARP + at.lane] = 1
-                    num_kept = num_kept + 1
-                    last_kept = T.min(last_kept, total)
-                else:
-                    first_dropped = T.max(first_dropped, total)
-        T.sync_warp()
-        for s in T.unroll(layout.num_slots):
-            expert = layout.expert(s, at.lane)
-            if expert < layout.num_experts and kept[at.warp, expert // group_size] == 0:
-                x[0, s] = -T.infinity('float32')
+                first_dropped = T.max(first_dropped, total)
+    T.sync_warp()
+    for s in T.unroll(layout.num_slots):
+        expert = layout.expert(s, at.lane)
+        if expert < layout.num_experts and kept[at.warp, expert // group_size] == 0:
+            x[0, s] = -T.infinity('float32')
     level = from_order_key(T.warp_reduce_min(order_key(last_kept)))
     gap = level - from_order_key(T.warp_reduce_max(order_key(first_dropped)))
     is_wide = gap > T.float32(4 * error) + T.abs(level) * T.float32(2**-19)

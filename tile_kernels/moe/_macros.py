@@ -48,13 +48,6 @@ class RowLayout:
         """Scores per lane, those beyond the end of the row included."""
         return -(-self.num_experts // (WARP * self.vec)) * self.vec
 
-    def lanes_of_group(self, num_groups: int) -> int:
-        """Neighbouring lanes that hold a group between them, all of it in one access; 0 where groups lie otherwise."""
-        group_size = self.num_experts // num_groups
-        lanes = group_size // self.vec
-        whole = group_size % self.vec == 0 and self.num_experts % (WARP * self.vec) == 0
-        return lanes if whole and lanes in (1, 2, 4, 8, 16, 32) else 0
-
     def expert(self, slot: Any, lane: Any) -> Any:
         """The expert in a slot of a lane."""
         return slot // self.vec * (WARP * self.vec) + lane * self.vec + slot % self.vec
