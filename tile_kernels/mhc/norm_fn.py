@@ -23,15 +23,8 @@ from tile_kernels.core.cases import grid
 from tile_kernels.core.launch import config_for, launch
 from tile_kernels.core.op import Mut, op
 from tile_kernels.mhc._rows import STREAMS, check_streams, flat, lead_of, vector_width
-from tile_kernels.mhc.norm_fn_device import (
-    BLOCK_T,
-    norm_fn_bwd_kernel,
-    normalise_kernel,
-    padded,
-    prepare_bwd_kernel,
-    project_kernel,
-    sum_dfn_kernel,
-)
+from tile_kernels.mhc.norm_fn_bwd_device import norm_fn_bwd_kernel, prepare_bwd_kernel, sum_dfn_kernel
+from tile_kernels.mhc.norm_fn_device import normalise_kernel, padded, project_kernel
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -93,37 +86,35 @@ def launch_norm_fn_bwd(
     num_tokens, columns = x.shape[0], padded(num_mixes)
     o_parts = fn.new_empty(num_tokens, 2 * columns, dtype=BF16)
     pull = fn.new_empty(num_tokens)
-    fn_parts = fn.new_empty(2 * columns, k, dtype=BF16)
-    static = (k, columns, adds_to, 0 if applied is None else hidden)
-    tiles = config_for(norm_fn_bwd_kernel, static, num_tokens)['tiles']
-    dfn_parts = fn.new_empty(-(-num_tokens // (BLOCK_T * tiles)), columns, k)  # none without a token
+    static = (k, num_mixes, adds_to, 0 if applied is None else hidden)
+    parts = config_for(norm_fn_bwd_kernel, static, num_tokens)['parts']
     dfn = torch.empty_like(fn)
+    whole = parts == 1 and num_tokens > 0
+    dfn_parts = dfn[None] if whole else fn.new_empty(parts * min(num_tokens, 1), num_mixes, k)  # none without a token
     launch(
         prepare_bwd_kernel,
         (k, num_mixes),
-        fn,
         flat(dmixes, lead, num_mixes),
         flat(mixes, lead, num_mixes),
         flat(rstd, lead),
         o_parts,
         pull,
-        fn_parts,
-        size=num_mixes,
     )
     launch(
         norm_fn_bwd_kernel,
         static,
         dfn_parts,
         x,
+        fn,
         o_parts,
         pull,
-        fn_parts,
         flat(dresidual, lead, k),
         flat(before, lead, k) if before is not None and adds_to == 'before' else None,
         *(None, None) if applied is None else (flat(applied[0], lead, hidden), flat(applied[1], lead, num_streams, 1)),
         size=num_tokens,
     )
-    launch(sum_dfn_kernel, (k, num_mixes), dfn, dfn_parts)
+    if not whole:
+        launch(sum_dfn_kernel, (k, num_mixes), dfn, dfn_parts)
     return dfn
 
 
