@@ -27,6 +27,9 @@ TILELANG_MIN, TILELANG_END = (0, 1, 15), (0, 2)
 #: First CUDA toolkit whose nvcc knows the fp8 types and architectures in use.
 CUDA_MIN = (12, 8)
 
+#: What kernels call from Hopper on: launches that overlap, and a fence before products that run asynchronously.
+HOPPER_CALLS = ('tl.pdl_sync', 'tl.pdl_trigger', 'tl.fence_proxy_async')
+
 #: Switches for every kernel: memory-bound code gains nothing from an automatic producer warpgroup.
 HOUSE_PASS_CONFIGS = {'TL_DISABLE_WARP_SPECIALIZED': True}
 
@@ -87,14 +90,14 @@ def interpreter_pass_configs(extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def _for_arch(prim_func: Any, arch: str) -> Any:
-    """The kernel without what an architecture lacks: before Hopper launches cannot overlap, they follow each other."""
+    """The kernel without what an architecture lacks: before Hopper launches and products follow each other."""
     if arch_number(arch) >= 90:
         return prim_func
     from tilelang import tvm
 
     def drop(node: Any) -> Any:
         name = getattr(getattr(node.value, 'op', None), 'name', '')
-        return tvm.tirx.Evaluate(tvm.tirx.const(0)) if name in ('tl.pdl_sync', 'tl.pdl_trigger') else None
+        return tvm.tirx.Evaluate(tvm.tirx.const(0)) if name in HOPPER_CALLS else None
 
     return prim_func.with_body(tvm.tirx.stmt_functor.ir_transform(prim_func.body, None, drop, ['tirx.Evaluate']))
 

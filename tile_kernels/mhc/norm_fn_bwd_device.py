@@ -30,8 +30,8 @@ def parts_of(k: int, num_tokens: int) -> int:
 
 
 def choose(k: int, num_mixes: int, adds_to: str, applied: int, num_tokens: int) -> dict:
-    """See `parts_of`; two blocks on an SM overlap."""
-    return dict(parts=parts_of(k, num_tokens), num_stages=3 if padded(num_mixes) <= 24 else 2, in_place=False)
+    """See `parts_of`; three buffers for a tile where two blocks of them fit on an SM."""
+    return dict(parts=parts_of(k, num_tokens), num_stages=3 if padded(num_mixes) <= 24 else 2)
 
 
 # Kernels ------------------------------------------------------------------------------------
@@ -76,25 +76,22 @@ def prepare_bwd_kernel(k: int, num_mixes: int, *, num_threads: int):
 
 @kernel(
     choose=choose,
-    space=dict(parts=PARTS, num_stages=(2, 3), in_place=(False, True)),
+    space=dict(parts=PARTS, num_stages=(2, 3)),
     pass_configs={'TL_DISABLE_THREAD_STORAGE_SYNC': True},
 )
-def norm_fn_bwd_kernel(
-    k: int, num_mixes: int, adds_to: str, applied: int, *, parts: int, num_stages: int, in_place: bool
-):
+def norm_fn_bwd_kernel(k: int, num_mixes: int, adds_to: str, applied: int, *, parts: int, num_stages: int):
     """128 columns and a share of the tokens for each block: dx of every tile, and the part of dfn of all of them.
 
     `adds_to` is 'dx' or 'before' if the gradient of x is added to what is there. With `applied`, which is hidden, the
     gradient that reaches x through `apply_mix` is added as well.
 
     The first tiles of x and the columns of fn are asked for while o is being prepared. What a step reads was asked
-    for `num_stages - 1` steps before, into buffers whose readers have passed a barrier since, so that a step has two of
-    them. With `in_place` dx waits for its stores where x was: one more, and room for another block on an SM.
+    for `num_stages - 1` steps before, into buffers whose readers have passed a barrier since. What is added to dx, and
+    dx itself, pass from rows to the layout of the products and back through the place of x, read by then.
     """
     columns = padded(num_mixes)
     num_threads = 128 if columns <= 24 else 256  # dfn of eight streams does not fit in the registers of fewer
     ahead = num_stages - 1
-    resident = 1 if num_threads == 256 else 3 if in_place and num_stages == 2 else 2
     copies = 3  # groups of asynchronous copies of a tile
     num_tokens = T.dynamic('num_tokens')
 
@@ -116,14 +113,11 @@ def norm_fn_bwd_kernel(
             pull_shared = T.alloc_shared((num_stages, BLOCK_T), T.float32)
             high_shared = T.alloc_shared((2 * columns, BLOCK_K), T.bfloat16)
             low_shared = T.alloc_shared((2 * columns, BLOCK_K), T.bfloat16)
-            dx_shared = T.alloc_shared((BLOCK_T, BLOCK_K), T.bfloat16)
             dx_frag = T.alloc_fragment((BLOCK_T, BLOCK_K), T.float32)
             dfn_frag = T.alloc_fragment((BLOCK_K, 2 * columns), T.float32)
             dfn_shared = T.alloc_shared((2 * columns, BLOCK_K + 4), T.float32)
             there_frag = T.alloc_fragment((BLOCK_T, BLOCK_K), T.bfloat16)
             applied_frag = T.alloc_fragment((BLOCK_T, BLOCK_K), T.bfloat16)
-            T.annotate_min_blocks_per_sm(resident)
-            T.annotate_layout({dx_shared: T.make_mma_swizzle_layout(dx_shared)})
             column = pid_k * BLOCK_K
             tiles = T.ceildiv(num_tokens, BLOCK_T)
             first_tile = pid_t * tiles // parts
@@ -150,7 +144,7 @@ def norm_fn_bwd_kernel(
                 else:
                     T.ptx_commit_group()
                     T.ptx_commit_group()
-                T.ptx_commit_group()
+                T.ptx_commit_group()  # in the place of x, asked for above
 
             for step in T.serial(count):
                 slot, next_slot = step % num_stages, (step + ahead) % num_stages
@@ -182,31 +176,26 @@ def norm_fn_bwd_kernel(
                     for _ in range(copies):
                         T.ptx_commit_group()
                 T.gemm(o_shared[slot, :, :], low_shared, dx_frag)
+                for i, j in T.Parallel(BLOCK_T, BLOCK_K):
+                    dx_frag[i, j] = dx_frag[i, j] + pull_shared[slot, i] * T.cast(x_shared[slot, i, j], T.float32)
                 if adds_to != '':
-                    T.copy(there_frag, dx_shared)
+                    T.sync_threads()
+                    T.copy(there_frag, x_shared[slot, :, :])
                     T.sync_threads()
                     for i, j in T.Parallel(BLOCK_T, BLOCK_K):
-                        dx_frag[i, j] = dx_frag[i, j] + T.cast(dx_shared[i, j], T.float32)
-                    T.sync_threads()
+                        dx_frag[i, j] = dx_frag[i, j] + T.cast(x_shared[slot, i, j], T.float32)
                 if applied > 0:
-                    T.copy(applied_frag, dx_shared)
+                    T.sync_threads()
+                    T.copy(applied_frag, x_shared[slot, :, :])
                     T.sync_threads()
                     for i, j in T.Parallel(BLOCK_T, BLOCK_K):
                         token = T.min(row + i, num_tokens - 1)
                         share = pre[token, (column + j) // applied, 0]
-                        dx_frag[i, j] = dx_frag[i, j] + share * T.cast(dx_shared[i, j], T.float32)
-                    T.sync_threads()
-                for i, j in T.Parallel(BLOCK_T, BLOCK_K):
-                    dx_frag[i, j] = dx_frag[i, j] + pull_shared[slot, i] * T.cast(x_shared[slot, i, j], T.float32)
-                if in_place:  # dx takes the place of x
-                    T.sync_threads()
-                    T.copy(dx_frag, x_shared[slot, :, :])
-                    T.sync_threads()
-                    T.copy(x_shared[slot, :, :], dx[row : row + BLOCK_T, column : column + BLOCK_K], disable_tma=True)
-                else:
-                    T.copy(dx_frag, dx_shared)
-                    T.sync_threads()
-                    T.copy(dx_shared, dx[row : row + BLOCK_T, column : column + BLOCK_K], disable_tma=True)
+                        dx_frag[i, j] = dx_frag[i, j] + share * T.cast(x_shared[slot, i, j], T.float32)
+                T.sync_threads()
+                T.copy(dx_frag, x_shared[slot, :, :])
+                T.sync_threads()
+                T.copy(x_shared[slot, :, :], dx[row : row + BLOCK_T, column : column + BLOCK_K], disable_tma=True)
 
             T.sync_threads()  # dfn_shared takes the place of buffers of the loop
             for i, j in T.Parallel(BLOCK_K, 2 * columns):
