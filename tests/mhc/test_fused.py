@@ -69,7 +69,7 @@ def test_post_pre_of_misaligned_views_takes_the_kernels_of_both_ops():
     residual, fn, scale, base = pre_inputs(5, 64, 4)
     x, mixes = randn(5, 64, dtype=BF16), (randn(5, 4, 1), randn(5, 4, 4))
     shifted = torch.empty(5 * 64 + 1, dtype=BF16)[1:].view(5, 64).copy_(x)
-    for expected, layer in (('post_project_kernel', x), ('post_kernel', shifted)):
+    for expected, layer in (('pre_kernel', x), ('post_kernel', shifted)):
         launches = mhc.post_pre.trace(layer, residual, *mixes, fn, scale, base)
         assert launches[0].kernel.name == expected
     assert_equal(mhc.post_pre(shifted, residual, *mixes, fn, scale, base)[0], mhc.post(x, residual, *mixes))

@@ -111,6 +111,7 @@ class Storage:
     name: str
     dtypes: set[str] = field(default_factory=set)
     counts: list[Closure] = field(default_factory=list)  # arrivals each mbarrier waits for
+    counts_bytes: bool = False  # blocks of the cluster send bytes to these mbarriers
 
     @property
     def unit(self) -> int:

@@ -9,9 +9,10 @@ import numpy as np
 from .compiler import Closure, Compiler, op
 from .element_ops import pointed
 from .errors import AssertionFailed
-from .extern import Pointer, model_of
+from .extern import Pointer, RemoteBarrier, model_of
 from .frame import Frame
 from .lanes import both, expand, lane_of
+from .mbarriers import BarrierOperand
 from .statements import marked
 
 
@@ -111,5 +112,9 @@ def _extern_argument(compiler: Compiler, node: Any) -> Closure:
     if type(node).__name__ != 'Call' or str(node.op.name) not in ('tl.access_ptr', 'tirx.address_of'):
         return compiler.expr(node)
     load = pointed(compiler, node)
+    if compiler.buffer(load.buffer).scope == 'barrier':
+        operand = BarrierOperand(compiler, node)
+        operand.storage.counts_bytes = True
+        return lambda frame: RemoteBarrier(frame, operand, compiler.cluster_dims)
     access = compiler.access(load.buffer, list(load.indices))
-    return lambda frame: Pointer(frame, access.moved)
+    return lambda frame: Pointer(frame, access.moved, compiler.cluster_dims)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from .barriers import cluster_rank
 from .frame import Frame
 
 _MODELS: dict[str, Callable[..., Any]] = {}
@@ -19,9 +20,10 @@ _MODELS: dict[str, Callable[..., Any]] = {}
 class Pointer:
     """The address of an element; `load(k)` and `store(k, value)` reach the k-th element after it."""
 
-    def __init__(self, frame: Frame, accesses: Callable[[int], Any]) -> None:
+    def __init__(self, frame: Frame, accesses: Callable[[int], Any], cluster_dims: tuple[int, ...] = (1, 1, 1)) -> None:
         self._frame = frame
         self._accesses = accesses
+        self._cluster_dims = cluster_dims
 
     def load(self, offset: int = 0) -> Any:
         """Value `offset` elements further on."""
@@ -30,6 +32,36 @@ class Pointer:
     def store(self, offset: int, value: Any) -> None:
         """Write `offset` elements further on, for the active lanes."""
         self._accesses(offset).store(self._frame, value, self._frame.mask)
+
+    def send(self, offset: int, value: Any, rank: Any) -> None:
+        """Write `offset` elements further on in the shared memory of block `rank` of the cluster."""
+        access = self._accesses(offset)
+        own = cluster_rank(self._frame, self._cluster_dims).reshape(-1, 1)
+        access.row_shift = lambda frame: np.asarray(rank) - own
+        access.atomic = True  # races between blocks of a cluster are not checked
+        access.store(self._frame, value, self._frame.mask)
+
+
+class RemoteBarrier:
+    """An mbarrier that counts bytes sent to it; `operand` names it."""
+
+    def __init__(self, frame: Frame, operand: Any, cluster_dims: tuple[int, ...]) -> None:
+        self._frame = frame
+        self._operand = operand
+        self._cluster_dims = cluster_dims
+
+    def send(self, bytes_: int, rank: Any) -> None:
+        """Count bytes of every active thread at this barrier of block `rank` of the cluster."""
+        own = cluster_rank(self._frame, self._cluster_dims).reshape(-1, 1)
+        barriers = self._frame.memory[self._operand.slot]
+        barriers.send(self._frame, self._operand.index(self._frame), np.asarray(rank) - own, bytes_)
+
+
+def _send_four(place: Pointer, a: Any, b: Any, c: Any, d: Any, barrier: RemoteBarrier, rank: Any) -> None:
+    """Four elements to another block, whose barrier counts their bytes."""
+    for offset, value in enumerate((a, b, c, d)):
+        place.send(offset, value, rank)
+    barrier.send(16, rank)
 
 
 def extern(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -105,6 +137,7 @@ _CUDA_FUNCTIONS: dict[str, Callable[..., Any]] = {
     'ex2_approx': np.exp2,
     'sqrt_approx': np.sqrt,
     'tanh_approx': np.tanh,
+    'send_four': _send_four,
 }
 for _name, _function in _CUDA_FUNCTIONS.items():
     extern(_name)(_function)

@@ -16,7 +16,10 @@ from .statements import marked
 
 
 class Barriers:
-    """The mbarriers of one buffer: expected arrivals, arrivals so far, completed phases, for every block."""
+    """The mbarriers of one buffer: expected arrivals, arrivals so far, completed phases, for every block.
+
+    Bytes count only where blocks of a cluster send them; copies have landed when their arrival is announced.
+    """
 
     written = None
     pending = None
@@ -26,13 +29,31 @@ class Barriers:
         self.counts = counts
         self.arrived = np.zeros(counts.shape, np.int64)
         self.phase = np.zeros(counts.shape, np.int64)
+        self.expected = np.zeros(counts.shape, np.int64)  # bytes of this phase, and those sent so far
+        self.sent = np.zeros(counts.shape, np.int64)
 
-    def arrive(self, frame: Frame, index: Any, threads: np.ndarray) -> None:
-        """Count arrivals; a barrier whose count is full enters its next phase."""
+    def arrive(self, frame: Frame, index: Any, threads: np.ndarray, bytes_: int = 0) -> None:
+        """Count arrivals, each of which may announce bytes."""
         np.add.at(self.arrived, _pairs(frame, index), threads)
-        full = self.arrived >= self.counts
+        if bytes_:
+            np.add.at(self.expected, _pairs(frame, index), threads * bytes_)
+        self.advance(frame)
+
+    def send(self, frame: Frame, index: Any, away: np.ndarray, bytes_: int) -> None:
+        """Count bytes of every active thread at a barrier of the block `away` blocks further on."""
+        shape = (frame.blocks, frame.threads)
+        lanes = np.ones(shape, bool) if frame.mask is None else np.broadcast_to(frame.mask, shape)
+        blocks = np.broadcast_to(np.arange(frame.blocks)[:, None] + away, shape)
+        np.add.at(self.sent, (blocks[lanes], np.broadcast_to(index, shape)[lanes]), bytes_)
+        self.advance(frame)
+
+    def advance(self, frame: Frame) -> None:
+        """Let barriers whose counts are full enter their next phase."""
+        full = (self.arrived >= self.counts) & (self.sent >= self.expected)
         self.phase += np.where(full, self.arrived // self.counts, 0)
         self.arrived = np.where(full, self.arrived % self.counts, self.arrived)
+        self.sent = np.where(full, self.sent - self.expected, self.sent)
+        self.expected = np.where(full, 0, self.expected)
         frame.shared.events += 1
 
 
@@ -63,8 +84,9 @@ class BarrierOperand:
         view = compiler.buffer(node.buffer)
         self.slot, self.name = view.slot, view.name
         self.index = compiler.expr(index)
+        self.storage = compiler.storages[node.buffer.data]
 
-    def arrive(self, frame: Frame) -> None:
+    def arrive(self, frame: Frame, bytes_: int = 0) -> None:
         """One arrival per active thread."""
         index = self.index(frame)
         if frame.clock is not None:
@@ -73,18 +95,26 @@ class BarrierOperand:
         if np.ndim(index) and np.shape(index)[1] > 1:
             lanes = np.ones((1, 1), bool) if frame.mask is None else frame.mask
             shape = (frame.blocks, frame.threads)
-            barriers.arrive(frame, np.broadcast_to(index, shape), np.broadcast_to(lanes, shape).astype(np.int64))
+            barriers.arrive(
+                frame, np.broadcast_to(index, shape), np.broadcast_to(lanes, shape).astype(np.int64), bytes_
+            )
         else:
-            barriers.arrive(frame, index, threads_per_block(frame)[:, None])
+            barriers.arrive(frame, index, threads_per_block(frame)[:, None], bytes_)
 
 
 @op('tirx.ptx_arrive_barrier', 'tirx.ptx_arrive_barrier_expect_tx', 'tl.ptx_arrive_cluster_barrier')
 def _arrive(compiler: Compiler, call: Any) -> Closure:
-    """Arrive at an mbarrier; bytes to expect are those of copies that have landed already."""
+    """Arrive at an mbarrier; bytes to expect are those blocks send, or of copies that have landed already."""
     if str(call.op.name) == 'tl.ptx_arrive_cluster_barrier':
         raise compiler.unsupported('arriving at an mbarrier of another block')
     operand = BarrierOperand(compiler, call.args[0])
-    return lambda frame: operand.arrive(frame)
+    expected = compiler.expr(call.args[1]) if str(call.op.name) == 'tirx.ptx_arrive_barrier_expect_tx' else None
+
+    def run(frame: Frame) -> None:
+        counted = expected is not None and operand.storage.counts_bytes
+        operand.arrive(frame, expected(frame) if counted else 0)
+
+    return run
 
 
 @op('tl.mbarrier_expect_tx')

@@ -125,11 +125,17 @@ def load_mix(mix, token, mix_local, width):
 @macro
 def apply_to_vector(x_local, slot, mix_local, y_local):
     """`y_local[0] = sum_c mix[c] x_local[slot + c]`, in float32 from 0, c ascending, rounded once."""
-    for e in T.unroll(x_local.shape[1]):
-        total = T.alloc_var(T.float32, init=0.0)
-        for c in T.unroll(mix_local.shape[0]):
-            total = T.ieee_fmaf(mix_local[c], T.cast(x_local[slot + c, e], T.float32), total)
-        y_local[0, e] = T.cast(total, y_local.dtype)
+    width = x_local.shape[1]
+    pair = min(width, 2)
+    total_local = T.alloc_local((pair,), T.float32)
+    for first in T.unroll(width // pair):
+        for half in T.unroll(pair):
+            total_local[half] = 0.0
+            for c in T.unroll(mix_local.shape[0]):
+                value = T.cast(x_local[slot + c, first * pair + half], T.float32)
+                total_local[half] = T.ieee_fmaf(mix_local[c], value, total_local[half])
+        for half in T.vectorized(pair):  # one instruction rounds two
+            y_local[0, first * pair + half] = T.cast(total_local[half], y_local.dtype)
 
 
 @macro

@@ -5,12 +5,11 @@
     comb             = sinkhorn(z)                                      see `sinkhorn`
     layer_input      = apply_mix(residual, pre)                         see `apply_mix`
 
-The same bits as these four ops one after another: the arithmetic is theirs. The second kernel has two kinds of blocks
+The same bits as these four ops one after another: the arithmetic is theirs. In one pass over the residual where blocks
+can share the channels of a token (`pre_device`). Elsewhere in two kernels, of which the second has two kinds of blocks
 that do not wait for each other: some carry post and comb of many tokens through the chain of Sinkhorn, the others need
 only pre. They take the tokens from the last to the first, since the projection has just left the last in the L2 cache.
 """
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -37,6 +36,8 @@ from tile_kernels.mhc._rows import (
 )
 from tile_kernels.mhc.norm_fn import check_projection, project
 from tile_kernels.mhc.norm_fn_device import MANY_PARTS, SPREAD, padded, rstd_from, sum_parts
+from tile_kernels.mhc.post_project import post_project
+from tile_kernels.mhc.pre_device import goes_in_one_pass, pre_kernel
 from tile_kernels.mhc.sinkhorn import lanes_for, scale_matrix
 from tile_kernels.mhc.split_mixes import affine, num_mixes, sigmoid
 
@@ -316,11 +317,12 @@ def fused_pre(
     base: Tensor,
     with_mixes: bool,
     options: tuple,
-    project: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = project,
+    layer: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
     """Layer_input, post and comb, and `with_mixes` also pre, mixes and rstd, of residual (..., n, hidden).
 
-    `options` are repeat, eps, pre_eps, sinkhorn_eps and post_mult; `project` gives the parts of the projection.
+    `options` are repeat, eps, pre_eps, sinkhorn_eps and post_mult. With a `layer` (x, its residual, post_mix and
+    comb_mix, of all tokens in one dimension), residual is what `post` makes of these, and is written.
     """
     lead, _, width = check_projection(residual, fn)
     num_streams, hidden = residual.shape[-2:]
@@ -328,16 +330,26 @@ def fused_pre(
     check_mixes(scale, base, num_streams, options[0], residual)
     layer_input = residual.new_empty((*lead, hidden))
     post, comb = fn.new_empty((*lead, num_streams, 1)), fn.new_empty((*lead, num_streams, num_streams))
-    saved: tuple[Tensor, ...] = ()
-    if with_mixes:
-        saved = (fn.new_empty((*lead, num_streams, 1)), fn.new_empty((*lead, width)), fn.new_empty(lead))
     streams = flat(residual, lead, num_streams, hidden)
-    parts = project(streams, fn)
+    at_once = goes_in_one_pass(streams, None if layer is None else layer[:2])
+    saved: tuple[Tensor, ...] = ()
+    if with_mixes or at_once:
+        saved = (fn.new_empty((*lead, num_streams, 1)), fn.new_empty((*lead, width)), fn.new_empty(lead))
     outputs = (flat(post, lead, num_streams, 1), flat(comb, lead, num_streams, num_streams))
+    outputs = (*outputs, flat(layer_input, lead, hidden))
     kept = None
-    if with_mixes:
+    if saved:
         kept = (flat(saved[0], lead, num_streams, 1), flat(saved[1], lead, width), flat(saved[2], lead))
-    _launch(streams, parts, scale, base, (*outputs, flat(layer_input, lead, hidden)), kept, options)
+    if at_once:
+        static = (hidden, num_streams, layer is not None)
+        if layer is None:
+            inputs: tuple = (streams, None, None, None, fn, scale, base, None)
+        else:
+            inputs = (layer[1], layer[0], *layer[2:], fn, scale, base, streams)
+        launch(pre_kernel, static, *inputs, *outputs, *(kept or ()), *options)
+    else:
+        parts = project(streams, fn) if layer is None else post_project(*layer, fn, streams)
+        _launch(streams, parts, scale, base, outputs, kept, options)
     return layer_input, post, comb, *saved
 
 
@@ -371,7 +383,7 @@ def big_fuse(
         `split_mixes`, `sinkhorn` and `apply_mix`.
     """
     options = (repeat, eps, pre_eps, sinkhorn_eps, post_mult)
-    layer_input, post, comb = fused_pre(residual, fn, scale, base, False, options)
+    layer_input, post, comb, *_ = fused_pre(residual, fn, scale, base, False, options)
     return post, comb, layer_input
 
 
@@ -414,7 +426,8 @@ big_fuse.cases(
     make=_make,
     match=dict(rtol=1e-3, atol=1e-3),
     smoke=grid(lead=[(0,), (2, 3)], hidden=[128], num_streams=[4])
-    + grid(lead=[(70,)], hidden=[64], num_streams=STREAMS),
+    + grid(lead=[(70,)], hidden=[64], num_streams=STREAMS)
+    + grid(lead=[(9,)], hidden=[576], num_streams=[4]),  # two passes
     full=grid(lead=[(4001,), (512,)], hidden=[1280, 2560, 7168], num_streams=[4]),
     bench=BENCH,
 )

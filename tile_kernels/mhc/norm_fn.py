@@ -5,8 +5,9 @@
     mixes[t, j] = mul[t, j] rstd[t]
 
 Eleven bits are the sum of two bfloat16 numbers, so fn = high + low exactly and the products run as bfloat16 on the
-tensor cores, straight from the residual as it lies in memory. Blocks own `block_m` tokens and a share of k; their parts
-are summed in a fixed order. Backward, with g the gradient of mixes and o = g rstd rounded to TF32 as well:
+tensor cores, straight from the residual as it lies in memory. Blocks have a slice of the channels and keep their part
+of fn in registers (`_slices`), or own `block_m` tokens and a share of k where that does not fit; their parts are summed
+in a fixed order. Backward, with g the gradient of mixes and o = g rstd rounded to TF32 as well:
 
     dx[t, k]  = sum_j o[t, j] fn[j, k] - x[t, k] rstd[t]^2 / k sum_j g[t, j] mixes[t, j]
     dfn[j, k] = sum_t o[t, j] x[t, k]
@@ -23,8 +24,10 @@ from tile_kernels.core.cases import grid
 from tile_kernels.core.launch import config_for, launch
 from tile_kernels.core.op import Mut, op
 from tile_kernels.mhc._rows import STREAMS, check_streams, flat, lead_of, vector_width
+from tile_kernels.mhc._slices import Slices
 from tile_kernels.mhc.norm_fn_bwd_device import norm_fn_bwd_kernel, prepare_bwd_kernel, sum_dfn_kernel
 from tile_kernels.mhc.norm_fn_device import normalise_kernel, padded, project_kernel
+from tile_kernels.mhc.pre_device import project_slices_kernel
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -52,11 +55,18 @@ def check_projection(residual: Tensor, fn: Tensor) -> tuple[tuple, int, int]:
 
 def project(residual: Tensor, fn: Tensor) -> tuple[Tensor, Tensor]:
     """The parts of mul and of the sums of squares of residual (num_tokens, num_streams, hidden)."""
-    num_tokens, (num_mixes, k) = residual.shape[0], fn.shape
-    splits = config_for(project_kernel, (k, num_mixes), num_tokens)['splits']
-    fn_parts = fn.new_empty(2 * padded(num_mixes), k, dtype=BF16)
+    (num_tokens, num_streams, hidden), (num_mixes, k) = residual.shape, fn.shape
+    slices = Slices(hidden, num_streams, num_mixes)
+    if slices.fits:
+        splits = slices.count
+    else:
+        splits = config_for(project_kernel, (k, num_mixes), num_tokens)['splits']
     mul_parts, square_parts = fn.new_empty(splits, num_tokens, padded(num_mixes)), fn.new_empty(splits, num_tokens)
-    launch(project_kernel, (k, num_mixes), residual.view(num_tokens, k), fn, fn_parts, mul_parts, square_parts)
+    if slices.fits:
+        launch(project_slices_kernel, (hidden, num_streams, num_mixes), residual, fn, mul_parts, square_parts)
+    else:
+        fn_parts = fn.new_empty(2 * padded(num_mixes), k, dtype=BF16)
+        launch(project_kernel, (k, num_mixes), residual.view(num_tokens, k), fn, fn_parts, mul_parts, square_parts)
     return mul_parts, square_parts
 
 

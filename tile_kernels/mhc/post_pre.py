@@ -2,7 +2,7 @@
 
     layer_input, post, comb = pre(residual)                 see `big_fuse`: the same kernels, the same bits
     y = post(x, residual, post_mix, comb_mix)               see `post`
-    post_pre: y, and pre of y                               see `post_project`: the residual is read once
+    post_pre: y, and pre of y                               see `pre_device`: y stays in shared memory in between
 
 Forward also returns what backward needs: pre, the mixes and their rstd. Backward, the coefficients need
 a sum over the channels of a token before anything else can be found; then the kernel of the projection gives
@@ -23,7 +23,6 @@ from tile_kernels.mhc.apply_mix import launch_apply_bwd
 from tile_kernels.mhc.big_fuse import fused_pre
 from tile_kernels.mhc.norm_fn import launch_norm_fn_bwd
 from tile_kernels.mhc.post import check_post, post_bwd
-from tile_kernels.mhc.post_project import post_project
 from tile_kernels.mhc.sinkhorn import sinkhorn_bwd
 from tile_kernels.mhc.split_mixes import num_mixes, split_mixes, split_mixes_bwd
 
@@ -217,8 +216,8 @@ def post_pre(
         post_mult: factor of post.
 
     Returns:
-        y (..., n, hidden) bfloat16, the bits of `post`; layer_input, post and comb, as `big_fuse` of y but for the
-        order of sums; and pre, mixes and rstd, which have no gradient.
+        y (..., n, hidden) bfloat16, the bits of `post`; layer_input, post and comb, as `big_fuse` of y, where it does
+        not go in one pass but for the order of sums; and pre, mixes and rstd, which have no gradient.
     """
     lead, num_streams, hidden = check_post(x, residual, post_mix, comb_mix)
     check.shape(fn, 'fn', 'num_mixes num_streams*hidden', num_mixes=num_mixes(num_streams))
@@ -230,9 +229,7 @@ def post_pre(
         flat(post_mix, lead, num_streams, 1),
         flat(comb_mix, lead, num_streams, num_streams),
     )
-    layer_input, post, comb, *saved = fused_pre(
-        y, fn, scale, base, True, options, lambda y, fn: post_project(*inputs, fn, y)
-    )
+    layer_input, post, comb, *saved = fused_pre(y, fn, scale, base, True, options, inputs)
     return y, layer_input, post, comb, saved[0], saved[1], saved[2]
 
 
@@ -292,6 +289,7 @@ SMOKE = (
     grid(lead=[(0,), (2, 3)], hidden=[64], num_streams=[4])
     + grid(lead=[(18,)], hidden=[320], num_streams=[2])  # tails
     + grid(lead=[(3,)], hidden=[64], num_streams=[8])
+    + grid(lead=[(9,)], hidden=[576], num_streams=[4])  # two passes
 )
 FULL = grid(lead=[(4001,), (3, 1001)], hidden=[1280, 2560, 7168], num_streams=[4]) + grid(
     lead=[(2049,)], hidden=[2048], num_streams=STREAMS

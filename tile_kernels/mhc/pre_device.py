@@ -1,0 +1,503 @@
+"""Kernels that go over the tokens once, each block with its slice of the channels (`_slices`).
+
+`project_slices_kernel` leaves the sums of every slice to others. `pre_kernel` uses them at once: the blocks of a token
+are a cluster and send their sums to each other's shared memory, so that the token need not be read again. The warps of
+a block have roles:
+
+    eight        wait for a tile, multiply, and send the sums of the slice to the blocks that own the tokens
+    one          for the tokens the block owns, sum the slices, find pre and send it to all blocks
+    one          copy tiles to shared memory
+    six          layer_input from the tile, which then makes room for another
+
+What is sent counts its bytes at a barrier of the block it is sent to, and nobody else waits: a barrier of the cluster
+would wait for all copies and stores that are under way. The buffers for what is sent belong to the place of the tile,
+which is free when its layer_input is done. Who copies another tile there has had pre from all owners, so they have read
+their sums; and who sends pre for it has had sums from all blocks, so they have used pre of the tile that was there.
+
+Owners write the mixes of their tokens to memory, and when all tiles are done, carry them through the chain of Sinkhorn,
+a thread for each token.
+"""
+
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+from tile_kernels.core import check
+from tile_kernels.core.device import arch_number, arch_of
+from tile_kernels.core.jit import kernel
+from tile_kernels.core.lang import WARP, T, macro
+from tile_kernels.core.launch import state
+from tile_kernels.mhc._rows import apply_to_vector, post_to_vector, store_vector
+from tile_kernels.mhc._slices import (
+    MAX_WARPS,
+    SLICE_PASS_CONFIGS,
+    TOKENS,
+    WARP_CHANNELS,
+    WIDTH,
+    Slices,
+    clear_spare,
+    keep_sums,
+    load_fn,
+    multiply,
+    sum_shares,
+    tile_for,
+)
+from tile_kernels.mhc.norm_fn_device import rstd_from
+from tile_kernels.mhc.sinkhorn import scale_matrix
+from tile_kernels.mhc.split_mixes import affine, sigmoid
+
+#: Blocks of `project_slices_kernel`: two on each of 132 SMs. On other devices the results are the same.
+BLOCKS = 264
+
+SPACE = dict(tile=(8, 16, 32, 64), stages=tuple(range(2, 9)))
+
+#: Threads of a block that multiply and that apply (between them a warp for the tokens it owns, and one that copies),
+#: and the registers of a thread of the former and of any other: together the 64 K of an SM.
+MULTIPLYING, APPLYING = MAX_WARPS * WARP, 6 * WARP
+MULTIPLYING_REGISTERS, OTHER_REGISTERS = 168, 80
+
+#: Tokens whose sums an owner has under way at a time.
+OWNED_AT_ONCE = 4
+
+#: Bytes of shared memory of an SM, but for gaps between buffers.
+SHARED_BYTES = 224 << 10
+
+#: Compute capabilities of GPUs with clusters of 16 blocks and that much shared memory.
+FIRST_WITH_CLUSTERS, LAST_WITH_CLUSTERS = 90, 119
+
+#: Four numbers to the shared memory of another block of the cluster, where a barrier counts their bytes.
+SEND_FOUR = """
+static __device__ __forceinline__ void send_four(
+    float* place, float a, float b, float c, float d, void* barrier, int rank) {
+  asm volatile("{\\n.reg .b32 there, count;\\n"
+    "mapa.shared::cluster.u32 there, %0, %6;\\n"
+    "mapa.shared::cluster.u32 count, %1, %6;\\n"
+    "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%2, %3, %4, %5}, [count];\\n}"
+    :: "r"((unsigned)__cvta_generic_to_shared(place)), "r"((unsigned)__cvta_generic_to_shared(barrier)),
+       "f"(a), "f"(b), "f"(c), "f"(d), "r"(rank) : "memory");
+}
+"""
+
+# Config -------------------------------------------------------------------------------------
+
+
+def slices_of(hidden: int, num_streams: int) -> Slices:
+    """How the tokens of `pre` are cut."""
+    return Slices(hidden, num_streams, num_streams * (2 + num_streams))
+
+
+def goes_in_one_pass(residual: Tensor, layer: tuple[Tensor, Tensor] | None = None) -> bool:
+    """Whether `pre_kernel` serves these tokens: a slice of fn fits into registers, and the GPU has large clusters.
+
+    `layer` is x and its residual, which must start at a multiple of 16 bytes. Without a GPU the answer is that for
+    Hopper, or for what the launch is `meant_for`.
+    """
+    if not slices_of(residual.shape[-1], residual.shape[-2]).fits:
+        return False
+    if layer is not None and check.vector_bytes(*layer) < 16:
+        return False
+    if residual.is_cuda and not isinstance(residual, FakeTensor):
+        number = arch_number(arch_of(residual.get_device()))
+    else:
+        number = FIRST_WITH_CLUSTERS if state.arch is None else arch_number(state.arch)
+    return FIRST_WITH_CLUSTERS <= number <= LAST_WITH_CLUSTERS
+
+
+def choose_project(hidden: int, num_streams: int, num_mixes: int, num_tokens: int) -> dict:
+    """Small tiles, so that there is room for a second block, which works while the first one waits."""
+    slices = Slices(hidden, num_streams, num_mixes)
+    return dict(tile=tile_for(slices, 2 * slices.pitch(num_streams), 20 << 10, num_tokens), stages=3)
+
+
+def choose_pre(hidden: int, num_streams: int, posted: bool, num_tokens: int) -> dict:
+    """What fits of tiles of about 32 KB, up to six: more are slower than they are worth at the start."""
+    slices = slices_of(hidden, num_streams)
+    token_bytes = 2 * (num_streams + posted) * slices.channels + posted * 4 * num_streams * (1 + num_streams)
+    token_bytes += 4 * slices.sums * max(1, slices.count // TOKENS) + 16  # what is sent
+    tile = tile_for(slices, token_bytes, 40 << 10, num_tokens)
+    room = SHARED_BYTES - tile * 2 * 4 * slices.shares * slices.sums
+    return dict(tile=tile, stages=min(6, room // (tile * token_bytes)))
+
+
+# Kernels ------------------------------------------------------------------------------------
+
+
+@kernel(choose=choose_project, space=SPACE, pass_configs=SLICE_PASS_CONFIGS)
+def project_slices_kernel(hidden: int, num_streams: int, num_mixes: int, *, tile: int, stages: int):
+    """The products and sums of squares of every slice."""
+    slices = Slices(hidden, num_streams, num_mixes)
+    ahead, parts, quads = stages - 1, tile // TOKENS // slices.teams, slices.sums // 4
+    num_tokens = T.dynamic('num_tokens')
+
+    @macro
+    def ask_for_tile(x, first, rank, tile_shared, slot):
+        """Start to copy the slices of the tokens from `first` on, zeros behind the last."""
+        vectors = slices.channels // WIDTH
+        if first < x.shape[0]:
+            for r in T.unroll(-(-tile * num_streams * vectors // slices.num_threads)):
+                index = r * slices.num_threads + T.get_thread_binding()
+                token, s, vector = index // vectors // num_streams, index // vectors % num_streams, index % vectors
+                if token < tile:
+                    T.ptx_cp_async(
+                        T.access_ptr(tile_shared[slot, token, s * slices.channels + vector * WIDTH], 'w', WIDTH),
+                        T.access_ptr(x[first + token, s, rank * slices.channels + vector * WIDTH], 'r', WIDTH),
+                        WIDTH,
+                        first + token < x.shape[0],
+                    )
+        T.ptx_commit_group()
+
+    @T.prim_func
+    def project_slices(
+        x: T.Tensor((num_tokens, num_streams, hidden), T.bfloat16),
+        fn: T.Tensor((num_mixes, num_streams * hidden), T.float32),
+        mul_parts: T.Tensor((slices.count, num_tokens, slices.columns), T.float32),
+        square_parts: T.Tensor((slices.count, num_tokens), T.float32),
+    ):
+        num_tiles = T.ceildiv(num_tokens, tile)
+        groups = T.min(BLOCKS // slices.count, num_tiles)
+        with T.Kernel(groups * slices.count, threads=slices.num_threads) as pid:
+            T.annotate_min_blocks_per_sm(2)
+            tile_shared = T.alloc_shared((stages, tile, slices.pitch(num_streams)), T.bfloat16)
+            sum_shared = T.alloc_shared((1, slices.shares, tile, slices.sums), T.float32)
+            fn_local = T.alloc_local((slices.operands,), T.bfloat16)
+            x_local = T.alloc_local((WIDTH,), T.bfloat16)
+            sum_local = T.alloc_local((slices.columns // 8 * 4 + 4,), T.float32)
+            total_local = T.alloc_local((4,), T.float32)
+            tx = T.get_thread_binding()
+            rank, group, lane = pid % slices.count, pid // slices.count, tx % WARP
+            share, team = tx // WARP % slices.shares, tx // WARP // slices.shares
+            slot = T.alloc_var(T.int32, init=0)  # of tile i
+            free = T.alloc_var(T.int32, init=ahead)  # of the tile before, and of the next to be copied
+
+            for i in T.unroll(ahead):
+                ask_for_tile(x, (group + i * groups) * tile, rank, tile_shared, i)
+            clear_spare(slices, sum_shared, tx, slices.num_threads)
+            load_fn(fn, slices, rank, share, lane, fn_local)
+            for i in T.serial(T.ceildiv(num_tiles - group, groups)):
+                first = (group + i * groups) * tile
+                T.ptx_wait_group(ahead - 1)
+                T.sync_threads()
+                ask_for_tile(x, (group + (i + ahead) * groups) * tile, rank, tile_shared, free)
+                for p in T.unroll(parts):
+                    start = (p * slices.teams + team) * TOKENS
+                    place = share * WARP_CHANNELS + lane % 4 * WIDTH
+                    T.clear(sum_local)
+                    for s in T.unroll(num_streams):
+                        for e in T.vectorized(WIDTH):
+                            x_local[e] = tile_shared[slot, start + lane // 4, s * slices.channels + place + e]
+                        multiply(slices, s, x_local, fn_local, sum_local)
+                    keep_sums(slices, sum_local, sum_shared, 0, share, start, lane)
+                T.sync_threads()
+                for r in T.unroll(-(-tile * quads // slices.num_threads)):
+                    index = r * slices.num_threads + tx
+                    token, quad = index // quads, index % quads
+                    if token < tile and first + token < num_tokens:
+                        sum_shares(slices, sum_shared, 0, token, quad * 4, total_local)
+                        if quad < quads - 1:
+                            for e in T.vectorized(4):
+                                mul_parts[rank, first + token, quad * 4 + e] = total_local[e]
+                        else:
+                            square_parts[rank, first + token] = total_local[0]
+                free = slot
+                slot = T.if_then_else(slot == stages - 1, 0, slot + 1)
+
+    return project_slices
+
+
+@kernel(
+    choose=choose_pre,
+    space=SPACE,
+    pass_configs=SLICE_PASS_CONFIGS,
+    min_arch=FIRST_WITH_CLUSTERS,
+    max_arch=LAST_WITH_CLUSTERS,
+)
+def pre_kernel(hidden: int, num_streams: int, posted: bool, *, tile: int, stages: int):
+    """Coefficients and input of a layer; `posted`: of y = post(x, residual), which is written as well."""
+    slices = slices_of(hidden, num_streams)
+    count, channels, columns, num_mixes = slices.count, slices.channels, slices.columns, slices.num_mixes
+    coefficients = num_streams * (1 + num_streams)
+    parts, vectors, quads = tile // TOKENS // slices.teams, channels // WIDTH, slices.sums // 4
+    owned, turns = max(1, tile // count), max(1, count // tile)  # tokens of an owner in a tile, every so many tiles
+    at_once = min(owned, OWNED_AT_ONCE)
+    num_tokens = T.dynamic('num_tokens')
+
+    @macro
+    def copy_mixes(post_mix, comb_mix, first, mix_shared, slot, lane):
+        """Start to copy the coefficients of post of a tile; zeros behind the last token."""
+        for r in T.unroll(-(-tile * coefficients // WARP)):
+            index = r * WARP + lane
+            place, c = index // coefficients, index % coefficients
+            if place < tile:
+                if c < num_streams:
+                    T.ptx_cp_async(
+                        T.access_ptr(mix_shared[slot, place, c], 'w', 1),
+                        T.access_ptr(post_mix[first + place, c, 0], 'r', 1),
+                        1,
+                        first + place < post_mix.shape[0],
+                    )
+                else:
+                    o = c - num_streams
+                    T.ptx_cp_async(
+                        T.access_ptr(mix_shared[slot, place, c], 'w', 1),
+                        T.access_ptr(comb_mix[first + place, o // num_streams, o % num_streams], 'r', 1),
+                        1,
+                        first + place < post_mix.shape[0],
+                    )
+
+    @macro
+    def announce(part_sent, pre_sent, slot, i, rank):
+        """What will be sent for tile i: the sums of the tokens the block owns, and pre of all tokens."""
+        T.mbarrier_arrive_expect_tx(pre_sent[slot], tile * 16)
+        if (rank + (turns - i % turns) * tile) % count < tile:
+            T.mbarrier_arrive_expect_tx(part_sent[slot], count * owned * slices.sums * 4)
+        else:
+            T.mbarrier_arrive(part_sent[slot])
+
+    @macro
+    def load_streams(tile_shared, slot, token, channel, streams_local):
+        """A vector of each stream of a token."""
+        for s in T.unroll(num_streams):
+            for e in T.vectorized(WIDTH):
+                streams_local[s, e] = tile_shared[slot, token, s, channel + e]
+
+    @macro
+    def post_tile(tile_shared, x_shared, mix_shared, slot, token, channel, streams_local):
+        """Put y in place of the residual of a vector of a token, and into `streams_local`."""
+        x_local = T.alloc_local((1, WIDTH), T.bfloat16)
+        residual_local = T.alloc_local((num_streams, WIDTH), T.bfloat16)
+        post_local = T.alloc_local((num_streams,), T.float32)
+        comb_local = T.alloc_local((num_streams * num_streams,), T.float32)
+        load_streams(tile_shared, slot, token, channel, residual_local)
+        for e in T.vectorized(WIDTH):
+            x_local[0, e] = x_shared[slot, token, channel + e]
+        for c in T.vectorized(num_streams):
+            post_local[c] = mix_shared[slot, token, c]
+        for o in T.unroll(num_streams):
+            for c in T.vectorized(num_streams):
+                comb_local[o * num_streams + c] = mix_shared[slot, token, (o + 1) * num_streams + c]
+        post_to_vector(x_local, 0, residual_local, 0, post_local, comb_local, streams_local)
+        for s in T.unroll(num_streams):
+            for e in T.vectorized(WIDTH):
+                tile_shared[slot, token, s, channel + e] = streams_local[s, e]
+
+    @T.prim_func
+    def pre_streams(
+        residual: T.Tensor((num_tokens, num_streams, hidden), T.bfloat16),
+        x: T.Tensor((num_tokens, hidden), T.bfloat16),
+        post_mix: T.Tensor((num_tokens, num_streams, 1), T.float32),
+        comb_mix: T.Tensor((num_tokens, num_streams, num_streams), T.float32),
+        fn: T.Tensor((num_mixes, num_streams * hidden), T.float32),
+        scale: T.Tensor((3,), T.float32),
+        base: T.Tensor((num_mixes,), T.float32),
+        y: T.Tensor((num_tokens, num_streams, hidden), T.bfloat16),
+        post: T.Tensor((num_tokens, num_streams, 1), T.float32),
+        comb: T.Tensor((num_tokens, num_streams, num_streams), T.float32),
+        layer_input: T.Tensor((num_tokens, hidden), T.bfloat16),
+        pre: T.Tensor((num_tokens, num_streams, 1), T.float32),
+        mixes: T.Tensor((num_tokens, num_mixes), T.float32),
+        rstd: T.Tensor((num_tokens,), T.float32),
+        repeat: T.int32,
+        eps: T.float32,
+        pre_eps: T.float32,
+        sinkhorn_eps: T.float32,
+        post_mult: T.float32,
+    ):
+        num_tiles = T.ceildiv(num_tokens, tile)
+        groups = T.min(slices.groups, num_tiles)
+        with T.Kernel(groups * count, threads=MULTIPLYING + 2 * WARP + APPLYING, cluster_dims=(count, 1, 1)) as pid:
+            T.import_source(SEND_FOUR)
+            tile_shared = T.alloc_shared((stages, tile, num_streams, channels), T.bfloat16)
+            x_shared = T.alloc_shared((stages, tile, channels) if posted else (1, 1, 8), T.bfloat16)
+            mix_shared = T.alloc_shared((stages, tile, coefficients) if posted else (1, 1, 4), T.float32)
+            sum_shared = T.alloc_shared((2, slices.shares, tile, slices.sums), T.float32)
+            part_shared = T.alloc_shared((stages, count, owned, slices.sums), T.float32)
+            pre_shared = T.alloc_shared((stages, tile, 4), T.float32)
+            loaded, used = T.alloc_barrier([WARP * (1 + posted)] * stages), T.alloc_barrier([APPLYING] * stages)
+            multiplied = T.alloc_barrier([MULTIPLYING] * stages)
+            part_sent, pre_sent = T.alloc_barrier([1] * stages), T.alloc_barrier([1] * stages)
+            fn_local = T.alloc_local((slices.operands,), T.bfloat16)
+            streams_local = T.alloc_local((num_streams, WIDTH), T.bfloat16)
+            x_local = T.alloc_local((WIDTH,), T.bfloat16)
+            y_local = T.alloc_local((1, WIDTH), T.bfloat16)
+            pre_local = T.alloc_local((num_streams,), T.float32)
+            sent_local = T.alloc_local((4,), T.float32)
+            sum_local = T.alloc_local((columns // 8 * 4 + 4,), T.float32)
+            total_local = T.alloc_local((4,), T.float32)
+            mixes_local = T.alloc_local((num_mixes,), T.float32)
+            k_local = T.alloc_local((num_streams, num_streams), T.float32)
+            u_local = T.alloc_local((num_streams,), T.float32)
+            v_local = T.alloc_local((num_streams,), T.float32)
+            a_local = T.alloc_local((num_streams,), T.float32)
+            b_local = T.alloc_local((num_streams,), T.float32)
+            tx = T.get_thread_binding()
+            rank, group, lane = pid % count, pid // count, tx % WARP
+            mine = T.ceildiv(num_tiles - group, groups)
+            slot = T.alloc_var(T.int32, init=0)
+            parity = T.alloc_var(T.int32, init=0)
+
+            T.pdl_sync()
+            T.cluster_sync()
+            if tx < MULTIPLYING:
+                T.inc_max_nreg(MULTIPLYING_REGISTERS)
+                share, team = tx // WARP % slices.shares, tx // WARP // slices.shares
+                load_fn(fn, slices, rank, share, lane, fn_local)
+                clear_spare(slices, sum_shared, tx, MULTIPLYING)
+                T.sync_threads(8, MULTIPLYING)
+                for i in T.serial(mine):
+                    T.mbarrier_wait_parity(loaded[slot], parity)
+                    T.sync_warp()  # nothing is read before
+                    if team < slices.teams:
+                        for p in T.unroll(parts):
+                            start = (p * slices.teams + team) * TOKENS
+                            token, channel = start + lane // 4, share * WARP_CHANNELS + lane % 4 * WIDTH
+                            T.clear(sum_local)
+                            if posted:
+                                post_tile(tile_shared, x_shared, mix_shared, slot, token, channel, streams_local)
+                            for s in T.unroll(num_streams):
+                                for e in T.vectorized(WIDTH):
+                                    if posted:
+                                        x_local[e] = streams_local[s, e]
+                                    else:
+                                        x_local[e] = tile_shared[slot, token, s, channel + e]
+                                multiply(slices, s, x_local, fn_local, sum_local)
+                            keep_sums(slices, sum_local, sum_shared, i % 2, share, start, lane)
+                    if posted:
+                        T.fence_proxy_async()  # y is written before another tile is copied there
+                    T.mbarrier_arrive(multiplied[slot])
+                    T.sync_threads(8, MULTIPLYING)
+                    for r in T.unroll(-(-tile * quads // MULTIPLYING)):
+                        index = r * MULTIPLYING + tx
+                        token, quad = index // quads, index % quads
+                        if token < tile:
+                            sum_shares(slices, sum_shared, i % 2, token, quad * 4, total_local)
+                            T.call_extern(
+                                'handle',
+                                'send_four',
+                                T.address_of(part_shared[slot, rank, token // count, quad * 4]),
+                                total_local[0],
+                                total_local[1],
+                                total_local[2],
+                                total_local[3],
+                                T.address_of(part_sent[slot]),
+                                (i % turns * tile + token) % count,
+                            )
+                    parity = T.if_then_else(slot == stages - 1, 1 - parity, parity)
+                    slot = T.if_then_else(slot == stages - 1, 0, slot + 1)
+            elif tx < MULTIPLYING + WARP:
+                T.dec_max_nreg(OTHER_REGISTERS)
+                for i in T.serial(mine):
+                    shift = (rank + (turns - i % turns) * tile) % count  # the first of its tokens in the tile, if any
+                    if shift < tile:
+                        T.mbarrier_wait_parity(part_sent[slot], parity)
+                        T.sync_warp()  # nothing that was sent is read before
+                        for q in T.serial(owned // at_once):
+                            for o in T.unroll(at_once):
+                                total_local[o] = 0.0
+                            for s in T.unroll(count):
+                                for o in T.unroll(at_once):
+                                    part = part_shared[slot, s, q * at_once + o, T.min(lane, columns)]
+                                    total_local[o] = total_local[o] + part
+                            for o in T.unroll(at_once):
+                                place = shift + (q * at_once + o) * count
+                                token = (group + i * groups) * tile + place
+                                square = T.shfl_sync(total_local[o], columns)
+                                factor = rstd_from(square, num_streams * hidden, eps)
+                                mix = T.ieee_mul(total_local[o], factor)
+                                z = affine(mix, scale[0], base[T.min(lane, num_streams - 1)])
+                                weight = T.ieee_add(sigmoid(z), pre_eps)
+                                for e in T.unroll(4):
+                                    sent_local[e] = T.shfl_sync(weight, T.min(e, num_streams - 1))
+                                if lane < count:
+                                    T.call_extern(
+                                        'handle',
+                                        'send_four',
+                                        T.address_of(pre_shared[slot, place, 0]),
+                                        sent_local[0],
+                                        sent_local[1],
+                                        sent_local[2],
+                                        sent_local[3],
+                                        T.address_of(pre_sent[slot]),
+                                        lane,
+                                    )
+                                if token < num_tokens:
+                                    if lane < num_mixes:
+                                        mixes[token, lane] = mix
+                                    if lane == columns:
+                                        rstd[token] = factor
+                                    if lane < num_streams:
+                                        pre[token, lane, 0] = weight
+                    parity = T.if_then_else(slot == stages - 1, 1 - parity, parity)
+                    slot = T.if_then_else(slot == stages - 1, 0, slot + 1)
+                T.named_barrier_arrive(9, WARP + APPLYING)  # the mixes are in memory
+            elif tx < MULTIPLYING + 2 * WARP:
+                T.dec_max_nreg(OTHER_REGISTERS)
+                for i in T.serial(mine):
+                    if i >= stages:
+                        T.mbarrier_wait_parity(used[slot], 1 - parity)
+                    first = (group + i * groups) * tile
+                    if lane == 0:
+                        announce(part_sent, pre_sent, slot, i, rank)
+                    channel = rank * channels
+                    T.tma_copy(
+                        residual[first : first + tile, 0:num_streams, channel : channel + channels],
+                        tile_shared[slot, 0:tile, 0:num_streams, 0:channels],
+                        barrier=loaded[slot],
+                    )
+                    if posted:
+                        T.tma_copy(
+                            x[first : first + tile, channel : channel + channels],
+                            x_shared[slot, 0:tile, 0:channels],
+                            barrier=loaded[slot],
+                        )
+                        copy_mixes(post_mix, comb_mix, first, mix_shared, slot, lane)
+                        T.cp_async_barrier_noinc(loaded[slot])
+                    T.mbarrier_arrive(loaded[slot])
+                    parity = T.if_then_else(slot == stages - 1, 1 - parity, parity)
+                    slot = T.if_then_else(slot == stages - 1, 0, slot + 1)
+            else:
+                T.dec_max_nreg(OTHER_REGISTERS)
+                thread = tx - MULTIPLYING - 2 * WARP
+                for i in T.serial(mine):
+                    T.mbarrier_wait_parity(loaded[slot], parity)
+                    T.mbarrier_wait_parity(multiplied[slot], parity)
+                    T.mbarrier_wait_parity(pre_sent[slot], parity)
+                    T.sync_warp()
+                    for r in T.unroll(-(-tile * vectors // APPLYING)):
+                        index = r * APPLYING + thread
+                        token, vector = index // vectors, index % vectors
+                        target = (group + i * groups) * tile + token
+                        if token < tile and target < num_tokens:
+                            for c in T.vectorized(num_streams):
+                                pre_local[c] = pre_shared[slot, token, c]
+                            load_streams(tile_shared, slot, token, vector * WIDTH, streams_local)
+                            apply_to_vector(streams_local, 0, pre_local, y_local)
+                            store_vector(y_local, 0, layer_input, target, 0, rank * vectors + vector)
+                            if posted:
+                                for s in T.unroll(num_streams):
+                                    store_vector(streams_local, s, y, target, s, rank * vectors + vector)
+                    T.mbarrier_arrive(used[slot])
+                    parity = T.if_then_else(slot == stages - 1, 1 - parity, parity)
+                    slot = T.if_then_else(slot == stages - 1, 0, slot + 1)
+
+                T.sync_threads(9, WARP + APPLYING)
+                for r in T.serial(T.ceildiv(T.ceildiv(mine, turns) * owned, APPLYING)):
+                    index = r * APPLYING + thread
+                    i = index // owned * turns + rank // tile % turns
+                    token = (group + i * groups) * tile + rank % tile + index % owned * count
+                    if i < mine and token < num_tokens:
+                        for v in T.unroll(num_mixes // 4):
+                            for e in T.vectorized(4):
+                                mixes_local[v * 4 + e] = mixes[token, v * 4 + e]
+                        for o in T.unroll(num_streams):
+                            for c in T.unroll(num_streams):
+                                j = (2 + o) * num_streams + c
+                                k_local[o, c] = affine(mixes_local[j], scale[2], base[j])
+                        scale_matrix(
+                            k_local, a_local, b_local, u_local, v_local, 1, num_streams, 1.0, repeat, sinkhorn_eps
+                        )
+                        for o in T.unroll(num_streams):
+                            z = affine(mixes_local[num_streams + o], scale[1], base[num_streams + o])
+                            post[token, o, 0] = T.ieee_mul(sigmoid(z), post_mult)
+                            for c in T.vectorized(num_streams):
+                                comb[token, o, c] = k_local[o, c]
+
+    return pre_streams
