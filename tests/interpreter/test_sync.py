@@ -332,3 +332,44 @@ def test_a_slot_freed_before_it_is_read_races(early, pass_configs):
     else:
         interpret(hand_over, x, y, checks='all', pass_configs=pass_configs)
         assert torch.equal(y, x.flip(1))
+
+
+@pytest.mark.parametrize('sent', [1, 2])
+def test_blocks_of_a_cluster_send_to_each_other(sent):
+    """A barrier lets nobody pass before all bytes it was told of have been sent."""
+
+    @T.prim_func
+    def ring(y: T.Tensor((4, 8), 'float32')):
+        with T.ClusterKernel(4, threads=64, cluster_dims=(2, 1, 1)) as pid:
+            there = T.alloc_shared((8,), 'float32')
+            arrived = T.alloc_barrier([1])
+            thread = T.get_thread_binding()
+            T.cluster_sync()
+            if thread < 32:
+                if thread == 0:
+                    T.mbarrier_arrive_expect_tx(arrived[0], 32)
+                T.mbarrier_wait_parity(arrived[0], 0)
+                if thread < 8:
+                    y[pid, thread] = there[thread]
+            else:
+                if thread < 32 + sent:
+                    value = T.cast(10 * pid + thread - 32, 'float32')
+                    T.call_extern(
+                        'handle',
+                        'send_four',
+                        T.address_of(there[(thread - 32) * 4]),
+                        value,
+                        value,
+                        value,
+                        value,
+                        T.address_of(arrived[0]),
+                        1 - pid % 2,
+                    )
+
+    y = torch.zeros(4, 8)
+    if sent == 1:
+        with pytest.raises(Deadlock, match=r'mbarrier arrived\[0\]'):
+            interpret(ring, y)
+    else:
+        interpret(ring, y, checks='all')
+        assert torch.equal(y[:, ::4], torch.tensor([[10.0, 11], [0, 1], [30, 31], [20, 21]]))

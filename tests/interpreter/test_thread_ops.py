@@ -217,3 +217,46 @@ def test_block_with_threads_that_do_not_fill_a_warp():
     values = torch.randint(-9, 9, (2, 40), dtype=torch.int32)
     got = per_thread(lambda t, v: T.shfl_down(v, 1), values)
     assert torch.equal(got[:, :31], values[:, 1:32]) and torch.equal(got[:, 32:39], values[:, 33:40])
+
+
+def test_product_of_a_warp():
+    """The operands as the PTX manual places them in registers."""
+
+    @T.prim_func
+    def multiply(
+        a: T.Tensor((2, 16, 16), 'bfloat16'), b: T.Tensor((2, 16, 8), 'bfloat16'), c: T.Tensor((2, 16, 8), 'float32')
+    ):
+        with T.Kernel(1, threads=64) as _:
+            a_local = T.alloc_local((8,), 'bfloat16')
+            b_local = T.alloc_local((4,), 'bfloat16')
+            c_local = T.alloc_local((4,), 'float32')
+            warp, lane = T.get_thread_binding() // 32, T.get_thread_binding() % 32
+            for e in T.unroll(8):
+                a_local[e] = a[warp, lane // 4 + e // 2 % 2 * 8, lane % 4 * 2 + e % 2 + e // 4 * 8]
+            for e in T.unroll(4):
+                b_local[e] = b[warp, lane % 4 * 2 + e % 2 + e // 2 * 8, lane // 4]
+                c_local[e] = 1.0
+            for _ in T.serial(2):
+                T.ptx_mma(
+                    'float32',
+                    'm16n8k16',
+                    'row',
+                    'col',
+                    'bf16',
+                    'bf16',
+                    'fp32',
+                    T.access_ptr(a_local[0], 'r', 8),
+                    0,
+                    T.access_ptr(b_local[0], 'r', 4),
+                    0,
+                    T.access_ptr(c_local[0], 'rw', 4),
+                    0,
+                    T.bool(False),
+                )
+            for e in T.unroll(4):
+                c[warp, lane // 4 + e // 2 * 8, lane % 4 * 2 + e % 2] = c_local[e]
+
+    a, b = (torch.randint(-9, 9, (2, 16, n)).bfloat16() for n in (16, 8))
+    c = torch.empty(2, 16, 8)
+    interpret(multiply, a, b, c, checks='all')
+    assert torch.equal(c, 1 + 2 * (a.float() @ b.float()))

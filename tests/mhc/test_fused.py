@@ -6,10 +6,12 @@ import torch
 from tile_kernels import mhc
 from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.knobs import knobs
+from tile_kernels.core.launch import forced_config, meant_for
 from tile_kernels.mhc.apply_mix import apply_mix_bwd
 from tile_kernels.mhc.big_fuse import big_fuse
 from tile_kernels.mhc.norm_fn import norm_fn_bwd
 from tile_kernels.mhc.post import post_bwd
+from tile_kernels.mhc.pre_device import goes_in_one_pass, pre_kernel
 from tile_kernels.mhc.recompute import mhc_multilayer_recompute
 from tile_kernels.testing.numeric import assert_equal
 from tile_kernels.testing.poison import poisoned
@@ -40,7 +42,7 @@ def pre_inputs(num_tokens, hidden, n):
     return residual, fn, randn(3).abs() + 0.5, randn(width) * 0.1
 
 
-@pytest.mark.parametrize(('num_tokens', 'hidden', 'n'), [(70, 64, 2), (5, 192, 4), (33, 128, 8)])
+@pytest.mark.parametrize(('num_tokens', 'hidden', 'n'), [(70, 64, 2), (5, 192, 4), (9, 576, 4), (33, 128, 8)])
 def test_big_fuse_has_the_bits_of_its_parts(num_tokens, hidden, n):
     residual, fn, scale, base = pre_inputs(num_tokens, hidden, n)
     mixes, _ = mhc.norm_fn(residual, fn, 1e-6)
@@ -51,18 +53,45 @@ def test_big_fuse_has_the_bits_of_its_parts(num_tokens, hidden, n):
         assert_equal(actual, expected)
 
 
-@pytest.mark.parametrize(('num_tokens', 'hidden', 'n'), [(35, 64, 2), (270, 64, 2), (300, 320, 4), (3, 64, 8)])
+@pytest.mark.parametrize(
+    ('num_tokens', 'hidden', 'n'), [(35, 64, 2), (270, 64, 2), (40, 256, 4), (70, 576, 4), (3, 64, 8)]
+)
 def test_post_pre_has_the_bits_of_its_parts(num_tokens, hidden, n):
     residual, fn, scale, base = pre_inputs(num_tokens, hidden, n)
     layer = randn(num_tokens, hidden, dtype=BF16), residual, randn(num_tokens, n, 1), randn(num_tokens, n, n)
     y, layer_input, post_mix, comb, pre, mixes, rstd = mhc.post_pre(*layer, fn, scale, base, 7, post_mult=2.0)
     assert_equal(y, mhc.post(*layer))
-    for actual, expected in zip((mixes, rstd), mhc.norm_fn(y, fn, 1e-6), strict=True):  # sums in another order
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    if goes_in_one_pass(y, layer[:2]):
+        assert_all_equal((mixes, rstd), mhc.norm_fn(y, fn, 1e-6))
+    else:  # sums in another order
+        for actual, expected in zip((mixes, rstd), mhc.norm_fn(y, fn, 1e-6), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     parts = mhc.split_mixes(mixes, scale, base, n, 2.0, 1e-6)
     assert_all_equal((pre, post_mix), parts[:2])
     assert_equal(comb, mhc.sinkhorn(parts[2], 7, 1e-6))
     assert_equal(layer_input, mhc.apply_mix(y, pre))
+
+
+@pytest.mark.parametrize('stages', [3, 4])
+def test_clusters_that_take_more_tiles_than_they_have_room_for(stages):
+    residual, fn, scale, base = pre_inputs(2300, 512, 4)
+    layer = randn(2300, 512, dtype=BF16), residual, randn(2300, 4, 1), randn(2300, 4, 4)
+    with forced_config(pre_kernel, tile=64, stages=stages):
+        found = mhc.post_pre(*layer, fn, scale, base)
+        again = mhc.pre(found[0], fn, scale, base)
+    assert_equal(found[0], mhc.post(*layer))
+    assert_all_equal(found[1:], again)
+    assert_all_equal(found[5:], mhc.norm_fn(found[0], fn))
+
+
+def test_a_gpu_without_large_clusters_takes_two_passes():
+    residual, fn, scale, base = pre_inputs(5, 64, 4)
+    names = {}
+    for arch in ('sm_80', 'sm_90a', 'sm_100a', 'sm_120a'):
+        with meant_for(arch):
+            names[arch] = [launch.kernel.name for launch in big_fuse.trace(residual, fn, scale, base)]
+    assert names['sm_90a'] == names['sm_100a'] == ['pre_kernel']
+    assert names['sm_80'] == names['sm_120a'] == ['project_slices_kernel', 'mix_and_apply_kernel']
 
 
 def test_post_pre_of_misaligned_views_takes_the_kernels_of_both_ops():
