@@ -8,6 +8,7 @@ from tile_kernels import knobs
 from tile_kernels.core import compiler
 from tile_kernels.core.device import ARCHS, arch_number
 from tile_kernels.core.jit import kernels
+from tile_kernels.core.launch import meant_for
 from tile_kernels.core.op import ops
 
 for family in tile_kernels.FAMILIES:
@@ -15,13 +16,18 @@ for family in tile_kernels.FAMILIES:
 
 
 def bench_variants() -> dict[tuple, object]:
-    """Distinct (kernel, static arguments, config) of the bench cases, found by dry runs on fake tensors."""
+    """Distinct (kernel, static arguments, config) of the bench cases, found by dry runs on fake tensors.
+
+    Those of Hopper, and the projection of GPUs without clusters, which no bench case there takes.
+    """
     found = {}
-    for op in ops.values():
+    for op, arch in [*((op, 'sm_90a') for op in ops.values()), (ops['mhc.norm_fn'], 'sm_80')]:
         if op.case_set is None:
             continue
         for case in op.case_set.bench:
-            for launch in op.trace_case(case):
+            with meant_for(arch):
+                launches = op.trace_case(case)
+            for launch in launches:
                 key = (launch.kernel.name, launch.static, tuple(launch.config.items()))
                 found.setdefault(key, launch)
     return found

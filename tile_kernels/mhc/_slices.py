@@ -84,8 +84,8 @@ class Slices:
 
     @property
     def fits(self) -> bool:
-        """Whether a slice fits into the registers of a block."""
-        return self.shares <= MAX_WARPS and self.operands <= 2 * MAX_REGISTERS
+        """Whether a slice fits into the registers of a block, and the sums of a token into a warp."""
+        return self.shares <= MAX_WARPS and self.operands <= 2 * MAX_REGISTERS and self.columns < WARP
 
     @property
     def groups(self) -> int:

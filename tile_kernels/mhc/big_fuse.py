@@ -37,7 +37,7 @@ from tile_kernels.mhc._rows import (
 from tile_kernels.mhc.norm_fn import check_projection, project
 from tile_kernels.mhc.norm_fn_device import MANY_PARTS, SPREAD, padded, rstd_from, sum_parts
 from tile_kernels.mhc.post_project import post_project
-from tile_kernels.mhc.pre_device import goes_in_one_pass, pre_kernel
+from tile_kernels.mhc.pre_device import goes_in_one_pass, pre_streams_kernel
 from tile_kernels.mhc.sinkhorn import lanes_for, scale_matrix
 from tile_kernels.mhc.split_mixes import affine, num_mixes, sigmoid
 
@@ -331,7 +331,7 @@ def fused_pre(
     layer_input = residual.new_empty((*lead, hidden))
     post, comb = fn.new_empty((*lead, num_streams, 1)), fn.new_empty((*lead, num_streams, num_streams))
     streams = flat(residual, lead, num_streams, hidden)
-    at_once = goes_in_one_pass(streams, None if layer is None else layer[:2])
+    at_once = goes_in_one_pass(streams, fn, None if layer is None else layer[:2])
     saved: tuple[Tensor, ...] = ()
     if with_mixes or at_once:
         saved = (fn.new_empty((*lead, num_streams, 1)), fn.new_empty((*lead, width)), fn.new_empty(lead))
@@ -341,12 +341,12 @@ def fused_pre(
     if saved:
         kept = (flat(saved[0], lead, num_streams, 1), flat(saved[1], lead, width), flat(saved[2], lead))
     if at_once:
-        static = (hidden, num_streams, layer is not None)
+        static = (hidden, num_streams, width, 'pre' if layer is None else 'post_pre')
         if layer is None:
             inputs: tuple = (streams, None, None, None, fn, scale, base, None)
         else:
             inputs = (layer[1], layer[0], *layer[2:], fn, scale, base, streams)
-        launch(pre_kernel, static, *inputs, *outputs, *(kept or ()), *options)
+        launch(pre_streams_kernel, static, *inputs, *outputs, *(kept or ()), *options)
     else:
         parts = project(streams, fn) if layer is None else post_project(*layer, fn, streams)
         _launch(streams, parts, scale, base, outputs, kept, options)

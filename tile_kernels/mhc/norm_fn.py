@@ -6,8 +6,9 @@
 
 Eleven bits are the sum of two bfloat16 numbers, so fn = high + low exactly and the products run as bfloat16 on the
 tensor cores, straight from the residual as it lies in memory. Blocks have a slice of the channels and keep their part
-of fn in registers (`_slices`), or own `block_m` tokens and a share of k where that does not fit; their parts are summed
-in a fixed order. Backward, with g the gradient of mixes and o = g rstd rounded to TF32 as well:
+of fn in registers (`_slices`), and send their sums to each other where they can; they own `block_m` tokens and a share
+of k where that does not fit. Sums of parts have a fixed order. Backward, with g the gradient of mixes and o = g rstd
+rounded to TF32 as well:
 
     dx[t, k]  = sum_j o[t, j] fn[j, k] - x[t, k] rstd[t]^2 / k sum_j g[t, j] mixes[t, j]
     dfn[j, k] = sum_t o[t, j] x[t, k]
@@ -27,7 +28,7 @@ from tile_kernels.mhc._rows import STREAMS, check_streams, flat, lead_of, vector
 from tile_kernels.mhc._slices import Slices
 from tile_kernels.mhc.norm_fn_bwd_device import norm_fn_bwd_kernel, prepare_bwd_kernel, sum_dfn_kernel
 from tile_kernels.mhc.norm_fn_device import normalise_kernel, padded, project_kernel
-from tile_kernels.mhc.pre_device import project_slices_kernel
+from tile_kernels.mhc.pre_device import goes_in_one_pass, pre_streams_kernel, project_slices_kernel
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -177,11 +178,18 @@ def norm_fn(residual: Tensor, fn: Tensor, eps: float = 1e-6) -> tuple[Tensor, Te
         mixes (..., num_mixes) float32, and rstd (...) float32, which has no gradient.
     """
     lead, k, num_mixes = check_projection(residual, fn)
-    mul_parts, square_parts = project(flat(residual, lead, *residual.shape[-2:]), fn)
     mixes, rstd = fn.new_empty((*lead, num_mixes)), fn.new_empty(lead)
-    launch(
-        normalise_kernel, (k, num_mixes), flat(mixes, lead, num_mixes), mul_parts, square_parts, flat(rstd, lead), eps
-    )
+    num_streams, hidden = residual.shape[-2:]
+    streams = flat(residual, lead, num_streams, hidden)
+    outputs = (flat(mixes, lead, num_mixes), flat(rstd, lead))
+    if goes_in_one_pass(streams, fn):
+        static, nothing = (hidden, num_streams, num_mixes, 'mixes'), (None, None, None)
+        launch(
+            pre_streams_kernel, static, streams, *nothing, fn, *nothing, *nothing, None, *outputs, 1, eps, 0.0, 0.0, 0.0
+        )
+    else:
+        mul_parts, square_parts = project(streams, fn)
+        launch(normalise_kernel, (k, num_mixes), outputs[0], mul_parts, square_parts, outputs[1], eps)
     return mixes, rstd
 
 

@@ -1,8 +1,8 @@
 """Kernels that go over the tokens once, each block with its slice of the channels (`_slices`).
 
-`project_slices_kernel` leaves the sums of every slice to others. `pre_kernel` uses them at once: the blocks of a token
-are a cluster and send their sums to each other's shared memory, so that the token need not be read again. The warps of
-a block have roles:
+`project_slices_kernel`, for GPUs without large clusters, leaves the sums of every slice to others. `pre_streams_kernel`
+uses them at once: the blocks of a token are a cluster and send their sums to each other's shared memory, so that the
+token need not be read again. The warps of a block have roles:
 
     eight        wait for a tile, multiply, and send the sums of the slice to the blocks that own the tokens
     one          for the tokens the block owns, sum the slices, find pre and send it to all blocks
@@ -45,8 +45,8 @@ from tile_kernels.mhc.norm_fn_device import rstd_from
 from tile_kernels.mhc.sinkhorn import scale_matrix
 from tile_kernels.mhc.split_mixes import affine, sigmoid
 
-#: Blocks of `project_slices_kernel`: two on each of 132 SMs. On other devices the results are the same.
-BLOCKS = 264
+#: Blocks of `project_slices_kernel`, about one on each SM. Results do not depend on it.
+BLOCKS = 128
 
 SPACE = dict(tile=(8, 16, 32, 64), stages=tuple(range(2, 9)))
 
@@ -80,18 +80,13 @@ static __device__ __forceinline__ void send_four(
 # Config -------------------------------------------------------------------------------------
 
 
-def slices_of(hidden: int, num_streams: int) -> Slices:
-    """How the tokens of `pre` are cut."""
-    return Slices(hidden, num_streams, num_streams * (2 + num_streams))
-
-
-def goes_in_one_pass(residual: Tensor, layer: tuple[Tensor, Tensor] | None = None) -> bool:
-    """Whether `pre_kernel` serves these tokens: a slice of fn fits into registers, and the GPU has large clusters.
+def goes_in_one_pass(residual: Tensor, fn: Tensor, layer: tuple[Tensor, Tensor] | None = None) -> bool:
+    """Whether `pre_streams_kernel` serves them: a slice of fn fits into registers, and the GPU has large clusters.
 
     `layer` is x and its residual, which must start at a multiple of 16 bytes. Without a GPU the answer is that for
     Hopper, or for what the launch is `meant_for`.
     """
-    if not slices_of(residual.shape[-1], residual.shape[-2]).fits:
+    if not Slices(residual.shape[-1], residual.shape[-2], fn.shape[0]).fits:
         return False
     if layer is not None and check.vector_bytes(*layer) < 16:
         return False
@@ -103,14 +98,14 @@ def goes_in_one_pass(residual: Tensor, layer: tuple[Tensor, Tensor] | None = Non
 
 
 def choose_project(hidden: int, num_streams: int, num_mixes: int, num_tokens: int) -> dict:
-    """Small tiles, so that there is room for a second block, which works while the first one waits."""
+    """Small tiles: the GPUs that need this kernel have down to 99 KB of shared memory."""
     slices = Slices(hidden, num_streams, num_mixes)
     return dict(tile=tile_for(slices, 2 * slices.pitch(num_streams), 20 << 10, num_tokens), stages=3)
 
 
-def choose_pre(hidden: int, num_streams: int, posted: bool, num_tokens: int) -> dict:
+def choose_pre(hidden: int, num_streams: int, num_mixes: int, kind: str, num_tokens: int) -> dict:
     """What fits of tiles of about 32 KB, up to six: more are slower than they are worth at the start."""
-    slices = slices_of(hidden, num_streams)
+    slices, posted = Slices(hidden, num_streams, num_mixes), kind == 'post_pre'
     token_bytes = 2 * (num_streams + posted) * slices.channels + posted * 4 * num_streams * (1 + num_streams)
     token_bytes += 4 * slices.sums * max(1, slices.count // TOKENS) + 16  # what is sent
     tile = tile_for(slices, token_bytes, 40 << 10, num_tokens)
@@ -155,7 +150,6 @@ def project_slices_kernel(hidden: int, num_streams: int, num_mixes: int, *, tile
         num_tiles = T.ceildiv(num_tokens, tile)
         groups = T.min(BLOCKS // slices.count, num_tiles)
         with T.Kernel(groups * slices.count, threads=slices.num_threads) as pid:
-            T.annotate_min_blocks_per_sm(2)
             tile_shared = T.alloc_shared((stages, tile, slices.pitch(num_streams)), T.bfloat16)
             sum_shared = T.alloc_shared((1, slices.shares, tile, slices.sums), T.float32)
             fn_local = T.alloc_local((slices.operands,), T.bfloat16)
@@ -210,14 +204,19 @@ def project_slices_kernel(hidden: int, num_streams: int, num_mixes: int, *, tile
     min_arch=FIRST_WITH_CLUSTERS,
     max_arch=LAST_WITH_CLUSTERS,
 )
-def pre_kernel(hidden: int, num_streams: int, posted: bool, *, tile: int, stages: int):
-    """Coefficients and input of a layer; `posted`: of y = post(x, residual), which is written as well."""
-    slices = slices_of(hidden, num_streams)
-    count, channels, columns, num_mixes = slices.count, slices.channels, slices.columns, slices.num_mixes
+def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str, *, tile: int, stages: int):
+    """Coefficients and input of a layer, 'pre'; 'post_pre' of y = post(x, residual), which is written as well.
+
+    Of 'mixes' these and rstd are all there is: nobody applies them, and what owners send says that they are done.
+    """
+    slices = Slices(hidden, num_streams, num_mixes)
+    applied, posted = kind != 'mixes', kind == 'post_pre'
+    count, channels, columns = slices.count, slices.channels, slices.columns
     coefficients = num_streams * (1 + num_streams)
     parts, vectors, quads = tile // TOKENS // slices.teams, channels // WIDTH, slices.sums // 4
     owned, turns = max(1, tile // count), max(1, count // tile)  # tokens of an owner in a tile, every so many tiles
     at_once = min(owned, OWNED_AT_ONCE)
+    num_threads = MULTIPLYING + 2 * WARP + APPLYING * applied
     num_tokens = T.dynamic('num_tokens')
 
     @macro
@@ -303,7 +302,7 @@ def pre_kernel(hidden: int, num_streams: int, posted: bool, *, tile: int, stages
     ):
         num_tiles = T.ceildiv(num_tokens, tile)
         groups = T.min(slices.groups, num_tiles)
-        with T.Kernel(groups * count, threads=MULTIPLYING + 2 * WARP + APPLYING, cluster_dims=(count, 1, 1)) as pid:
+        with T.Kernel(groups * count, threads=num_threads, cluster_dims=(count, 1, 1)) as pid:
             T.import_source(SEND_FOUR)
             tile_shared = T.alloc_shared((stages, tile, num_streams, channels), T.bfloat16)
             x_shared = T.alloc_shared((stages, tile, channels) if posted else (1, 1, 8), T.bfloat16)
@@ -337,7 +336,8 @@ def pre_kernel(hidden: int, num_streams: int, posted: bool, *, tile: int, stages
             T.pdl_sync()
             T.cluster_sync()
             if tx < MULTIPLYING:
-                T.inc_max_nreg(MULTIPLYING_REGISTERS)
+                if applied:
+                    T.inc_max_nreg(MULTIPLYING_REGISTERS)
                 share, team = tx // WARP % slices.shares, tx // WARP // slices.shares
                 load_fn(fn, slices, rank, share, lane, fn_local)
                 clear_spare(slices, sum_shared, tx, MULTIPLYING)
@@ -383,7 +383,8 @@ def pre_kernel(hidden: int, num_streams: int, posted: bool, *, tile: int, stages
                     parity = T.if_then_else(slot == stages - 1, 1 - parity, parity)
                     slot = T.if_then_else(slot == stages - 1, 0, slot + 1)
             elif tx < MULTIPLYING + WARP:
-                T.dec_max_nreg(OTHER_REGISTERS)
+                if applied:
+                    T.dec_max_nreg(OTHER_REGISTERS)
                 for i in T.serial(mine):
                     shift = (rank + (turns - i % turns) * tile) % count  # the first of its tokens in the tile, if any
                     if shift < tile:
@@ -402,8 +403,11 @@ def pre_kernel(hidden: int, num_streams: int, posted: bool, *, tile: int, stages
                                 square = T.shfl_sync(total_local[o], columns)
                                 factor = rstd_from(square, num_streams * hidden, eps)
                                 mix = T.ieee_mul(total_local[o], factor)
-                                z = affine(mix, scale[0], base[T.min(lane, num_streams - 1)])
-                                weight = T.ieee_add(sigmoid(z), pre_eps)
+                                weight = T.alloc_var(T.float32)
+                                weight = mix
+                                if applied:
+                                    z = affine(mix, scale[0], base[T.min(lane, num_streams - 1)])
+                                    weight = T.ieee_add(sigmoid(z), pre_eps)
                                 for e in T.unroll(4):
                                     sent_local[e] = T.shfl_sync(weight, T.min(e, num_streams - 1))
                                 if lane < count:
@@ -423,16 +427,22 @@ def pre_kernel(hidden: int, num_streams: int, posted: bool, *, tile: int, stages
                                         mixes[token, lane] = mix
                                     if lane == columns:
                                         rstd[token] = factor
-                                    if lane < num_streams:
+                                    if applied and lane < num_streams:
                                         pre[token, lane, 0] = weight
                     parity = T.if_then_else(slot == stages - 1, 1 - parity, parity)
                     slot = T.if_then_else(slot == stages - 1, 0, slot + 1)
-                T.named_barrier_arrive(9, WARP + APPLYING)  # the mixes are in memory
+                if applied:
+                    T.named_barrier_arrive(9, WARP + APPLYING)  # the mixes are in memory
             elif tx < MULTIPLYING + 2 * WARP:
-                T.dec_max_nreg(OTHER_REGISTERS)
+                if applied:
+                    T.dec_max_nreg(OTHER_REGISTERS)
                 for i in T.serial(mine):
                     if i >= stages:
-                        T.mbarrier_wait_parity(used[slot], 1 - parity)
+                        if applied:
+                            T.mbarrier_wait_parity(used[slot], 1 - parity)
+                        else:
+                            T.mbarrier_wait_parity(multiplied[slot], 1 - parity)
+                            T.mbarrier_wait_parity(pre_sent[slot], 1 - parity)
                     first = (group + i * groups) * tile
                     if lane == 0:
                         announce(part_sent, pre_sent, slot, i, rank)
@@ -453,7 +463,10 @@ def pre_kernel(hidden: int, num_streams: int, posted: bool, *, tile: int, stages
                     T.mbarrier_arrive(loaded[slot])
                     parity = T.if_then_else(slot == stages - 1, 1 - parity, parity)
                     slot = T.if_then_else(slot == stages - 1, 0, slot + 1)
-            else:
+                if not applied:  # nobody may leave before all that is sent to the block has come
+                    for i in T.serial(T.max(mine - stages, 0), mine):
+                        T.mbarrier_wait_parity(pre_sent[i % stages], i // stages % 2)
+            elif applied:
                 T.dec_max_nreg(OTHER_REGISTERS)
                 thread = tx - MULTIPLYING - 2 * WARP
                 for i in T.serial(mine):
