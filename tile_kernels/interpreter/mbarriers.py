@@ -111,8 +111,10 @@ def _arrive(compiler: Compiler, call: Any) -> Closure:
     expected = compiler.expr(call.args[1]) if str(call.op.name) == 'tirx.ptx_arrive_barrier_expect_tx' else None
 
     def run(frame: Frame) -> None:
-        counted = expected is not None and operand.storage.counts_bytes
-        operand.arrive(frame, expected(frame) if counted else 0)
+        if expected is not None and operand.storage.counts_bytes:
+            operand.arrive(frame, expected(frame))
+        else:
+            operand.arrive(frame)
 
     return run
 

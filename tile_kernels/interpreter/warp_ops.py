@@ -181,7 +181,7 @@ def _mma(compiler: Compiler, call: Any) -> Closure:
     shape, left, right, *kinds = (str(part.value) for part in call.args[:6])
     if (shape, left, right) != ('m16n8k16', 'row', 'col') or kinds[0] not in ('bf16', 'fp16') or kinds[2] != 'fp32':
         raise compiler.unsupported(f'ptx_mma {shape} of {kinds}')
-    parts = [_registers(compiler, *call.args[6 + 2 * i : 8 + 2 * i], count) for i, count in enumerate((8, 4, 4))]
+    parts = [_registers(compiler, call.args[6 + 2 * i], call.args[7 + 2 * i], n) for i, n in enumerate((8, 4, 4))]
     group, member = np.divmod(np.arange(WARP)[:, None], 4)
     eighth, pair_of = np.arange(8) // 2, np.arange(8) % 2
     a_place = (group + eighth % 2 * 8, member * 2 + pair_of + eighth // 2 * 8)
