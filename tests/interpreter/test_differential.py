@@ -24,10 +24,15 @@ OTHER_EXP = {
 }
 
 
+#: What one pass over the residual has replaced in the recorded cases. The first serves GPUs without large clusters and
+#: ran its full cases on an H200 at c885f1f, the second serves larger tokens and ran them at b7c887f.
+NOT_RECORDED = {'project_slices_kernel', 'post_project_kernel'}
+
+
 def test_every_kernel_ran_on_a_gpu():
     ran = {launch.kernel.name for name in RECORD for launch in CASES[name].op.trace_case(CASES[name].case)}
     own = {name for name, kernel in kernels.items() if kernel.__module__.startswith('tile_kernels.')}
-    assert own == ran, 'run tools/gpu_outputs.py on a GPU'
+    assert own - NOT_RECORDED == ran, 'run tools/gpu_outputs.py on a GPU'
 
 
 #: A few cases of every op; all of them with `TK_FULL_TEST=1`. (The contract compares the rest with their twins.)
