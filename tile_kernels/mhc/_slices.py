@@ -128,9 +128,7 @@ def load_fn(fn, slices, rank, share, lane, fn_local):
                         value = T.if_then_else(o * 8 + lane // 4 < slices.num_mixes, value, T.float32(0.0))
                     high_local[half] = high_of(value)
                     low_local[half] = value - high_of(value)
-                for half in T.vectorized(
-                    2
-                ):  # one instruction rounds two; one that rounds one has a quarter of the rate
+                for half in T.vectorized(2):  # one instruction rounds two
                     fn_local[operand(slices, s, pair, o) + half] = T.cast(high_local[half], T.bfloat16)
                 for half in T.vectorized(2):
                     fn_local[operand(slices, s, pair, octets + o) + half] = T.cast(low_local[half], T.bfloat16)

@@ -135,10 +135,6 @@ def mix_and_apply_kernel(
             mix_local = T.alloc_local((num_streams,), T.float32)
             share_local = T.alloc_local((num_streams,), T.float32)
             k_local = T.alloc_local((num_streams, held), T.float32)
-            u_local = T.alloc_local((num_streams,), T.float32)
-            v_local = T.alloc_local((held,), T.float32)
-            a_local = T.alloc_local((num_streams,), T.float32)
-            b_local = T.alloc_local((held,), T.float32)
             mul_shared = T.alloc_shared((tokens, columns + 1), T.float32)  # rows in different banks
             square_shared = T.alloc_shared((tokens,), T.float32)
             pre_shared = T.alloc_shared((num_streams,), T.float32)
@@ -181,7 +177,7 @@ def mix_and_apply_kernel(
                         for c in T.unroll(held):
                             j = 2 * num_streams + i * num_streams + first + c
                             k_local[i, c] = affine(k_local[i, c], scale[2], base[j])
-                    scale_matrix(k_local, a_local, b_local, u_local, v_local, lanes, held, 1.0, repeat, sinkhorn_eps)
+                    scale_matrix(k_local, lanes, held, 1.0, repeat, sinkhorn_eps)
                     if owner:
                         for i in T.unroll(num_streams):
                             if i // held == tx % lanes:

@@ -58,17 +58,14 @@ def project(residual: Tensor, fn: Tensor) -> tuple[Tensor, Tensor]:
     """The parts of mul and of the sums of squares of residual (num_tokens, num_streams, hidden)."""
     (num_tokens, num_streams, hidden), (num_mixes, k) = residual.shape, fn.shape
     slices = Slices(hidden, num_streams, num_mixes)
+    splits = slices.count if slices.fits else config_for(project_kernel, (k, num_mixes), num_tokens)['splits']
+    parts = fn.new_empty(splits, num_tokens, padded(num_mixes)), fn.new_empty(splits, num_tokens)
     if slices.fits:
-        splits = slices.count
-    else:
-        splits = config_for(project_kernel, (k, num_mixes), num_tokens)['splits']
-    mul_parts, square_parts = fn.new_empty(splits, num_tokens, padded(num_mixes)), fn.new_empty(splits, num_tokens)
-    if slices.fits:
-        launch(project_slices_kernel, (hidden, num_streams, num_mixes), residual, fn, mul_parts, square_parts)
+        launch(project_slices_kernel, (hidden, num_streams, num_mixes), residual, fn, *parts)
     else:
         fn_parts = fn.new_empty(2 * padded(num_mixes), k, dtype=BF16)
-        launch(project_kernel, (k, num_mixes), residual.view(num_tokens, k), fn, fn_parts, mul_parts, square_parts)
-    return mul_parts, square_parts
+        launch(project_kernel, (k, num_mixes), residual.view(num_tokens, k), fn, fn_parts, *parts)
+    return parts
 
 
 def launch_norm_fn_bwd(

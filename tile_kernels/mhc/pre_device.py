@@ -100,7 +100,9 @@ def goes_in_one_pass(residual: Tensor, fn: Tensor, layer: tuple[Tensor, Tensor] 
 def choose_project(hidden: int, num_streams: int, num_mixes: int, num_tokens: int) -> dict:
     """Small tiles: the GPUs that need this kernel have down to 99 KB of shared memory."""
     slices = Slices(hidden, num_streams, num_mixes)
-    return dict(tile=tile_for(slices, 2 * slices.pitch(num_streams), 20 << 10, num_tokens), stages=3)
+    token_bytes = 2 * slices.pitch(num_streams)
+    tile = tile_for(slices, token_bytes, 20 << 10, num_tokens)
+    return dict(tile=tile, stages=min(3, (90 << 10) // (tile * token_bytes)))
 
 
 def choose_pre(hidden: int, num_streams: int, num_mixes: int, kind: str, num_tokens: int) -> dict:
@@ -114,6 +116,12 @@ def choose_pre(hidden: int, num_streams: int, num_mixes: int, kind: str, num_tok
 
 
 # Kernels ------------------------------------------------------------------------------------
+
+
+def send(place, value_local, barrier, rank):
+    """Four numbers to the same place in block `rank` of the cluster, see `SEND_FOUR`."""
+    four = (value_local[e] for e in range(4))
+    return T.evaluate(T.call_extern('handle', 'send_four', T.address_of(place), *four, T.address_of(barrier), rank))
 
 
 @kernel(choose=choose_project, space=SPACE, pass_configs=SLICE_PASS_CONFIGS)
@@ -323,10 +331,6 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
             total_local = T.alloc_local((4,), T.float32)
             mixes_local = T.alloc_local((num_mixes,), T.float32)
             k_local = T.alloc_local((num_streams, num_streams), T.float32)
-            u_local = T.alloc_local((num_streams,), T.float32)
-            v_local = T.alloc_local((num_streams,), T.float32)
-            a_local = T.alloc_local((num_streams,), T.float32)
-            b_local = T.alloc_local((num_streams,), T.float32)
             tx = T.get_thread_binding()
             rank, group, lane = pid % count, pid // count, tx % WARP
             mine = T.ceildiv(num_tiles - group, groups)
@@ -369,17 +373,8 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
                         token, quad = index // quads, index % quads
                         if token < tile:
                             sum_shares(slices, sum_shared, i % 2, token, quad * 4, total_local)
-                            T.call_extern(
-                                'handle',
-                                'send_four',
-                                T.address_of(part_shared[slot, rank, token // count, quad * 4]),
-                                total_local[0],
-                                total_local[1],
-                                total_local[2],
-                                total_local[3],
-                                T.address_of(part_sent[slot]),
-                                (i % turns * tile + token) % count,
-                            )
+                            owner = (i % turns * tile + token) % count
+                            send(part_shared[slot, rank, token // count, quad * 4], total_local, part_sent[slot], owner)
                     parity = T.if_then_else(slot == stages - 1, 1 - parity, parity)
                     slot = T.if_then_else(slot == stages - 1, 0, slot + 1)
             elif tx < MULTIPLYING + WARP:
@@ -411,17 +406,7 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
                                 for e in T.unroll(4):
                                     sent_local[e] = T.shfl_sync(weight, T.min(e, num_streams - 1))
                                 if lane < count:
-                                    T.call_extern(
-                                        'handle',
-                                        'send_four',
-                                        T.address_of(pre_shared[slot, place, 0]),
-                                        sent_local[0],
-                                        sent_local[1],
-                                        sent_local[2],
-                                        sent_local[3],
-                                        T.address_of(pre_sent[slot]),
-                                        lane,
-                                    )
+                                    send(pre_shared[slot, place, 0], sent_local, pre_sent[slot], lane)
                                 if token < num_tokens:
                                     if lane < num_mixes:
                                         mixes[token, lane] = mix
@@ -504,9 +489,7 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
                             for c in T.unroll(num_streams):
                                 j = (2 + o) * num_streams + c
                                 k_local[o, c] = affine(mixes_local[j], scale[2], base[j])
-                        scale_matrix(
-                            k_local, a_local, b_local, u_local, v_local, 1, num_streams, 1.0, repeat, sinkhorn_eps
-                        )
+                        scale_matrix(k_local, 1, num_streams, 1.0, repeat, sinkhorn_eps)
                         for o in T.unroll(num_streams):
                             z = affine(mixes_local[num_streams + o], scale[1], base[num_streams + o])
                             post[token, o, 0] = T.ieee_mul(sigmoid(z), post_mult)

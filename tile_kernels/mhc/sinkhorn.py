@@ -166,9 +166,13 @@ def scale_rows(k_local, a_local, u_local, v_local, lanes, eps):
 
 
 @macro
-def scale_matrix(k_local, a_local, b_local, u_local, v_local, lanes, columns, ratio, repeat, eps):
+def scale_matrix(k_local, lanes, columns, ratio, repeat, eps):
     """All scalings of a matrix, and the matrix they give in `k_local`."""
     num_rows, held = k_local.shape
+    a_local = T.alloc_local((num_rows,), T.float32)
+    b_local = T.alloc_local((held,), T.float32)
+    u_local = T.alloc_local((num_rows,), T.float32)
+    v_local = T.alloc_local((held,), T.float32)
     softmax_rows(k_local, lanes, columns, eps)
     start_scaling(a_local, b_local, u_local, v_local, ratio)
     scale_columns(k_local, u_local, b_local, v_local, columns, ratio, eps)
@@ -218,10 +222,6 @@ def sinkhorn_kernel(num_rows: int, num_columns: int, width: int, *, lanes: int, 
     ):
         with T.Kernel(T.ceildiv(num_matrices, matrices), threads=num_threads) as pid:
             k_local = T.alloc_local((num_rows, held), T.float32)
-            a_local = T.alloc_local((num_rows,), T.float32)
-            b_local = T.alloc_local((held,), T.float32)
-            u_local = T.alloc_local((num_rows,), T.float32)
-            v_local = T.alloc_local((held,), T.float32)
             tx = T.get_thread_binding()
             matrix = T.min(pid * matrices + tx // lanes, num_matrices - 1)  # shuffles need all lanes
             first = tx % lanes * held
@@ -229,7 +229,7 @@ def sinkhorn_kernel(num_rows: int, num_columns: int, width: int, *, lanes: int, 
 
             load_matrix(x, matrix, first, columns, k_local, width)
             ratio = num_rows / num_columns
-            scale_matrix(k_local, a_local, b_local, u_local, v_local, lanes, columns, ratio, repeat, eps)
+            scale_matrix(k_local, lanes, columns, ratio, repeat, eps)
             if pid * matrices + tx // lanes < num_matrices:
                 store_matrix(k_local, y, matrix, first, columns, width)
 
