@@ -334,6 +334,35 @@ def test_a_slot_freed_before_it_is_read_races(early, pass_configs):
         assert torch.equal(y, x.flip(1))
 
 
+@pytest.mark.parametrize('arriving', [64, 32])
+def test_roles_wait_for_all_blocks_of_their_cluster(arriving):
+    """Arrival and wait may be apart: the second half of a block arrives late, or with 32 never."""
+
+    @T.prim_func
+    def late(y: T.Tensor((4, 32), 'int32')):
+        with T.ClusterKernel(4, threads=64, cluster_dims=(2, 1, 1)) as pid:
+            go = T.alloc_barrier([32])
+            thread = T.get_thread_binding()
+            if thread < 32:
+                T.cluster_arrive()
+                T.mbarrier_arrive(go[0])
+                T.cluster_wait()
+                y[pid, thread] = pid
+            else:
+                T.mbarrier_wait_parity(go[0], 0)
+                if thread < arriving:
+                    T.cluster_arrive()
+                    T.cluster_wait()
+
+    y = torch.zeros(4, 32, dtype=torch.int32)
+    if arriving == 32:
+        with pytest.raises(Deadlock, match=r'the barrier of its cluster \(64 threads have not arrived\)'):
+            interpret(late, y)
+    else:
+        interpret(late, y, checks='all')
+        assert torch.equal(y, torch.arange(4, dtype=torch.int32)[:, None].expand(4, 32))
+
+
 @pytest.mark.parametrize('sent', [1, 2])
 def test_blocks_of_a_cluster_send_to_each_other(sent):
     """A barrier lets nobody pass before all bytes it was told of have been sent."""

@@ -219,8 +219,9 @@ def test_block_with_threads_that_do_not_fill_a_warp():
     assert torch.equal(got[:, :31], values[:, 1:32]) and torch.equal(got[:, 32:39], values[:, 33:40])
 
 
-def test_product_of_a_warp():
-    """The operands as the PTX manual places them in registers."""
+@pytest.mark.parametrize('words', [False, True])
+def test_product_of_a_warp(words):
+    """The operands as the PTX manual places them in registers, two of the first to a word if the program says so."""
 
     @T.prim_func
     def multiply(
@@ -228,11 +229,15 @@ def test_product_of_a_warp():
     ):
         with T.Kernel(1, threads=64) as _:
             a_local = T.alloc_local((8,), 'bfloat16')
+            word_local = T.alloc_local((4,), 'uint32')
             b_local = T.alloc_local((4,), 'bfloat16')
             c_local = T.alloc_local((4,), 'float32')
             warp, lane = T.get_thread_binding() // 32, T.get_thread_binding() % 32
             for e in T.unroll(8):
                 a_local[e] = a[warp, lane // 4 + e // 2 % 2 * 8, lane % 4 * 2 + e % 2 + e // 4 * 8]
+            for e in T.unroll(4):
+                low, high = (T.cast(T.reinterpret(a_local[e * 2 + half], 'uint16'), 'uint32') for half in range(2))
+                word_local[e] = low | (high << 16)
             for e in T.unroll(4):
                 b_local[e] = b[warp, lane % 4 * 2 + e % 2 + e // 2 * 8, lane // 4]
                 c_local[e] = 1.0
@@ -245,7 +250,7 @@ def test_product_of_a_warp():
                     'bf16',
                     'bf16',
                     'fp32',
-                    T.access_ptr(a_local[0], 'r', 8),
+                    T.access_ptr(word_local[0], 'r', 4) if words else T.access_ptr(a_local[0], 'r', 8),
                     0,
                     T.access_ptr(b_local[0], 'r', 4),
                     0,

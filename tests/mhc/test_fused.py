@@ -42,7 +42,9 @@ def pre_inputs(num_tokens, hidden, n):
     return residual, fn, randn(3).abs() + 0.5, randn(width) * 0.1
 
 
-@pytest.mark.parametrize(('num_tokens', 'hidden', 'n'), [(70, 64, 2), (5, 192, 4), (9, 576, 4), (33, 128, 8)])
+@pytest.mark.parametrize(
+    ('num_tokens', 'hidden', 'n'), [(70, 64, 2), (5, 192, 4), (9, 576, 4), (9, 1088, 4), (33, 128, 8)]
+)
 def test_big_fuse_has_the_bits_of_its_parts(num_tokens, hidden, n):
     residual, fn, scale, base = pre_inputs(num_tokens, hidden, n)
     mixes, _ = mhc.norm_fn(residual, fn, 1e-6)
@@ -70,6 +72,14 @@ def test_post_pre_has_the_bits_of_its_parts(num_tokens, hidden, n):
     assert_all_equal((pre, post_mix), parts[:2])
     assert_equal(comb, mhc.sinkhorn(parts[2], 7, 1e-6))
     assert_equal(layer_input, mhc.apply_mix(y, pre))
+
+
+def test_wide_slices_over_more_tiles_than_there_is_room_for():
+    residual, fn, scale, base = pre_inputs(1700, 576, 4)
+    with forced_config(pre_streams_kernel, tile=8, stages=2):
+        found = mhc.pre(residual, fn, scale, base)
+        assert_all_equal(found[4:], mhc.norm_fn(residual, fn))
+    assert_all_equal(mhc.pre(residual, fn, scale, base), found)
 
 
 @pytest.mark.parametrize('stages', [3, 4])

@@ -1,8 +1,9 @@
-"""Gradients of the projection over more tiles of tokens than a block has buffers for, which no smoke case reaches."""
+"""The projection where smoke cases do not reach: numbers of every kind, and more tiles than there are buffers for."""
 
 import pytest
+import torch
 
-from tile_kernels import knobs
+from tile_kernels import knobs, mhc
 from tile_kernels.core.launch import forced_config
 from tile_kernels.core.op import ops
 from tile_kernels.mhc.norm_fn_bwd_device import norm_fn_bwd_kernel
@@ -22,3 +23,22 @@ CASES = {
 def test_a_block_may_have_many_tiles(op, num_stages):
     with forced_config(norm_fn_bwd_kernel, parts=1, num_stages=num_stages), knobs(checks='all'):
         contract.check_kernel(ops[op], CASES[op])
+
+
+@pytest.mark.parametrize('hidden', [320, 576])  # low parts of fn in registers, and coded
+def test_fn_is_what_tf32_makes_of_it(hidden):
+    """A token that is 1 in one channel has that column of fn for its mixes."""
+    torch.manual_seed(0)
+    num_streams, num_mixes = 2, 24
+    k = num_streams * hidden
+    bits = torch.randint(0, 1 << 23, (num_mixes, k)) | torch.randint(64, 190, (num_mixes, k)) << 23
+    fn = (bits - (torch.randint(0, 2, bits.shape) << 31)).to(torch.int32).view(torch.float32)
+    fn[:, 5] = 0.0
+    fn[::2, 6], fn[1::2, 6] = -0.0, 1.0
+    fn[:, 7] = torch.ldexp(torch.tensor(1.0), torch.arange(num_mixes) - 12)
+    fn[:, 8] = torch.nextafter(fn[:, 7], torch.tensor(0.0))
+    residual = torch.eye(k, dtype=torch.bfloat16)[:40].view(40, num_streams, hidden)
+    with knobs(interpret=True):
+        mixes, rstd = mhc.norm_fn(residual, fn)
+    rounded = ((fn.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+    assert torch.equal(mixes, rounded.T[:40] * rstd[:, None])

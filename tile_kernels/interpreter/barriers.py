@@ -157,7 +157,7 @@ def _sync_grid(compiler: Compiler, call: Any) -> Closure:
     return run
 
 
-@op('tl.cluster_sync', 'tl.cluster_wait', 'tl.cluster_arrive', 'tl.cluster_arrive_relaxed')
+@op('tl.cluster_sync')
 def _cluster_sync(compiler: Compiler, call: Any) -> Closure:
     """Barrier of a cluster of blocks, which run in step."""
     compiler.whole_grid = True
@@ -168,6 +168,71 @@ def _cluster_sync(compiler: Compiler, call: Any) -> Closure:
         frame.shared.grid_sync()
 
     return run
+
+
+@op('tl.cluster_arrive', 'tl.cluster_arrive_relaxed')
+def _cluster_arrive(compiler: Compiler, call: Any) -> Closure:
+    """Arrive at the barrier of a cluster without waiting."""
+    compiler.whole_grid = True
+
+    def run(frame: Frame) -> None:
+        if frame.clock is not None:
+            frame.clock.release('cluster', 0, frame.mask)
+        cluster_barrier(frame, compiler.cluster_dims).arrive(threads_per_block(frame), frame)
+
+    return run
+
+
+@op('tl.cluster_wait')
+def _cluster_wait(compiler: Compiler, call: Any) -> Closure:
+    """Wait until all threads of the cluster have arrived."""
+    compiler.whole_grid = True
+    site = compiler.site
+
+    def run(frame: Frame) -> Generator[Waiting, None, None]:
+        barrier = cluster_barrier(frame, compiler.cluster_dims)
+        here = threads_per_block(frame) > 0
+        target = barrier.target[here].copy()
+        yield from wait_until(
+            frame,
+            lambda: bool((barrier.generation[here] >= target).all()),
+            site,
+            lambda: f'the barrier of its cluster ({int(barrier.missing[here].max())} threads have not arrived)',
+        )
+        if frame.clock is not None:
+            frame.clock.acquire('cluster', 0, frame.mask)
+
+    return marked(run, waits_=True)
+
+
+def cluster_barrier(frame: Frame, dims: tuple[int, ...]) -> ClusterBarrier:
+    """The barrier of every cluster of the batch."""
+    if 'cluster' not in frame.barriers:
+        frame.barriers['cluster'] = ClusterBarrier(frame, dims)
+    return frame.barriers['cluster']
+
+
+class ClusterBarrier:
+    """`barrier.cluster`: opens when every thread of every block of a cluster has arrived. By block."""
+
+    def __init__(self, frame: Frame, dims: tuple[int, ...]) -> None:
+        places = np.stack([ids // extent for ids, extent in zip(frame.block_ids, dims, strict=False)])
+        self.cluster = np.unique(places.reshape(len(places), -1), axis=1, return_inverse=True)[1].reshape(-1)
+        self.size = np.bincount(self.cluster)[self.cluster] * frame.threads
+        self.missing = self.size.copy()
+        self.generation = np.zeros(frame.blocks, np.int64)
+        self.target = np.zeros(frame.blocks, np.int64)  # the generation to wait for
+
+    def arrive(self, threads: np.ndarray, frame: Frame) -> None:
+        """Count arrivals of every block."""
+        self.target = np.where(threads > 0, self.generation + 1, self.target)
+        self.missing -= np.bincount(self.cluster, threads).astype(np.int64)[self.cluster]
+        full = self.missing == 0
+        self.generation += full
+        self.missing[full] = self.size[full]
+        frame.shared.events += 1
+        if full.any():
+            frame.shared.grid_sync()
 
 
 @op('tl.block_rank_in_cluster')

@@ -111,6 +111,12 @@ def _smaller_halves(x: Any, y: Any) -> Any:
     return (np.minimum(x & low, y & low) | np.minimum(x & high, y & high))[()]
 
 
+def _with_exponents(word: Any, other: Any) -> Any:
+    """Signs and mantissas of two bfloat16 of one word, exponents of another."""
+    exponents = np.uint32(0x7F807F80)
+    return (np.asarray(word, np.uint32) & ~exponents | np.asarray(other, np.uint32) & exponents)[()]
+
+
 _CUDA_FUNCTIONS: dict[str, Callable[..., Any]] = {
     '__float_as_uint': lambda x: _bits(np.float32(x) if np.ndim(x) == 0 else x, np.uint32),
     '__float_as_int': lambda x: _bits(np.float32(x) if np.ndim(x) == 0 else x, np.int32),
@@ -138,6 +144,7 @@ _CUDA_FUNCTIONS: dict[str, Callable[..., Any]] = {
     'sqrt_approx': np.sqrt,
     'tanh_approx': np.tanh,
     'send_four': _send_four,
+    'with_exponents': _with_exponents,
 }
 for _name, _function in _CUDA_FUNCTIONS.items():
     extern(_name)(_function)

@@ -182,6 +182,8 @@ def _mma(compiler: Compiler, call: Any) -> Closure:
     if (shape, left, right) != ('m16n8k16', 'row', 'col') or kinds[0] not in ('bf16', 'fp16') or kinds[2] != 'fp32':
         raise compiler.unsupported(f'ptx_mma {shape} of {kinds}')
     parts = [_registers(compiler, call.args[6 + 2 * i], call.args[7 + 2 * i], n) for i, n in enumerate((8, 4, 4))]
+    if kinds[0] != 'bf16' and any(len(part) < n for part, n in zip(parts, (8, 4, 4), strict=True)):
+        raise compiler.unsupported(f'ptx_mma {shape} of {kinds} in words')
     group, member = np.divmod(np.arange(WARP)[:, None], 4)
     eighth, pair_of = np.arange(8) // 2, np.arange(8) % 2
     a_place = (group + eighth % 2 * 8, member * 2 + pair_of + eighth // 2 * 8)
@@ -190,9 +192,14 @@ def _mma(compiler: Compiler, call: Any) -> Closure:
     site, checked = compiler.site, compiler.options.checks != 'none'
 
     def matrix(frame: Frame, accesses: list[Any], place: tuple[np.ndarray, np.ndarray], rows: int) -> np.ndarray:
-        lanes = [by_warp(frame, access.load(frame, frame.mask), np.float64, 2) for access in accesses]
+        count = place[0].shape[-1]
+        if len(accesses) == count:
+            lanes = [by_warp(frame, access.load(frame, frame.mask), np.float64, 2) for access in accesses]
+        else:  # words of two bfloat16
+            words = [by_warp(frame, access.load(frame, frame.mask), np.uint32, 2) for access in accesses]
+            lanes = [(word << shift & 0xFFFF0000).view(np.float32) for word in words for shift in (16, 0)]
         whole = np.broadcast_arrays(*lanes)
-        result = np.empty((*whole[0].shape[:2], rows, 16 if len(accesses) == 8 else 8))
+        result = np.empty((*whole[0].shape[:2], rows, 16 if count == 8 else 8))
         result[:, :, place[0], place[1]] = np.stack(whole, axis=-1)
         return result
 
@@ -209,8 +216,10 @@ def _mma(compiler: Compiler, call: Any) -> Closure:
 
 
 def _registers(compiler: Compiler, pointer: Any, offset: Any, count: int) -> list[Any]:
-    """Accesses to the registers of a lane from a pointer and an offset on."""
+    """Accesses to `count` numbers of a lane from a pointer and an offset on, two in a word of a buffer of words."""
     load = pointed(compiler, pointer)
+    if compiler.dtype(load).name == 'uint32':
+        count //= 2
     first = [*load.indices[:-1], load.indices[-1] + offset]
     return [compiler.access(load.buffer, shifted(first, element)) for element in range(count)]
 

@@ -6,6 +6,11 @@ in two parts (`norm_fn_device`: high and low), and never leaves the registers. A
 both operands and names them in its own order: a sum over channels may take them in any, if both operands agree. So
 tokens come from shared memory as they lie there, 16 bytes at a time.
 
+Wide slices, of more than 256 channels, leave no registers for the low part. It has three bits, and they are coded: as a
+number with the exponent of the high part, times 1/128, whose sign and mantissa fit into a byte. A number of 11
+significant bits is such a sum if the high part may lie on either side of it (`high_and_rest`). Four bytes are a word of
+shared memory, and one instruction makes the operand of a product from it and the high part.
+
 The sums of a slice are those of its warps in ascending order, whatever the number of tokens: the same bits wherever
 they are computed.
 """
@@ -15,15 +20,26 @@ from dataclasses import dataclass
 
 from tile_kernels.core.lang import WARP, T, macro
 from tile_kernels.mhc.norm_fn_device import high_of, padded, round_to_tf32
+from tile_kernels.quant._macros import pick_bytes
 
 #: Channels of a warp, and of a lane of it; tokens of a product.
 WARP_CHANNELS, WIDTH, TOKENS = 32, 8, 8
 
-#: Warps of a block that multiply, and registers of a thread for fn, at most.
-MAX_WARPS, MAX_REGISTERS = 8, 96
+#: Warps of a block that multiply, of a wide slice and of others; registers of a thread for fn, at most.
+WIDE_WARPS, WARPS, MAX_REGISTERS = 16, 8, 96
+
+#: Signs and mantissas of two bfloat16 of one word, exponents of another. In this form because half of it, the exponents
+#: of a high part, would else be found before a loop and kept in registers there are not.
+WITH_EXPONENTS = """
+static __device__ __forceinline__ unsigned with_exponents(unsigned word, unsigned other) {
+  unsigned result;
+  asm("lop3.b32 %0, %1, %2, 0x7f807f80, 0xe4;" : "=r"(result) : "r"(other), "r"(word));
+  return result;
+}
+"""
 
 #: Clusters that run at a time on an H200, by the blocks of one.
-ACTIVE_CLUSTERS = {16: 7, 8: 15, 4: 30, 2: 66, 1: 132}
+ACTIVE_CLUSTERS = {16: 7, 8: 15, 4: 30, 2: 66}
 
 #: Threads wait for each other where the code says so; what blocks of a cluster write into each other is not reused.
 SLICE_PASS_CONFIGS = {
@@ -44,8 +60,9 @@ class Slices:
 
     @property
     def count(self) -> int:
-        """Slices of a token: as many as a cluster may have blocks, if the channels can be divided."""
-        return next(n for n in (16, 8, 4, 2, 1) if self.hidden // WARP_CHANNELS % n == 0)
+        """Slices of a token, blocks of a cluster: as few as fit into registers, or as many as there may be."""
+        possible = [n for n in (2, 4, 8, 16) if self.hidden // WARP_CHANNELS % n == 0]
+        return next((n for n in possible if self.hidden <= n * WARPS * WARP_CHANNELS), possible[-1])
 
     @property
     def channels(self) -> int:
@@ -58,9 +75,19 @@ class Slices:
         return self.channels // WARP_CHANNELS
 
     @property
+    def wide(self) -> bool:
+        """Whether the low part of fn is coded, in shared memory."""
+        return self.shares > WARPS
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block that multiply, if it has others as well; some may be idle."""
+        return WIDE_WARPS if self.wide else WARPS
+
+    @property
     def teams(self) -> int:
         """Warps that share the tokens of a tile: a power of two."""
-        return 1 << int(math.log2(max(1, MAX_WARPS / self.shares)))
+        return 1 << int(math.log2(max(1, WARPS / self.shares)))
 
     @property
     def num_threads(self) -> int:
@@ -78,14 +105,34 @@ class Slices:
         return self.columns + 4
 
     @property
+    def octets(self) -> int:
+        """Rows of fn by eights."""
+        return self.columns // 8
+
+    @property
     def operands(self) -> int:
-        """Elements of fn a thread holds."""
-        return self.num_streams * WIDTH * 2 * (self.columns // 8)
+        """Elements of fn of a thread, high and low."""
+        return self.num_streams * WIDTH * 2 * self.octets
+
+    @property
+    def low_shape(self) -> tuple[int, ...]:
+        """Room for the coded low part: of every warp, stream and eight rows, two words of each lane."""
+        return (self.shares, self.num_streams, self.octets, WARP, 2)
+
+    @property
+    def low_bytes(self) -> int:
+        """Size of it, if there is one."""
+        return 4 * math.prod(self.low_shape) if self.wide else 0
 
     @property
     def fits(self) -> bool:
-        """Whether a slice fits into the registers of a block, and the sums of a token into a warp."""
-        return self.shares <= MAX_WARPS and self.operands <= 2 * MAX_REGISTERS and self.columns < WARP
+        """Whether a slice fits into a block, and the sums of a token into a warp."""
+        return self.shares <= WIDE_WARPS and self.operands <= 2 * MAX_REGISTERS and self.columns < WARP
+
+    @property
+    def fits_registers(self) -> bool:
+        """Whether it does so without the help of shared memory."""
+        return self.fits and not self.wide
 
     @property
     def groups(self) -> int:
@@ -108,7 +155,7 @@ def tile_for(slices: Slices, token_bytes: int, most_bytes: int, num_tokens: int)
 @macro
 def load_fn(fn, slices, rank, share, lane, fn_local):
     """The part of fn a thread needs: as many products as there are eighths of rows, first operands of all of them."""
-    octets = slices.columns // 8
+    octets = slices.octets
     value_local = T.alloc_local((slices.num_streams * octets, WIDTH), T.float32)
     for s in T.unroll(slices.num_streams):  # all on their way before the first is used
         first = s * slices.hidden + rank * slices.channels + share * WARP_CHANNELS + lane % 4 * WIDTH
@@ -134,13 +181,72 @@ def load_fn(fn, slices, rank, share, lane, fn_local):
                     fn_local[operand(slices, s, pair, octets + o) + half] = T.cast(low_local[half], T.bfloat16)
 
 
+def high_and_rest(value):
+    """The high part of a float32 as TF32 takes it, in the upper half of a word; sign and mantissa of the low part.
+
+    These are bit 31 of another word, and its bits 13 to 15. With m and k the upper 7 and lower 3 of the 10 bits of the
+    mantissa, 1 + m/128 + k/1024 is 1 + (m - 1)/128 + (1 + k/8)/128 in the upper half of a binade. In the lower half it
+    is 1 + (m + 2)/128 - (1 + (8 - k)/8)/128, or 1 + (m + 1)/128 - 1/128 if k is 0. Both parts have the exponent of the
+    number, and what has none is 0. Bits of the words that are not mentioned may be anything.
+    """
+    bits = T.reinterpret(value, T.uint32) + T.uint32(0x1000)  # rounded
+    upper = (bits & T.uint32(1 << 22)) != 0
+    step = T.Select(upper, T.uint32(0xFFFF0000), T.uint32(15 << 13))
+    rest = T.Select(upper, bits, T.uint32(0x1FFF) - bits)  # which is the complement of bits - 0x2000
+    return bits + T.Select(T.abs(value) < T.float32(2.0**-126), T.uint32(0), step), rest
+
+
+@macro
+def load_wide_fn(fn, slices, rank, share, lane, fn_local, low_shared):
+    """The high part of fn a thread needs, two channels in a word, and the low part in shared memory.
+
+    There a word has four channels: sign and mantissa of the first two where a word of operands has them, those of the
+    other two 8 bits further to the left, around the end of the word.
+    """
+    octets = slices.octets
+    value_local = T.alloc_local((octets, WIDTH), T.float32)
+    high_local = T.alloc_local((4,), T.uint32)
+    rest_local = T.alloc_local((4,), T.uint32)
+    word_local = T.alloc_local((2,), T.uint32)
+    for s in T.unroll(slices.num_streams):
+        first = s * slices.hidden + rank * slices.channels + share * WARP_CHANNELS + lane % 4 * WIDTH
+        for o in T.unroll(octets):
+            row = T.min(o * 8 + lane // 4, slices.num_mixes - 1)
+            for v in T.unroll(2):
+                for e in T.vectorized(4):
+                    value_local[o, v * 4 + e] = fn[row, first + v * 4 + e]
+        for o in T.unroll(octets):
+            for half in T.unroll(2):
+                for e in T.unroll(4):
+                    value = value_local[o, half * 4 + e]
+                    if slices.num_mixes % 8 != 0:
+                        value = T.if_then_else(o * 8 + lane // 4 < slices.num_mixes, value, T.float32(0.0))
+                    high, rest = high_and_rest(value)
+                    high_local[e] = high
+                    rest_local[e] = rest
+                for pair in T.unroll(2):
+                    word = pick_bytes(high_local[pair * 2], high_local[pair * 2 + 1], 2, 3, 6, 7)
+                    fn_local[wide_operand(slices, s, half, o, pair)] = word
+                r0, r1, r2, r3 = (rest_local[e] for e in range(4))
+                eighths = pick_bytes(pick_bytes(r0, r2, 1, 5, 1, 5), pick_bytes(r1, r3, 1, 5, 1, 5), 0, 1, 4, 5)
+                signs = pick_bytes(pick_bytes(r3, r0, 3, 7, 3, 7), pick_bytes(r2, r1, 3, 7, 3, 7), 0, 1, 4, 5)
+                word_local[half] = ((eighths >> 1) & T.uint32(0x70707070)) | (signs & T.uint32(0x80808080))
+            for half in T.vectorized(2):
+                low_shared[share, s, o, lane, half] = word_local[half]
+
+
+def wide_operand(slices, stream, half, octet, pair):
+    """Where the word of two channels lies: `pair` of the four of a step, `half` of a stream."""
+    return ((stream * 2 + half) * slices.octets + octet) * 2 + pair
+
+
 def operand(slices, stream, pair, octet):
     """Where a pair of channels of a lane lies, for a stream and eight rows.
 
     The registers of an operand go row, row + 8, then the next channels; it has four of the eight channels.
     """
     step = stream * 2 + pair // 2
-    return (step * (slices.columns // 8) + octet // 2) * 8 + (octet % 2 + pair % 2 * 2) * 2
+    return (step * slices.octets + octet // 2) * 8 + (octet % 2 + pair % 2 * 2) * 2
 
 
 @macro
@@ -154,7 +260,7 @@ def add_product(a_local, a, b_local, b, c_local, c):
         'bf16',
         'bf16',
         'fp32',
-        T.access_ptr(a_local[a], 'r', 8),
+        T.access_ptr(a_local[a], 'r', 8 if a_local.dtype == 'bfloat16' else 4),
         0,
         T.access_ptr(b_local[b], 'r', 4),
         0,
@@ -167,7 +273,7 @@ def add_product(a_local, a, b_local, b, c_local, c):
 @macro
 def multiply(slices, stream, x_local, fn_local, sum_local):
     """Add the products of a stream of 8 tokens with fn, and in a last tile those of the tokens with each other."""
-    tiles = slices.columns // 8
+    tiles = slices.octets
     tokens_local = T.alloc_local((8,), T.bfloat16)
     T.clear(tokens_local)
     for half in T.unroll(2):
@@ -179,15 +285,45 @@ def multiply(slices, stream, x_local, fn_local, sum_local):
 
 
 @macro
+def multiply_wide(slices, stream, x_local, fn_local, low_shared, share, lane, sum_local):
+    """The same with what `load_wide_fn` gave: the sums of low parts are 128 times as large."""
+    octets = slices.octets
+    rows_local = T.alloc_local((4,), T.uint32)
+    code_local = T.alloc_local((octets, 2), T.uint32)
+    for o in T.unroll(octets):
+        for half in T.vectorized(2):
+            code_local[o, half] = low_shared[share, stream, o, lane, half]
+    for half in T.unroll(2):
+        for m in T.unroll(octets):
+            for r in T.unroll(4):
+                octet, pair = m * 2 + r % 2, r // 2
+                high = fn_local[wide_operand(slices, stream, half, octet % octets, pair)]
+                code = code_local[octet % octets, half]
+                own = T.if_then_else(pair == 0, code, (code >> 8) | (code << 24))
+                low = T.call_extern(T.uint32, 'with_exponents', own, high)
+                rows_local[r] = T.if_then_else(octet < octets, high, low)
+            add_product(rows_local, 0, x_local, half * 4, sum_local, m * 4)
+    for e in T.unroll(WIDTH):  # squares in another way, which needs fewer registers
+        value = T.cast(x_local[e], T.float32)
+        sum_local[octets * 4] = T.ieee_fmaf(value, value, sum_local[octets * 4])
+
+
+@macro
 def keep_sums(slices, sum_local, sum_shared, turn, share, first, lane):
     """The sums of a warp over its channels, of the 8 tokens from `first` on, to where those of a block meet."""
-    octets = slices.columns // 8
+    octets, low_unit = slices.octets, 1 / 128 if slices.wide else 1.0
     token = lane // 4
     for o in T.unroll(octets):
         for c in T.unroll(2):
             high, low = o * 2 + c, (octets + o) * 2 + c  # a tile has two octets of rows, two tokens each
-            sum_shared[turn, share, first + lane % 4 * 2 + c, o * 8 + token] = sum_local[high] + sum_local[low]
-    if lane % 4 == token // 2:  # the product of a token with itself
+            total = sum_local[high] + sum_local[low] * low_unit
+            sum_shared[turn, share, first + lane % 4 * 2 + c, o * 8 + token] = total
+    if slices.wide:
+        for distance in (1, 2):
+            sum_local[octets * 4] = sum_local[octets * 4] + T.shfl_xor(sum_local[octets * 4], distance)
+        if lane % 4 == 0:
+            sum_shared[turn, share, first + token, slices.columns] = sum_local[octets * 4]
+    elif lane % 4 == token // 2:  # the product of a token with itself
         square = T.if_then_else(token % 2 == 0, sum_local[octets * 4], sum_local[octets * 4 + 1])
         sum_shared[turn, share, first + token, slices.columns] = square
 

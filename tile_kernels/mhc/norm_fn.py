@@ -58,9 +58,9 @@ def project(residual: Tensor, fn: Tensor) -> tuple[Tensor, Tensor]:
     """The parts of mul and of the sums of squares of residual (num_tokens, num_streams, hidden)."""
     (num_tokens, num_streams, hidden), (num_mixes, k) = residual.shape, fn.shape
     slices = Slices(hidden, num_streams, num_mixes)
-    splits = slices.count if slices.fits else config_for(project_kernel, (k, num_mixes), num_tokens)['splits']
+    splits = slices.count if slices.fits_registers else config_for(project_kernel, (k, num_mixes), num_tokens)['splits']
     parts = fn.new_empty(splits, num_tokens, padded(num_mixes)), fn.new_empty(splits, num_tokens)
-    if slices.fits:
+    if slices.fits_registers:
         launch(project_slices_kernel, (hidden, num_streams, num_mixes), residual, fn, *parts)
     else:
         fn_parts = fn.new_empty(2 * padded(num_mixes), k, dtype=BF16)

@@ -4,18 +4,20 @@
 uses them at once: the blocks of a token are a cluster and send their sums to each other's shared memory, so that the
 token need not be read again. The warps of a block have roles:
 
-    eight        wait for a tile, multiply, and send the sums of the slice to the blocks that own the tokens
-    one          for the tokens the block owns, sum the slices, find pre and send it to all blocks
-    one          copy tiles to shared memory
-    six          layer_input from the tile, which then makes room for another
+    multiply   wait for a tile, multiply, and send the sums of the slice to the blocks that own the tokens
+    own        for the tokens the block owns, sum the slices, find pre and send it to all blocks
+    copy       tiles to shared memory
+    send       of wide slices, the sums: many warps multiply, and they would wait for each other
+    post       put y in place of the residual, if y is asked for
+    apply      layer_input from the tile, which then makes room for another
 
 What is sent counts its bytes at a barrier of the block it is sent to, and nobody else waits: a barrier of the cluster
 would wait for all copies and stores that are under way. The buffers for what is sent belong to the place of the tile,
 which is free when its layer_input is done. Who copies another tile there has had pre from all owners, so they have read
 their sums; and who sends pre for it has had sums from all blocks, so they have used pre of the tile that was there.
 
-Owners write the mixes of their tokens to memory, and when all tiles are done, carry them through the chain of Sinkhorn,
-a thread for each token.
+Owners write the mixes of their tokens to memory, and when all tiles are multiplied, the warps that did so carry them
+through the chain of Sinkhorn, a thread for each token.
 """
 
 from torch import Tensor
@@ -28,16 +30,19 @@ from tile_kernels.core.lang import WARP, T, macro
 from tile_kernels.core.launch import state
 from tile_kernels.mhc._rows import apply_to_vector, post_to_vector, store_vector
 from tile_kernels.mhc._slices import (
-    MAX_WARPS,
     SLICE_PASS_CONFIGS,
     TOKENS,
     WARP_CHANNELS,
+    WARPS,
     WIDTH,
+    WITH_EXPONENTS,
     Slices,
     clear_spare,
     keep_sums,
     load_fn,
+    load_wide_fn,
     multiply,
+    multiply_wide,
     sum_shares,
     tile_for,
 )
@@ -50,13 +55,15 @@ BLOCKS = 128
 
 SPACE = dict(tile=(8, 16, 32, 64), stages=tuple(range(2, 9)))
 
-#: Threads of a block that multiply and that apply (between them a warp for the tokens it owns, and one that copies),
-#: and the registers of a thread of the former and of any other: together the 64 K of an SM.
-MULTIPLYING, APPLYING = MAX_WARPS * WARP, 6 * WARP
-MULTIPLYING_REGISTERS, OTHER_REGISTERS = 168, 80
+#: Warps of a block, and registers of a thread of four warps in a row if some of them multiply, and if none does: all that
+#: an SM has. By whether slices are wide.
+WARPS_AND_REGISTERS = {False: (16, 168, 80), True: (24, 96, 48)}
 
 #: Tokens whose sums an owner has under way at a time.
 OWNED_AT_ONCE = 4
+
+#: Channels of one copy, at most.
+MAX_BOX = 256
 
 #: Bytes of shared memory of an SM, but for gaps between buffers.
 SHARED_BYTES = 224 << 10
@@ -81,14 +88,15 @@ static __device__ __forceinline__ void send_four(
 
 
 def goes_in_one_pass(residual: Tensor, fn: Tensor, layer: tuple[Tensor, Tensor] | None = None) -> bool:
-    """Whether `pre_streams_kernel` serves them: a slice of fn fits into registers, and the GPU has large clusters.
+    """Whether `pre_streams_kernel` serves them: a slice of fn fits into a block, and the GPU has large clusters.
 
-    `layer` is x and its residual, which must start at a multiple of 16 bytes. Without a GPU the answer is that for
-    Hopper, or for what the launch is `meant_for`.
+    `layer` is x and its residual, which must start at a multiple of 16 bytes; of wide slices two passes are faster.
+    Without a GPU the answer is that for Hopper, or for what the launch is `meant_for`.
     """
-    if not Slices(residual.shape[-1], residual.shape[-2], fn.shape[0]).fits:
+    slices = Slices(residual.shape[-1], residual.shape[-2], fn.shape[0])
+    if not slices.fits:
         return False
-    if layer is not None and check.vector_bytes(*layer) < 16:
+    if layer is not None and (slices.wide or check.vector_bytes(*layer) < 16):
         return False
     if residual.is_cuda and not isinstance(residual, FakeTensor):
         number = arch_number(arch_of(residual.get_device()))
@@ -111,7 +119,7 @@ def choose_pre(hidden: int, num_streams: int, num_mixes: int, kind: str, num_tok
     token_bytes = 2 * (num_streams + posted) * slices.channels + posted * 4 * num_streams * (1 + num_streams)
     token_bytes += 4 * slices.sums * max(1, slices.count // TOKENS) + 16  # what is sent
     tile = tile_for(slices, token_bytes, 40 << 10, num_tokens)
-    room = SHARED_BYTES - tile * 2 * 4 * slices.shares * slices.sums
+    room = SHARED_BYTES - tile * 2 * 4 * slices.shares * slices.sums - slices.low_bytes
     return dict(tile=tile, stages=min(6, room // (tile * token_bytes)))
 
 
@@ -224,13 +232,36 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
     parts, vectors, quads = tile // TOKENS // slices.teams, channels // WIDTH, slices.sums // 4
     owned, turns = max(1, tile // count), max(1, count // tile)  # tokens of an owner in a tile, every so many tiles
     at_once = min(owned, OWNED_AT_ONCE)
-    num_threads = MULTIPLYING + 2 * WARP + APPLYING * applied
+    num_warps, *registers = WARPS_AND_REGISTERS[slices.wide]
+    # Where roles begin. Warps that multiply are even in number, so that four warps in a row may have as many registers.
+    own = (-(-slices.shares // 2) * 2 if slices.wide else WARPS) * WARP
+    copy = own + WARP
+    send_or_post = copy + WARP
+    apply = send_or_post + 2 * WARP * slices.wide + 4 * WARP * posted
+    num_threads = num_warps * WARP if applied else apply
+    multipliers, appliers = own, max(num_threads - apply, 1)
+    posters = max(apply - send_or_post, 1)
+    senders = posters if slices.wide else multipliers
+    pieces = -(-channels // MAX_BOX)  # of a slice, that are copied one by one
+    piece = channels // pieces
+    rounds = -(-tile * vectors // appliers)
+    some = T.unroll if rounds <= (3 if slices.wide else 4) else T.serial  # as registers allow
+    fn_dtype = T.uint32 if slices.wide else T.bfloat16
     num_tokens = T.dynamic('num_tokens')
+
+    @macro
+    def take_registers(first):
+        """As many registers as a role needs that begins with thread `first`, if there are roles that need fewer."""
+        if applied:
+            if first // (4 * WARP) * 4 * WARP < own:
+                T.inc_max_nreg(registers[0])
+            else:
+                T.dec_max_nreg(registers[1])
 
     @macro
     def copy_mixes(post_mix, comb_mix, first, mix_shared, slot, lane):
         """Start to copy the coefficients of post of a tile; zeros behind the last token."""
-        for r in T.unroll(-(-tile * coefficients // WARP)):
+        for r in T.serial(T.ceildiv(tile * coefficients, WARP)):
             index = r * WARP + lane
             place, c = index // coefficients, index % coefficients
             if place < tile:
@@ -260,31 +291,44 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
             T.mbarrier_arrive(part_sent[slot])
 
     @macro
-    def load_streams(tile_shared, slot, token, channel, streams_local):
-        """A vector of each stream of a token."""
-        for s in T.unroll(num_streams):
-            for e in T.vectorized(WIDTH):
-                streams_local[s, e] = tile_shared[slot, token, s, channel + e]
+    def send_sums(sum_shared, part_shared, part_sent, slot, i, rank, thread):
+        """The sums of the slice, of all tokens of a tile, to the blocks that own them."""
+        total_local = T.alloc_local((4,), T.float32)
+        for r in T.unroll(-(-tile * quads // senders)):
+            index = r * senders + thread
+            token, quad = index // quads, index % quads
+            if token < tile:
+                sum_shares(slices, sum_shared, i % 2, token, quad * 4, total_local)
+                owner = (i % turns * tile + token) % count
+                send(part_shared[slot, rank, token // count, quad * 4], total_local, part_sent[slot], owner)
 
     @macro
-    def post_tile(tile_shared, x_shared, mix_shared, slot, token, channel, streams_local):
-        """Put y in place of the residual of a vector of a token, and into `streams_local`."""
+    def load_streams(tile_shared, slot, token, vector, streams_local):
+        """A vector of each stream of a token."""
+        part, first = vector // (piece // WIDTH), vector % (piece // WIDTH) * WIDTH
+        for s in T.unroll(num_streams):
+            for e in T.vectorized(WIDTH):
+                streams_local[s, e] = tile_shared[slot, part, token, s, first + e]
+
+    @macro
+    def post_of_vector(tile_shared, x_shared, mix_shared, slot, token, vector, y_local):
+        """Put y in place of the residual, for a vector of a token, and into `y_local`."""
         x_local = T.alloc_local((1, WIDTH), T.bfloat16)
         residual_local = T.alloc_local((num_streams, WIDTH), T.bfloat16)
         post_local = T.alloc_local((num_streams,), T.float32)
         comb_local = T.alloc_local((num_streams * num_streams,), T.float32)
-        load_streams(tile_shared, slot, token, channel, residual_local)
+        load_streams(tile_shared, slot, token, vector, residual_local)
         for e in T.vectorized(WIDTH):
-            x_local[0, e] = x_shared[slot, token, channel + e]
+            x_local[0, e] = x_shared[slot, token, vector * WIDTH + e]
         for c in T.vectorized(num_streams):
             post_local[c] = mix_shared[slot, token, c]
         for o in T.unroll(num_streams):
             for c in T.vectorized(num_streams):
                 comb_local[o * num_streams + c] = mix_shared[slot, token, (o + 1) * num_streams + c]
-        post_to_vector(x_local, 0, residual_local, 0, post_local, comb_local, streams_local)
+        post_to_vector(x_local, 0, residual_local, 0, post_local, comb_local, y_local)
         for s in T.unroll(num_streams):
             for e in T.vectorized(WIDTH):
-                tile_shared[slot, token, s, channel + e] = streams_local[s, e]
+                tile_shared[slot, 0, token, s, vector * WIDTH + e] = y_local[s, e]
 
     @T.prim_func
     def pre_streams(
@@ -311,17 +355,20 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
         num_tiles = T.ceildiv(num_tokens, tile)
         groups = T.min(slices.groups, num_tiles)
         with T.Kernel(groups * count, threads=num_threads, cluster_dims=(count, 1, 1)) as pid:
-            T.import_source(SEND_FOUR)
-            tile_shared = T.alloc_shared((stages, tile, num_streams, channels), T.bfloat16)
+            T.import_source(SEND_FOUR + WITH_EXPONENTS)
+            tile_shared = T.alloc_shared((stages, pieces, tile, num_streams, piece), T.bfloat16)
             x_shared = T.alloc_shared((stages, tile, channels) if posted else (1, 1, 8), T.bfloat16)
             mix_shared = T.alloc_shared((stages, tile, coefficients) if posted else (1, 1, 4), T.float32)
             sum_shared = T.alloc_shared((2, slices.shares, tile, slices.sums), T.float32)
             part_shared = T.alloc_shared((stages, count, owned, slices.sums), T.float32)
             pre_shared = T.alloc_shared((stages, tile, 4), T.float32)
-            loaded, used = T.alloc_barrier([WARP * (1 + posted)] * stages), T.alloc_barrier([APPLYING] * stages)
-            multiplied = T.alloc_barrier([MULTIPLYING] * stages)
+            loaded, used = T.alloc_barrier([WARP * (1 + posted)] * stages), T.alloc_barrier([appliers] * stages)
+            in_place = T.alloc_barrier([posters] * stages)
+            multiplied = T.alloc_barrier([multipliers] * stages)
+            summed, sent = T.alloc_barrier([multipliers] * 2), T.alloc_barrier([senders] * 2)
             part_sent, pre_sent = T.alloc_barrier([1] * stages), T.alloc_barrier([1] * stages)
-            fn_local = T.alloc_local((slices.operands,), T.bfloat16)
+            low_shared = T.alloc_shared(slices.low_shape if slices.wide else (1, 1, 1, 1, 4), T.uint32)
+            fn_local = T.alloc_local((slices.operands // 4,) if slices.wide else (slices.operands,), fn_dtype)
             streams_local = T.alloc_local((num_streams, WIDTH), T.bfloat16)
             x_local = T.alloc_local((WIDTH,), T.bfloat16)
             y_local = T.alloc_local((1, WIDTH), T.bfloat16)
@@ -338,48 +385,71 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
             parity = T.alloc_var(T.int32, init=0)
 
             T.pdl_sync()
-            T.cluster_sync()
-            if tx < MULTIPLYING:
-                if applied:
-                    T.inc_max_nreg(MULTIPLYING_REGISTERS)
+            T.cluster_arrive()  # who sends waits until all blocks have their barriers
+            if tx < own:
+                take_registers(0)
                 share, team = tx // WARP % slices.shares, tx // WARP // slices.shares
-                load_fn(fn, slices, rank, share, lane, fn_local)
-                clear_spare(slices, sum_shared, tx, MULTIPLYING)
-                T.sync_threads(8, MULTIPLYING)
+                if not slices.wide:
+                    load_fn(fn, slices, rank, share, lane, fn_local)
+                elif team < slices.teams:
+                    load_wide_fn(fn, slices, rank, share, lane, fn_local, low_shared)
+                clear_spare(slices, sum_shared, tx, multipliers)
+                T.sync_threads(8, multipliers)
+                T.cluster_wait()
                 for i in T.serial(mine):
-                    T.mbarrier_wait_parity(loaded[slot], parity)
+                    if posted:
+                        T.mbarrier_wait_parity(in_place[slot], parity)
+                    else:
+                        T.mbarrier_wait_parity(loaded[slot], parity)
+                    if slices.wide and i >= 2:
+                        T.mbarrier_wait_parity(sent[i % 2], (i // 2 + 1) % 2)  # there is room for sums
                     T.sync_warp()  # nothing is read before
                     if team < slices.teams:
                         for p in T.unroll(parts):
                             start = (p * slices.teams + team) * TOKENS
                             token, channel = start + lane // 4, share * WARP_CHANNELS + lane % 4 * WIDTH
+                            same = piece % WARP_CHANNELS == 0  # for all lanes
+                            part = (share * WARP_CHANNELS if same else channel) // piece
                             T.clear(sum_local)
-                            if posted:
-                                post_tile(tile_shared, x_shared, mix_shared, slot, token, channel, streams_local)
                             for s in T.unroll(num_streams):
                                 for e in T.vectorized(WIDTH):
-                                    if posted:
-                                        x_local[e] = streams_local[s, e]
-                                    else:
-                                        x_local[e] = tile_shared[slot, token, s, channel + e]
-                                multiply(slices, s, x_local, fn_local, sum_local)
+                                    x_local[e] = tile_shared[slot, part, token, s, channel - part * piece + e]
+                                if slices.wide:
+                                    multiply_wide(slices, s, x_local, fn_local, low_shared, share, lane, sum_local)
+                                else:
+                                    multiply(slices, s, x_local, fn_local, sum_local)
                             keep_sums(slices, sum_local, sum_shared, i % 2, share, start, lane)
-                    if posted:
-                        T.fence_proxy_async()  # y is written before another tile is copied there
                     T.mbarrier_arrive(multiplied[slot])
-                    T.sync_threads(8, MULTIPLYING)
-                    for r in T.unroll(-(-tile * quads // MULTIPLYING)):
-                        index = r * MULTIPLYING + tx
-                        token, quad = index // quads, index % quads
-                        if token < tile:
-                            sum_shares(slices, sum_shared, i % 2, token, quad * 4, total_local)
-                            owner = (i % turns * tile + token) % count
-                            send(part_shared[slot, rank, token // count, quad * 4], total_local, part_sent[slot], owner)
+                    if slices.wide:
+                        T.mbarrier_arrive(summed[i % 2])
+                    else:
+                        T.sync_threads(8, multipliers)
+                        send_sums(sum_shared, part_shared, part_sent, slot, i, rank, tx)
                     parity = T.if_then_else(slot == stages - 1, 1 - parity, parity)
                     slot = T.if_then_else(slot == stages - 1, 0, slot + 1)
-            elif tx < MULTIPLYING + WARP:
                 if applied:
-                    T.dec_max_nreg(OTHER_REGISTERS)
+                    T.sync_threads(9, WARP + multipliers)
+                    for r in T.serial(T.ceildiv(T.ceildiv(mine, turns) * owned, multipliers)):
+                        index = r * multipliers + tx
+                        i = index // owned * turns + rank // tile % turns
+                        token = (group + i * groups) * tile + rank % tile + index % owned * count
+                        if i < mine and token < num_tokens:
+                            for v in T.unroll(num_mixes // 4):
+                                for e in T.vectorized(4):
+                                    mixes_local[v * 4 + e] = mixes[token, v * 4 + e]
+                            for o in T.unroll(num_streams):
+                                for c in T.unroll(num_streams):
+                                    j = (2 + o) * num_streams + c
+                                    k_local[o, c] = affine(mixes_local[j], scale[2], base[j])
+                            scale_matrix(k_local, 1, num_streams, 1.0, repeat, sinkhorn_eps)
+                            for o in T.unroll(num_streams):
+                                z = affine(mixes_local[num_streams + o], scale[1], base[num_streams + o])
+                                post[token, o, 0] = T.ieee_mul(sigmoid(z), post_mult)
+                                for c in T.vectorized(num_streams):
+                                    comb[token, o, c] = k_local[o, c]
+            elif tx < copy:
+                take_registers(own)
+                T.cluster_wait()
                 for i in T.serial(mine):
                     shift = (rank + (turns - i % turns) * tile) % count  # the first of its tokens in the tile, if any
                     if shift < tile:
@@ -417,10 +487,9 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
                     parity = T.if_then_else(slot == stages - 1, 1 - parity, parity)
                     slot = T.if_then_else(slot == stages - 1, 0, slot + 1)
                 if applied:
-                    T.named_barrier_arrive(9, WARP + APPLYING)  # the mixes are in memory
-            elif tx < MULTIPLYING + 2 * WARP:
-                if applied:
-                    T.dec_max_nreg(OTHER_REGISTERS)
+                    T.named_barrier_arrive(9, WARP + multipliers)  # the mixes are in memory
+            elif tx < send_or_post:
+                take_registers(copy)
                 for i in T.serial(mine):
                     if i >= stages:
                         if applied:
@@ -431,15 +500,16 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
                     first = (group + i * groups) * tile
                     if lane == 0:
                         announce(part_sent, pre_sent, slot, i, rank)
-                    channel = rank * channels
-                    T.tma_copy(
-                        residual[first : first + tile, 0:num_streams, channel : channel + channels],
-                        tile_shared[slot, 0:tile, 0:num_streams, 0:channels],
-                        barrier=loaded[slot],
-                    )
+                    for h in T.unroll(pieces):
+                        channel = rank * channels + h * piece
+                        T.tma_copy(
+                            residual[first : first + tile, 0:num_streams, channel : channel + piece],
+                            tile_shared[slot, h, 0:tile, 0:num_streams, 0:piece],
+                            barrier=loaded[slot],
+                        )
                     if posted:
                         T.tma_copy(
-                            x[first : first + tile, channel : channel + channels],
+                            x[first : first + tile, rank * channels : (rank + 1) * channels],
                             x_shared[slot, 0:tile, 0:channels],
                             barrier=loaded[slot],
                         )
@@ -448,52 +518,58 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
                     T.mbarrier_arrive(loaded[slot])
                     parity = T.if_then_else(slot == stages - 1, 1 - parity, parity)
                     slot = T.if_then_else(slot == stages - 1, 0, slot + 1)
+                T.cluster_wait()
                 if not applied:  # nobody may leave before all that is sent to the block has come
                     for i in T.serial(T.max(mine - stages, 0), mine):
                         T.mbarrier_wait_parity(pre_sent[i % stages], i // stages % 2)
+            elif slices.wide and tx < apply:
+                take_registers(send_or_post)
+                T.cluster_wait()
+                for i in T.serial(mine):
+                    T.mbarrier_wait_parity(summed[i % 2], i // 2 % 2)
+                    T.sync_warp()
+                    send_sums(sum_shared, part_shared, part_sent, slot, i, rank, tx - send_or_post)
+                    T.mbarrier_arrive(sent[i % 2])
+                    slot = T.if_then_else(slot == stages - 1, 0, slot + 1)
+            elif posted and tx < apply:
+                take_registers(send_or_post)
+                T.cluster_wait()
+                for i in T.serial(mine):
+                    T.mbarrier_wait_parity(loaded[slot], parity)
+                    T.sync_warp()
+                    for r in T.serial(T.ceildiv(tile * vectors, posters)):
+                        index = r * posters + tx - send_or_post
+                        token, vector = index // vectors, index % vectors
+                        target = (group + i * groups) * tile + token
+                        if token < tile:
+                            post_of_vector(tile_shared, x_shared, mix_shared, slot, token, vector, streams_local)
+                            if target < num_tokens:
+                                for s in T.unroll(num_streams):
+                                    store_vector(streams_local, s, y, target, s, rank * vectors + vector)
+                    T.fence_proxy_async()  # y is written before another tile is copied there
+                    T.mbarrier_arrive(in_place[slot])
+                    parity = T.if_then_else(slot == stages - 1, 1 - parity, parity)
+                    slot = T.if_then_else(slot == stages - 1, 0, slot + 1)
             elif applied:
-                T.dec_max_nreg(OTHER_REGISTERS)
-                thread = tx - MULTIPLYING - 2 * WARP
+                take_registers(apply)
+                T.cluster_wait()
                 for i in T.serial(mine):
                     T.mbarrier_wait_parity(loaded[slot], parity)
                     T.mbarrier_wait_parity(multiplied[slot], parity)
                     T.mbarrier_wait_parity(pre_sent[slot], parity)
                     T.sync_warp()
-                    for r in T.unroll(-(-tile * vectors // APPLYING)):
-                        index = r * APPLYING + thread
+                    for r in some(rounds):
+                        index = r * appliers + tx - apply
                         token, vector = index // vectors, index % vectors
                         target = (group + i * groups) * tile + token
                         if token < tile and target < num_tokens:
                             for c in T.vectorized(num_streams):
                                 pre_local[c] = pre_shared[slot, token, c]
-                            load_streams(tile_shared, slot, token, vector * WIDTH, streams_local)
+                            load_streams(tile_shared, slot, token, vector, streams_local)
                             apply_to_vector(streams_local, 0, pre_local, y_local)
                             store_vector(y_local, 0, layer_input, target, 0, rank * vectors + vector)
-                            if posted:
-                                for s in T.unroll(num_streams):
-                                    store_vector(streams_local, s, y, target, s, rank * vectors + vector)
                     T.mbarrier_arrive(used[slot])
                     parity = T.if_then_else(slot == stages - 1, 1 - parity, parity)
                     slot = T.if_then_else(slot == stages - 1, 0, slot + 1)
-
-                T.sync_threads(9, WARP + APPLYING)
-                for r in T.serial(T.ceildiv(T.ceildiv(mine, turns) * owned, APPLYING)):
-                    index = r * APPLYING + thread
-                    i = index // owned * turns + rank // tile % turns
-                    token = (group + i * groups) * tile + rank % tile + index % owned * count
-                    if i < mine and token < num_tokens:
-                        for v in T.unroll(num_mixes // 4):
-                            for e in T.vectorized(4):
-                                mixes_local[v * 4 + e] = mixes[token, v * 4 + e]
-                        for o in T.unroll(num_streams):
-                            for c in T.unroll(num_streams):
-                                j = (2 + o) * num_streams + c
-                                k_local[o, c] = affine(mixes_local[j], scale[2], base[j])
-                        scale_matrix(k_local, 1, num_streams, 1.0, repeat, sinkhorn_eps)
-                        for o in T.unroll(num_streams):
-                            z = affine(mixes_local[num_streams + o], scale[1], base[num_streams + o])
-                            post[token, o, 0] = T.ieee_mul(sigmoid(z), post_mult)
-                            for c in T.vectorized(num_streams):
-                                comb[token, o, c] = k_local[o, c]
 
     return pre_streams
