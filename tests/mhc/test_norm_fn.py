@@ -35,7 +35,7 @@ def test_fn_is_what_tf32_makes_of_it(hidden):
     fn = (bits - (torch.randint(0, 2, bits.shape) << 31)).to(torch.int32).view(torch.float32)
     fn[:, 5] = 0.0
     fn[::2, 6], fn[1::2, 6] = -0.0, 1.0
-    fn[:, 7] = torch.ldexp(torch.tensor(1.0), torch.arange(num_mixes) - 12)
+    fn[:, 7] = 2.0 ** (torch.arange(num_mixes) - 12)
     fn[:, 8] = torch.nextafter(fn[:, 7], torch.tensor(0.0))
     residual = torch.eye(k, dtype=torch.bfloat16)[:40].view(40, num_streams, hidden)
     with knobs(interpret=True):

@@ -153,32 +153,34 @@ def tile_for(slices: Slices, token_bytes: int, most_bytes: int, num_tokens: int)
 
 
 @macro
-def load_fn(fn, slices, rank, share, lane, fn_local):
-    """The part of fn a thread needs: as many products as there are eighths of rows, first operands of all of them."""
+def read_fn(fn, slices, rank, stream, share, lane, value_local):
+    """The part of fn a thread needs, of a stream: `value_local[octet, channel]`."""
+    first = stream * slices.hidden + rank * slices.channels + share * WARP_CHANNELS + lane % 4 * WIDTH
+    for o in T.unroll(slices.octets):
+        row = T.min(o * 8 + lane // 4, slices.num_mixes - 1)
+        for v in T.unroll(2):
+            for e in T.vectorized(4):
+                value_local[o, v * 4 + e] = fn[row, first + v * 4 + e]
+
+
+@macro
+def keep_fn(slices, stream, lane, value_local, fn_local):
+    """What `read_fn` gave as first operands of products, as many as there are eighths of rows."""
     octets = slices.octets
-    value_local = T.alloc_local((slices.num_streams * octets, WIDTH), T.float32)
-    for s in T.unroll(slices.num_streams):  # all on their way before the first is used
-        first = s * slices.hidden + rank * slices.channels + share * WARP_CHANNELS + lane % 4 * WIDTH
-        for o in T.unroll(octets):
-            row = T.min(o * 8 + lane // 4, slices.num_mixes - 1)
-            for v in T.unroll(2):
-                for e in T.vectorized(4):
-                    value_local[s * octets + o, v * 4 + e] = fn[row, first + v * 4 + e]
     high_local = T.alloc_local((2,), T.float32)
     low_local = T.alloc_local((2,), T.float32)
-    for s in T.unroll(slices.num_streams):
-        for o in T.unroll(octets):
-            for pair in T.unroll(WIDTH // 2):
-                for half in T.unroll(2):
-                    value = round_to_tf32(value_local[s * octets + o, pair * 2 + half])
-                    if slices.num_mixes % 8 != 0:
-                        value = T.if_then_else(o * 8 + lane // 4 < slices.num_mixes, value, T.float32(0.0))
-                    high_local[half] = high_of(value)
-                    low_local[half] = value - high_of(value)
-                for half in T.vectorized(2):  # one instruction rounds two
-                    fn_local[operand(slices, s, pair, o) + half] = T.cast(high_local[half], T.bfloat16)
-                for half in T.vectorized(2):
-                    fn_local[operand(slices, s, pair, octets + o) + half] = T.cast(low_local[half], T.bfloat16)
+    for o in T.unroll(octets):
+        for pair in T.unroll(WIDTH // 2):
+            for half in T.unroll(2):
+                value = round_to_tf32(value_local[o, pair * 2 + half])
+                if slices.num_mixes % 8 != 0:
+                    value = T.if_then_else(o * 8 + lane // 4 < slices.num_mixes, value, T.float32(0.0))
+                high_local[half] = high_of(value)
+                low_local[half] = value - high_of(value)
+            for half in T.vectorized(2):  # one instruction rounds two
+                fn_local[operand(slices, stream, pair, o) + half] = T.cast(high_local[half], T.bfloat16)
+            for half in T.vectorized(2):
+                fn_local[operand(slices, stream, pair, octets + o) + half] = T.cast(low_local[half], T.bfloat16)
 
 
 def high_and_rest(value):
@@ -197,42 +199,33 @@ def high_and_rest(value):
 
 
 @macro
-def load_wide_fn(fn, slices, rank, share, lane, fn_local, low_shared):
-    """The high part of fn a thread needs, two channels in a word, and the low part in shared memory.
+def keep_wide_fn(slices, stream, share, lane, value_local, fn_local, low_shared):
+    """The high part of what `read_fn` gave, two channels in a word, and the low part in shared memory.
 
     There a word has four channels: sign and mantissa of the first two where a word of operands has them, those of the
     other two 8 bits further to the left, around the end of the word.
     """
-    octets = slices.octets
-    value_local = T.alloc_local((octets, WIDTH), T.float32)
     high_local = T.alloc_local((4,), T.uint32)
     rest_local = T.alloc_local((4,), T.uint32)
     word_local = T.alloc_local((2,), T.uint32)
-    for s in T.unroll(slices.num_streams):
-        first = s * slices.hidden + rank * slices.channels + share * WARP_CHANNELS + lane % 4 * WIDTH
-        for o in T.unroll(octets):
-            row = T.min(o * 8 + lane // 4, slices.num_mixes - 1)
-            for v in T.unroll(2):
-                for e in T.vectorized(4):
-                    value_local[o, v * 4 + e] = fn[row, first + v * 4 + e]
-        for o in T.unroll(octets):
-            for half in T.unroll(2):
-                for e in T.unroll(4):
-                    value = value_local[o, half * 4 + e]
-                    if slices.num_mixes % 8 != 0:
-                        value = T.if_then_else(o * 8 + lane // 4 < slices.num_mixes, value, T.float32(0.0))
-                    high, rest = high_and_rest(value)
-                    high_local[e] = high
-                    rest_local[e] = rest
-                for pair in T.unroll(2):
-                    word = pick_bytes(high_local[pair * 2], high_local[pair * 2 + 1], 2, 3, 6, 7)
-                    fn_local[wide_operand(slices, s, half, o, pair)] = word
-                r0, r1, r2, r3 = (rest_local[e] for e in range(4))
-                eighths = pick_bytes(pick_bytes(r0, r2, 1, 5, 1, 5), pick_bytes(r1, r3, 1, 5, 1, 5), 0, 1, 4, 5)
-                signs = pick_bytes(pick_bytes(r3, r0, 3, 7, 3, 7), pick_bytes(r2, r1, 3, 7, 3, 7), 0, 1, 4, 5)
-                word_local[half] = ((eighths >> 1) & T.uint32(0x70707070)) | (signs & T.uint32(0x80808080))
-            for half in T.vectorized(2):
-                low_shared[share, s, o, lane, half] = word_local[half]
+    for o in T.unroll(slices.octets):
+        for half in T.unroll(2):
+            for e in T.unroll(4):
+                value = value_local[o, half * 4 + e]
+                if slices.num_mixes % 8 != 0:
+                    value = T.if_then_else(o * 8 + lane // 4 < slices.num_mixes, value, T.float32(0.0))
+                high, rest = high_and_rest(value)
+                high_local[e] = high
+                rest_local[e] = rest
+            for pair in T.unroll(2):
+                word = pick_bytes(high_local[pair * 2], high_local[pair * 2 + 1], 2, 3, 6, 7)
+                fn_local[wide_operand(slices, stream, half, o, pair)] = word
+            r0, r1, r2, r3 = (rest_local[e] for e in range(4))
+            eighths = pick_bytes(pick_bytes(r0, r2, 1, 5, 1, 5), pick_bytes(r1, r3, 1, 5, 1, 5), 0, 1, 4, 5)
+            signs = pick_bytes(pick_bytes(r3, r0, 3, 7, 3, 7), pick_bytes(r2, r1, 3, 7, 3, 7), 0, 1, 4, 5)
+            word_local[half] = ((eighths >> 1) & T.uint32(0x70707070)) | (signs & T.uint32(0x80808080))
+        for half in T.vectorized(2):
+            low_shared[share, stream, o, lane, half] = word_local[half]
 
 
 def wide_operand(slices, stream, half, octet, pair):
@@ -286,7 +279,7 @@ def multiply(slices, stream, x_local, fn_local, sum_local):
 
 @macro
 def multiply_wide(slices, stream, x_local, fn_local, low_shared, share, lane, sum_local):
-    """The same with what `load_wide_fn` gave: the sums of low parts are 128 times as large."""
+    """The same with what `keep_wide_fn` gave: the sums of low parts are 128 times as large."""
     octets = slices.octets
     rows_local = T.alloc_local((4,), T.uint32)
     code_local = T.alloc_local((octets, 2), T.uint32)
@@ -303,7 +296,7 @@ def multiply_wide(slices, stream, x_local, fn_local, low_shared, share, lane, su
                 low = T.call_extern(T.uint32, 'with_exponents', own, high)
                 rows_local[r] = T.if_then_else(octet < octets, high, low)
             add_product(rows_local, 0, x_local, half * 4, sum_local, m * 4)
-    for e in T.unroll(WIDTH):  # squares in another way, which needs fewer registers
+    for e in T.unroll(WIDTH):  # squares without tensor cores, which have enough to do, as has a lane with registers
         value = T.cast(x_local[e], T.float32)
         sum_local[octets * 4] = T.ieee_fmaf(value, value, sum_local[octets * 4])
 

@@ -414,7 +414,7 @@ def _make_(splits: int, num_tokens: int, hidden: int, num_streams: int) -> dict:
 
 BENCH = (
     grid(lead=[(64,), (4096,), (8192,)], hidden=[4096], num_streams=[4])
-    + grid(lead=[(4096,)], hidden=[2048, 7168], num_streams=[4])
+    + grid(lead=[(4096,)], hidden=[2048, 7168, 8192], num_streams=[4])
     + grid(lead=[(4001,)], hidden=[2560], num_streams=[4])
 )
 CLOSE = dict(rtol=1e-3, atol=1e-4)
@@ -424,7 +424,8 @@ big_fuse.cases(
     smoke=grid(lead=[(0,), (2, 3)], hidden=[128], num_streams=[4])
     + grid(lead=[(70,)], hidden=[64], num_streams=STREAMS)
     + grid(lead=[(9,)], hidden=[576], num_streams=[4]),  # wide slices
-    full=grid(lead=[(4001,), (512,)], hidden=[1280, 2560, 7168], num_streams=[4]),
+    full=grid(lead=[(4001,), (512,)], hidden=[1280, 2560, 5120, 7168], num_streams=[4])
+    + grid(lead=[(777,)], hidden=[2816, 8192], num_streams=[2, 4]),
     bench=BENCH,
 )
 mix_and_apply_.cases(

@@ -291,8 +291,10 @@ SMOKE = (
     + grid(lead=[(3,)], hidden=[64], num_streams=[8])
     + grid(lead=[(9,)], hidden=[576], num_streams=[4])  # wide slices
 )
-FULL = grid(lead=[(4001,), (3, 1001)], hidden=[1280, 2560, 7168], num_streams=[4]) + grid(
-    lead=[(2049,)], hidden=[2048], num_streams=STREAMS
+FULL = (
+    grid(lead=[(4001,), (3, 1001)], hidden=[1280, 2560, 7168], num_streams=[4])
+    + grid(lead=[(2049,)], hidden=[2048], num_streams=STREAMS)
+    + grid(lead=[(1001,)], hidden=[2816, 5120, 8192], num_streams=[4])
 )
 BENCH = (
     grid(lead=[(64,), (4096,), (8192,)], hidden=[4096], num_streams=[4])

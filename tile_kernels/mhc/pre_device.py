@@ -7,7 +7,7 @@ token need not be read again. The warps of a block have roles:
     multiply   wait for a tile, multiply, and send the sums of the slice to the blocks that own the tokens
     own        for the tokens the block owns, sum the slices, find pre and send it to all blocks
     copy       tiles to shared memory
-    send       of wide slices, the sums: many warps multiply, and they would wait for each other
+    send       the sums of wide slices: the many warps that multiply would wait for each other
     post       put y in place of the residual, if y is asked for
     apply      layer_input from the tile, which then makes room for another
 
@@ -38,11 +38,12 @@ from tile_kernels.mhc._slices import (
     WITH_EXPONENTS,
     Slices,
     clear_spare,
+    keep_fn,
     keep_sums,
-    load_fn,
-    load_wide_fn,
+    keep_wide_fn,
     multiply,
     multiply_wide,
+    read_fn,
     sum_shares,
     tile_for,
 )
@@ -55,8 +56,8 @@ BLOCKS = 128
 
 SPACE = dict(tile=(8, 16, 32, 64), stages=tuple(range(2, 9)))
 
-#: Warps of a block, and registers of a thread of four warps in a row if some of them multiply, and if none does: all that
-#: an SM has. By whether slices are wide.
+#: Warps of a block, and registers of a thread of four warps in a row, if some of them multiply and if none does: all
+#: that an SM has. By whether slices are wide.
 WARPS_AND_REGISTERS = {False: (16, 168, 80), True: (24, 96, 48)}
 
 #: Tokens whose sums an owner has under way at a time.
@@ -169,8 +170,9 @@ def project_slices_kernel(hidden: int, num_streams: int, num_mixes: int, *, tile
             tile_shared = T.alloc_shared((stages, tile, slices.pitch(num_streams)), T.bfloat16)
             sum_shared = T.alloc_shared((1, slices.shares, tile, slices.sums), T.float32)
             fn_local = T.alloc_local((slices.operands,), T.bfloat16)
+            value_local = T.alloc_local((slices.octets, WIDTH), T.float32)
             x_local = T.alloc_local((WIDTH,), T.bfloat16)
-            sum_local = T.alloc_local((slices.columns // 8 * 4 + 4,), T.float32)
+            sum_local = T.alloc_local((slices.octets * 4 + 4,), T.float32)
             total_local = T.alloc_local((4,), T.float32)
             tx = T.get_thread_binding()
             rank, group, lane = pid % slices.count, pid // slices.count, tx % WARP
@@ -181,7 +183,9 @@ def project_slices_kernel(hidden: int, num_streams: int, num_mixes: int, *, tile
             for i in T.unroll(ahead):
                 ask_for_tile(x, (group + i * groups) * tile, rank, tile_shared, i)
             clear_spare(slices, sum_shared, tx, slices.num_threads)
-            load_fn(fn, slices, rank, share, lane, fn_local)
+            for s in T.unroll(num_streams):
+                read_fn(fn, slices, rank, s, share, lane, value_local)
+                keep_fn(slices, s, lane, value_local, fn_local)
             for i in T.serial(T.ceildiv(num_tiles - group, groups)):
                 first = (group + i * groups) * tile
                 T.ptx_wait_group(ahead - 1)
@@ -225,6 +229,8 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
 
     Of 'mixes' these and rstd are all there is: nobody applies them, and what owners send says that they are done.
     """
+    from tilelang.layout import make_linear_layout
+
     slices = Slices(hidden, num_streams, num_mixes)
     applied, posted = kind != 'mixes', kind == 'post_pre'
     count, channels, columns = slices.count, slices.channels, slices.columns
@@ -244,6 +250,9 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
     senders = posters if slices.wide else multipliers
     pieces = -(-channels // MAX_BOX)  # of a slice, that are copied one by one
     piece = channels // pieces
+    # Copies bring fn sooner than loads, through the room for tiles, and are worth it if nobody else waits for tiles.
+    rows = stages * tile * num_streams // 2
+    by_copies = kind != 'post_pre' and not slices.wide and num_streams * num_mixes <= rows
     rounds = -(-tile * vectors // appliers)
     some = T.unroll if rounds <= (3 if slices.wide else 4) else T.serial  # as registers allow
     fn_dtype = T.uint32 if slices.wide else T.bfloat16
@@ -257,6 +266,29 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
                 T.inc_max_nreg(registers[0])
             else:
                 T.dec_max_nreg(registers[1])
+
+    @macro
+    def copy_fn(fn, fn_shared, fn_loaded, fn_used, rank):
+        """Copy the slice of fn, and wait until there is room for tiles."""
+        for s in T.unroll(num_streams):
+            channel = s * hidden + rank * channels
+            T.tma_copy(
+                fn[0:num_mixes, channel : channel + channels],
+                fn_shared[s * num_mixes : (s + 1) * num_mixes, 0:channels],
+                barrier=fn_loaded[0],
+            )
+        T.mbarrier_arrive(fn_loaded[0])
+        T.mbarrier_wait_parity(fn_used[0], 0)
+
+    @macro
+    def read_copy(fn_shared, stream, share, lane, value_local):
+        """What `read_fn` reads, where `copy_fn` has put it."""
+        channel = share * WARP_CHANNELS + lane % 4 * WIDTH
+        for o in T.unroll(slices.octets):
+            row = stream * num_mixes + T.min(o * 8 + lane // 4, num_mixes - 1)
+            for v in T.unroll(2):
+                for e in T.vectorized(4):
+                    value_local[o, v * 4 + e] = fn_shared[row, channel + v * 4 + e]
 
     @macro
     def copy_mixes(post_mix, comb_mix, first, mix_shared, slot, lane):
@@ -357,6 +389,9 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
         with T.Kernel(groups * count, threads=num_threads, cluster_dims=(count, 1, 1)) as pid:
             T.import_source(SEND_FOUR + WITH_EXPONENTS)
             tile_shared = T.alloc_shared((stages, pieces, tile, num_streams, piece), T.bfloat16)
+            fn_shared = T.view(tile_shared, (rows, channels), T.float32) if by_copies else tile_shared
+            if by_copies:  # or the view has a layout that cannot be copied to
+                T.annotate_layout({shared: make_linear_layout(shared) for shared in (tile_shared, fn_shared)})
             x_shared = T.alloc_shared((stages, tile, channels) if posted else (1, 1, 8), T.bfloat16)
             mix_shared = T.alloc_shared((stages, tile, coefficients) if posted else (1, 1, 4), T.float32)
             sum_shared = T.alloc_shared((2, slices.shares, tile, slices.sums), T.float32)
@@ -364,17 +399,19 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
             pre_shared = T.alloc_shared((stages, tile, 4), T.float32)
             loaded, used = T.alloc_barrier([WARP * (1 + posted)] * stages), T.alloc_barrier([appliers] * stages)
             in_place = T.alloc_barrier([posters] * stages)
+            fn_loaded, fn_used = T.alloc_barrier([WARP]), T.alloc_barrier([multipliers])
             multiplied = T.alloc_barrier([multipliers] * stages)
             summed, sent = T.alloc_barrier([multipliers] * 2), T.alloc_barrier([senders] * 2)
             part_sent, pre_sent = T.alloc_barrier([1] * stages), T.alloc_barrier([1] * stages)
             low_shared = T.alloc_shared(slices.low_shape if slices.wide else (1, 1, 1, 1, 4), T.uint32)
             fn_local = T.alloc_local((slices.operands // 4,) if slices.wide else (slices.operands,), fn_dtype)
+            value_local = T.alloc_local((slices.octets, WIDTH), T.float32)
             streams_local = T.alloc_local((num_streams, WIDTH), T.bfloat16)
             x_local = T.alloc_local((WIDTH,), T.bfloat16)
             y_local = T.alloc_local((1, WIDTH), T.bfloat16)
             pre_local = T.alloc_local((num_streams,), T.float32)
             sent_local = T.alloc_local((4,), T.float32)
-            sum_local = T.alloc_local((columns // 8 * 4 + 4,), T.float32)
+            sum_local = T.alloc_local((slices.octets * 4 + 4,), T.float32)
             total_local = T.alloc_local((4,), T.float32)
             mixes_local = T.alloc_local((num_mixes,), T.float32)
             k_local = T.alloc_local((num_streams, num_streams), T.float32)
@@ -389,10 +426,20 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
             if tx < own:
                 take_registers(0)
                 share, team = tx // WARP % slices.shares, tx // WARP // slices.shares
-                if not slices.wide:
-                    load_fn(fn, slices, rank, share, lane, fn_local)
-                elif team < slices.teams:
-                    load_wide_fn(fn, slices, rank, share, lane, fn_local, low_shared)
+                if by_copies:
+                    T.mbarrier_wait_parity(fn_loaded[0], 0)
+                    T.sync_warp()
+                for s in T.unroll(num_streams):
+                    if by_copies:
+                        read_copy(fn_shared, s, share, lane, value_local)
+                    else:
+                        read_fn(fn, slices, rank, s, share, lane, value_local)
+                    if not slices.wide:
+                        keep_fn(slices, s, lane, value_local, fn_local)
+                    elif team < slices.teams:
+                        keep_wide_fn(slices, s, share, lane, value_local, fn_local, low_shared)
+                if by_copies:
+                    T.mbarrier_arrive(fn_used[0])
                 clear_spare(slices, sum_shared, tx, multipliers)
                 T.sync_threads(8, multipliers)
                 T.cluster_wait()
@@ -490,6 +537,8 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
                     T.named_barrier_arrive(9, WARP + multipliers)  # the mixes are in memory
             elif tx < send_or_post:
                 take_registers(copy)
+                if by_copies:
+                    copy_fn(fn, fn_shared, fn_loaded, fn_used, rank)
                 for i in T.serial(mine):
                     if i >= stages:
                         if applied:
@@ -520,8 +569,9 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
                     slot = T.if_then_else(slot == stages - 1, 0, slot + 1)
                 T.cluster_wait()
                 if not applied:  # nobody may leave before all that is sent to the block has come
-                    for i in T.serial(T.max(mine - stages, 0), mine):
-                        T.mbarrier_wait_parity(pre_sent[i % stages], i // stages % 2)
+                    for i in T.serial(stages):
+                        if i < mine:  # the last tile of each place
+                            T.mbarrier_wait_parity(pre_sent[i], (mine - 1 - i) // stages % 2)
             elif slices.wide and tx < apply:
                 take_registers(send_or_post)
                 T.cluster_wait()
