@@ -24,9 +24,8 @@ OTHER_EXP = {
 }
 
 
-#: What one pass over the residual has replaced in the recorded cases. The first serves GPUs without large clusters and
-#: ran its full cases on an H200 at c885f1f, the second serves larger tokens and ran them at b7c887f.
-NOT_RECORDED = {'project_slices_kernel', 'post_project_kernel'}
+#: For GPUs without large clusters. It ran its full cases on an H200 at c885f1f.
+NOT_RECORDED = {'project_slices_kernel'}
 
 
 def test_every_kernel_ran_on_a_gpu():
