@@ -1,5 +1,7 @@
 """What is fused gives the bits of its parts, and the low-level forms write what the ops return."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from tile_kernels import mhc
 from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.launch import forced_config, meant_for
+from tile_kernels.mhc import pre_device
 from tile_kernels.mhc.apply_mix import apply_mix_bwd
 from tile_kernels.mhc.big_fuse import big_fuse
 from tile_kernels.mhc.norm_fn import norm_fn_bwd
@@ -105,6 +108,14 @@ def test_a_gpu_without_large_clusters_takes_two_passes():
             names[arch] = [launch.kernel.name for launch in big_fuse.trace(residual, fn, scale, base)]
     assert names['sm_90a'] == names['sm_100a'] == ['pre_streams_kernel']
     assert names['sm_80'] == names['sm_120a'] == ['project_slices_kernel', 'mix_and_apply_kernel']
+
+
+@pytest.mark.parametrize(('num_sms', 'hidden', 'one_pass'), [(132, 4096, True), (78, 4096, False), (78, 2048, True)])
+def test_a_part_of_a_gpu_takes_clusters_it_can_place(monkeypatch, num_sms, hidden, one_pass):
+    monkeypatch.setattr(pre_device, 'arch_of', lambda device: 'sm_90a')
+    monkeypatch.setattr(pre_device, 'num_sms_of', lambda device: num_sms)
+    residual = SimpleNamespace(shape=(5, 4, hidden), is_cuda=True, get_device=lambda: 0)
+    assert goes_in_one_pass(residual, torch.empty(24, 4 * hidden)) == one_pass
 
 
 def test_post_pre_of_misaligned_views_takes_the_kernels_of_both_ops():

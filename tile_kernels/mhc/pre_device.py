@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from tile_kernels.core import check
-from tile_kernels.core.device import arch_number, arch_of
+from tile_kernels.core.device import arch_number, arch_of, num_sms_of
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import WARP, T, macro
 from tile_kernels.core.launch import state
@@ -69,8 +69,10 @@ MAX_BOX = 256
 #: Bytes of shared memory of an SM, but for gaps between buffers.
 SHARED_BYTES = 224 << 10
 
-#: Compute capabilities of GPUs with clusters of 16 blocks and that much shared memory.
+#: Compute capabilities of GPUs with clusters of 16 blocks and that much shared memory, and the SMs of one that has 16
+#: of them close enough together, as a part of a GPU may not.
 FIRST_WITH_CLUSTERS, LAST_WITH_CLUSTERS = 90, 119
+SMS_FOR_CLUSTERS_OF_16 = 100
 
 #: Four numbers to the shared memory of another block of the cluster, where a barrier counts their bytes.
 SEND_FOUR = """
@@ -101,6 +103,8 @@ def goes_in_one_pass(residual: Tensor, fn: Tensor, layer: tuple[Tensor, Tensor] 
         return False
     if residual.is_cuda and not isinstance(residual, FakeTensor):
         number = arch_number(arch_of(residual.get_device()))
+        if slices.count == 16 and num_sms_of(residual.get_device()) < SMS_FOR_CLUSTERS_OF_16:
+            return False
     else:
         number = FIRST_WITH_CLUSTERS if state.arch is None else arch_number(state.arch)
     return FIRST_WITH_CLUSTERS <= number <= LAST_WITH_CLUSTERS
