@@ -8,6 +8,7 @@ from tile_kernels.core.launch import forced_config
 from tile_kernels.core.op import ops
 from tile_kernels.mhc.norm_fn_bwd_device import norm_fn_bwd_kernel
 from tile_kernels.testing import contract
+from tile_kernels.torch.mhc import projection as twin
 
 CASE = dict(lead=(330,), hidden=64, num_streams=2)
 CASES = {
@@ -42,3 +43,15 @@ def test_fn_is_what_tf32_makes_of_it(hidden):
         mixes, rstd = mhc.norm_fn(residual, fn)
     rounded = ((fn.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
     assert torch.equal(mixes, rounded.T[:40] * rstd[:, None])
+
+
+@pytest.mark.parametrize('hidden', [320, 576, 1088])
+@pytest.mark.parametrize('bits', [0x7FFFFFFF, 0x7FC00000, -1])
+def test_a_fn_that_is_no_number_is_seen(hidden, bits):
+    residual = torch.ones(3, 4, hidden, dtype=torch.bfloat16)
+    fn = torch.zeros(24, 4 * hidden)
+    fn.view(torch.int32)[7, 11] = bits
+    with knobs(interpret=True):
+        mixes, _ = mhc.norm_fn(residual, fn)
+    assert mixes.isnan().any(0).nonzero().tolist() == [[7]]
+    assert torch.equal(twin.norm_fn(residual, fn)[0].isnan(), mixes.isnan())

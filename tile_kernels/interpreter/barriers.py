@@ -174,11 +174,12 @@ def _cluster_sync(compiler: Compiler, call: Any) -> Closure:
 def _cluster_arrive(compiler: Compiler, call: Any) -> Closure:
     """Arrive at the barrier of a cluster without waiting."""
     compiler.whole_grid = True
+    site = compiler.site
 
     def run(frame: Frame) -> None:
         if frame.clock is not None:
             frame.clock.release('cluster', 0, frame.mask)
-        cluster_barrier(frame, compiler.cluster_dims).arrive(threads_per_block(frame), frame)
+        cluster_barrier(frame, compiler.cluster_dims).arrive(threads_per_block(frame), frame, site)
 
     return run
 
@@ -213,7 +214,10 @@ def cluster_barrier(frame: Frame, dims: tuple[int, ...]) -> ClusterBarrier:
 
 
 class ClusterBarrier:
-    """`barrier.cluster`: opens when every thread of every block of a cluster has arrived. By block."""
+    """`barrier.cluster`: opens when every thread of every block of a cluster has arrived. By block.
+
+    All that blocks did before is then taken to be ordered, that of other clusters as well.
+    """
 
     def __init__(self, frame: Frame, dims: tuple[int, ...]) -> None:
         places = np.stack([ids // extent for ids, extent in zip(frame.block_ids, dims, strict=False)])
@@ -223,10 +227,12 @@ class ClusterBarrier:
         self.generation = np.zeros(frame.blocks, np.int64)
         self.target = np.zeros(frame.blocks, np.int64)  # the generation to wait for
 
-    def arrive(self, threads: np.ndarray, frame: Frame) -> None:
+    def arrive(self, threads: np.ndarray, frame: Frame, site: Site) -> None:
         """Count arrivals of every block."""
         self.target = np.where(threads > 0, self.generation + 1, self.target)
         self.missing -= np.bincount(self.cluster, threads).astype(np.int64)[self.cluster]
+        if (self.missing < 0).any():
+            raise frame.error(BarrierDivergence, 'threads arrive twice at the barrier of their cluster', site)
         full = self.missing == 0
         self.generation += full
         self.missing[full] = self.size[full]

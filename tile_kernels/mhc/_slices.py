@@ -19,7 +19,7 @@ import math
 from dataclasses import dataclass
 
 from tile_kernels.core.lang import WARP, T, macro
-from tile_kernels.mhc.norm_fn_device import high_of, padded, round_to_tf32
+from tile_kernels.mhc.norm_fn_device import high_of, padded, round_to_tf32, rounded_bits
 from tile_kernels.quant._macros import pick_bytes
 
 #: Channels of a warp, and of a lane of it; tokens of a product.
@@ -81,8 +81,8 @@ class Slices:
 
     @property
     def warps(self) -> int:
-        """Warps of a block that multiply, if it has others as well; some may be idle."""
-        return WIDE_WARPS if self.wide else WARPS
+        """Warps of a block that multiply, if it has others as well: an even number, some may be idle."""
+        return -(-self.shares // 2) * 2 if self.wide else WARPS
 
     @property
     def teams(self) -> int:
@@ -153,14 +153,14 @@ def tile_for(slices: Slices, token_bytes: int, most_bytes: int, num_tokens: int)
 
 
 @macro
-def read_fn(fn, slices, rank, stream, share, lane, value_local):
-    """The part of fn a thread needs, of a stream: `value_local[octet, channel]`."""
-    first = stream * slices.hidden + rank * slices.channels + share * WARP_CHANNELS + lane % 4 * WIDTH
+def read_fn(fn, slices, first_row, first_channel, share, lane, value_local):
+    """The part of a slice of fn a thread needs, of a stream: `value_local[octet, channel]`."""
+    channel = first_channel + share * WARP_CHANNELS + lane % 4 * WIDTH
     for o in T.unroll(slices.octets):
-        row = T.min(o * 8 + lane // 4, slices.num_mixes - 1)
+        row = first_row + T.min(o * 8 + lane // 4, slices.num_mixes - 1)
         for v in T.unroll(2):
             for e in T.vectorized(4):
-                value_local[o, v * 4 + e] = fn[row, first + v * 4 + e]
+                value_local[o, v * 4 + e] = fn[row, channel + v * 4 + e]
 
 
 @macro
@@ -191,7 +191,7 @@ def high_and_rest(value):
     is 1 + (m + 2)/128 - (1 + (8 - k)/8)/128, or 1 + (m + 1)/128 - 1/128 if k is 0. Both parts have the exponent of the
     number, and what has none is 0. Bits of the words that are not mentioned may be anything.
     """
-    bits = T.reinterpret(value, T.uint32) + T.uint32(0x1000)  # rounded
+    bits = rounded_bits(value)
     upper = (bits & T.uint32(1 << 22)) != 0
     step = T.Select(upper, T.uint32(0xFFFF0000), T.uint32(15 << 13))
     rest = T.Select(upper, bits, T.uint32(0x1FFF) - bits)  # which is the complement of bits - 0x2000

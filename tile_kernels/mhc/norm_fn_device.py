@@ -38,8 +38,13 @@ def choose(k: int, num_mixes: int, num_tokens: int) -> dict:
 @macro
 def round_to_tf32(value):
     """The nearest number of 11 significant bits, halves away from zero."""
+    return T.reinterpret(rounded_bits(value) & T.uint32(0xFFFFE000), T.float32)
+
+
+def rounded_bits(value):
+    """Bits of a number of which the first 11 significant ones are those of `round_to_tf32`; a NaN stays one."""
     bits = T.reinterpret(value, T.uint32)
-    return T.reinterpret((bits + T.uint32(0x1000)) & T.uint32(0xFFFFE000), T.float32)
+    return bits + T.Select((bits & T.uint32(0x7FFFFFFF)) > T.uint32(0x7F800000), T.uint32(0), T.uint32(0x1000))
 
 
 @macro

@@ -2,7 +2,7 @@
 
     layer_input, post, comb = pre(residual)                 see `big_fuse`: the same kernels, the same bits
     y = post(x, residual, post_mix, comb_mix)               see `post`
-    post_pre: y, and pre of y                               see `pre_device`: y stays in shared memory in between
+    post_pre: y, and pre of y                               see `pre_device`: in one pass y stays in shared memory
 
 Forward also returns what backward needs: pre, the mixes and their rstd. Backward, the coefficients need
 a sum over the channels of a token before anything else can be found; then the kernel of the projection gives
@@ -289,7 +289,7 @@ SMOKE = (
     grid(lead=[(0,), (2, 3)], hidden=[64], num_streams=[4])
     + grid(lead=[(18,)], hidden=[320], num_streams=[2])  # tails
     + grid(lead=[(3,)], hidden=[64], num_streams=[8])
-    + grid(lead=[(9,)], hidden=[576], num_streams=[4])  # wide slices
+    + grid(lead=[(9,)], hidden=[576], num_streams=[4])  # wide slices; post_pre takes two passes
 )
 FULL = (
     grid(lead=[(4001,), (3, 1001)], hidden=[1280, 2560, 7168], num_streams=[4])

@@ -8,7 +8,7 @@ token need not be read again. The warps of a block have roles:
     own        for the tokens the block owns, sum the slices, find pre and send it to all blocks
     copy       tiles to shared memory
     send       the sums of wide slices: the many warps that multiply would wait for each other
-    post       put y in place of the residual, if y is asked for
+    post       put y in place of the residual and write it, if y is asked for
     apply      layer_input from the tile, which then makes room for another
 
 What is sent counts its bytes at a barrier of the block it is sent to, and nobody else waits: a barrier of the cluster
@@ -33,7 +33,6 @@ from tile_kernels.mhc._slices import (
     SLICE_PASS_CONFIGS,
     TOKENS,
     WARP_CHANNELS,
-    WARPS,
     WIDTH,
     WITH_EXPONENTS,
     Slices,
@@ -56,8 +55,8 @@ BLOCKS = 128
 
 SPACE = dict(tile=(8, 16, 32, 64), stages=tuple(range(2, 9)))
 
-#: Warps of a block, and registers of a thread of four warps in a row, if some of them multiply and if none does: all
-#: that an SM has. By whether slices are wide.
+#: Warps of a block, and registers of a thread of four warps in a row, if some of them multiply and if none does: no
+#: more than an SM has, and the same for all four. By whether slices are wide.
 WARPS_AND_REGISTERS = {False: (16, 168, 80), True: (24, 96, 48)}
 
 #: Tokens whose sums an owner has under way at a time.
@@ -188,7 +187,7 @@ def project_slices_kernel(hidden: int, num_streams: int, num_mixes: int, *, tile
                 ask_for_tile(x, (group + i * groups) * tile, rank, tile_shared, i)
             clear_spare(slices, sum_shared, tx, slices.num_threads)
             for s in T.unroll(num_streams):
-                read_fn(fn, slices, rank, s, share, lane, value_local)
+                read_fn(fn, slices, 0, s * hidden + rank * slices.channels, share, lane, value_local)
                 keep_fn(slices, s, lane, value_local, fn_local)
             for i in T.serial(T.ceildiv(num_tiles - group, groups)):
                 first = (group + i * groups) * tile
@@ -244,19 +243,19 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
     at_once = min(owned, OWNED_AT_ONCE)
     num_warps, *registers = WARPS_AND_REGISTERS[slices.wide]
     # Where roles begin. Warps that multiply are even in number, so that four warps in a row may have as many registers.
-    own = (-(-slices.shares // 2) * 2 if slices.wide else WARPS) * WARP
+    own = slices.warps * WARP
     copy = own + WARP
     send_or_post = copy + WARP
     apply = send_or_post + 2 * WARP * slices.wide + 4 * WARP * posted
     num_threads = num_warps * WARP if applied else apply
     multipliers, appliers = own, max(num_threads - apply, 1)
-    posters = max(apply - send_or_post, 1)
-    senders = posters if slices.wide else multipliers
+    helpers = max(apply - send_or_post, 1)
+    senders = helpers if slices.wide else multipliers
     pieces = -(-channels // MAX_BOX)  # of a slice, that are copied one by one
     piece = channels // pieces
     # Copies bring fn sooner than loads, through the room for tiles, and are worth it if nobody else waits for tiles.
     rows = stages * tile * num_streams // 2
-    by_copies = kind != 'post_pre' and not slices.wide and num_streams * num_mixes <= rows
+    by_copies = not posted and not slices.wide and num_streams * num_mixes <= rows
     rounds = -(-tile * vectors // appliers)
     some = T.unroll if rounds <= (3 if slices.wide else 4) else T.serial  # as registers allow
     fn_dtype = T.uint32 if slices.wide else T.bfloat16
@@ -283,16 +282,6 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
             )
         T.mbarrier_arrive(fn_loaded[0])
         T.mbarrier_wait_parity(fn_used[0], 0)
-
-    @macro
-    def read_copy(fn_shared, stream, share, lane, value_local):
-        """What `read_fn` reads, where `copy_fn` has put it."""
-        channel = share * WARP_CHANNELS + lane % 4 * WIDTH
-        for o in T.unroll(slices.octets):
-            row = stream * num_mixes + T.min(o * 8 + lane // 4, num_mixes - 1)
-            for v in T.unroll(2):
-                for e in T.vectorized(4):
-                    value_local[o, v * 4 + e] = fn_shared[row, channel + v * 4 + e]
 
     @macro
     def copy_mixes(post_mix, comb_mix, first, mix_shared, slot, lane):
@@ -402,7 +391,7 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
             part_shared = T.alloc_shared((stages, count, owned, slices.sums), T.float32)
             pre_shared = T.alloc_shared((stages, tile, 4), T.float32)
             loaded, used = T.alloc_barrier([WARP * (1 + posted)] * stages), T.alloc_barrier([appliers] * stages)
-            in_place = T.alloc_barrier([posters] * stages)
+            in_place = T.alloc_barrier([helpers] * stages)
             fn_loaded, fn_used = T.alloc_barrier([WARP]), T.alloc_barrier([multipliers])
             multiplied = T.alloc_barrier([multipliers] * stages)
             summed, sent = T.alloc_barrier([multipliers] * 2), T.alloc_barrier([senders] * 2)
@@ -435,9 +424,9 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
                     T.sync_warp()
                 for s in T.unroll(num_streams):
                     if by_copies:
-                        read_copy(fn_shared, s, share, lane, value_local)
+                        read_fn(fn_shared, slices, s * num_mixes, 0, share, lane, value_local)
                     else:
-                        read_fn(fn, slices, rank, s, share, lane, value_local)
+                        read_fn(fn, slices, 0, s * hidden + rank * channels, share, lane, value_local)
                     if not slices.wide:
                         keep_fn(slices, s, lane, value_local, fn_local)
                     elif team < slices.teams:
@@ -591,8 +580,8 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
                 for i in T.serial(mine):
                     T.mbarrier_wait_parity(loaded[slot], parity)
                     T.sync_warp()
-                    for r in T.serial(T.ceildiv(tile * vectors, posters)):
-                        index = r * posters + tx - send_or_post
+                    for r in T.serial(T.ceildiv(tile * vectors, helpers)):
+                        index = r * helpers + tx - send_or_post
                         token, vector = index // vectors, index % vectors
                         target = (group + i * groups) * tile + token
                         if token < tile:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def round_to_tf32(x: Tensor) -> Tensor:
-    """The nearest number of 11 significant bits, halves away from zero."""
-    return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+    """The nearest number of 11 significant bits, halves away from zero; a NaN stays one."""
+    return torch.where(x.isnan(), x, ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32))
 
 
 class _Tf32Product(torch.autograd.Function):
