@@ -47,3 +47,13 @@ def macro(fn: Callable) -> Callable:
 def resident_blocks(resident_threads: int, num_threads: int) -> int:
     """Thread blocks of an SM that leave each thread the registers `resident_threads` threads would have."""
     return max(1, resident_threads // num_threads)
+
+
+def byte_perm(low: Any, high: Any, selector: Any) -> Any:
+    """The word of four bytes out of two words, each named by the lower three bits of a nibble of the selector."""
+    return T.call_extern(T.uint32, '__byte_perm', low, high, selector)
+
+
+def pick_bytes(low: Any, high: Any, *numbers: int) -> Any:
+    """The word of four bytes out of two words; bytes are numbered from the lowest of `low` on."""
+    return byte_perm(low, high, T.uint32(sum(number << 4 * place for place, number in enumerate(numbers))))

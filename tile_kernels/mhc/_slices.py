@@ -18,9 +18,8 @@ they are computed.
 import math
 from dataclasses import dataclass
 
-from tile_kernels.core.lang import WARP, T, macro
+from tile_kernels.core.lang import WARP, T, macro, pick_bytes
 from tile_kernels.mhc.norm_fn_device import high_of, padded, round_to_tf32, rounded_bits
-from tile_kernels.quant._macros import pick_bytes
 
 #: Channels of a warp, and of a lane of it; tokens of a product.
 WARP_CHANNELS, WIDTH, TOKENS = 32, 8, 8

@@ -16,7 +16,7 @@ import struct
 from typing import Any
 
 from tile_kernels.core.formats import QuantFormat
-from tile_kernels.core.lang import T, macro
+from tile_kernels.core.lang import T, byte_perm, macro, pick_bytes
 
 LANE = 8
 FLOAT_MAX = 3.4028234663852886e38
@@ -133,16 +133,6 @@ def _e2m1_code(v: Any) -> Any:
     halves_and_ones = bits_of(T.ieee_add(v, T.float32(2.0**23 - 2)))
     twos = bits_of(T.ieee_fmaf(v, T.float32(0.5), T.float32(2.0**23)))
     return T.min(T.min(halves_and_ones, twos), T.uint32(_E2M1_ZERO + 7))
-
-
-def byte_perm(low: Any, high: Any, selector: Any) -> Any:
-    """The word of four bytes out of two words, each named by the lower three bits of a nibble of the selector."""
-    return T.call_extern(T.uint32, '__byte_perm', low, high, selector)
-
-
-def pick_bytes(low: Any, high: Any, *numbers: int) -> Any:
-    """The word of four bytes out of two words; bytes are numbered from the lowest of `low` on."""
-    return byte_perm(low, high, T.uint32(sum(number << 4 * place for place, number in enumerate(numbers))))
 
 
 def _sign_bytes(x_local: Any, i: Any, half: int) -> Any:
