@@ -46,7 +46,7 @@ def pre_inputs(num_tokens, hidden, n):
 
 
 @pytest.mark.parametrize(
-    ('num_tokens', 'hidden', 'n'), [(70, 64, 2), (5, 192, 4), (9, 576, 4), (9, 1088, 4), (33, 128, 8)]
+    ('num_tokens', 'hidden', 'n'), [(70, 64, 2), (5, 192, 4), (9, 576, 4), (9, 704, 4), (9, 1088, 4), (33, 128, 8)]
 )
 def test_big_fuse_has_the_bits_of_its_parts(num_tokens, hidden, n):
     residual, fn, scale, base = pre_inputs(num_tokens, hidden, n)
@@ -59,7 +59,7 @@ def test_big_fuse_has_the_bits_of_its_parts(num_tokens, hidden, n):
 
 
 @pytest.mark.parametrize(
-    ('num_tokens', 'hidden', 'n'), [(35, 64, 2), (270, 64, 2), (40, 256, 4), (70, 576, 4), (3, 64, 8)]
+    ('num_tokens', 'hidden', 'n'), [(35, 64, 2), (270, 64, 2), (40, 256, 4), (70, 576, 4), (70, 704, 4), (3, 64, 8)]
 )
 def test_post_pre_has_the_bits_of_its_parts(num_tokens, hidden, n):
     residual, fn, scale, base = pre_inputs(num_tokens, hidden, n)
@@ -78,7 +78,7 @@ def test_post_pre_has_the_bits_of_its_parts(num_tokens, hidden, n):
 
 
 def test_wide_slices_over_more_tiles_than_there_is_room_for():
-    residual, fn, scale, base = pre_inputs(1100, 576, 4)
+    residual, fn, scale, base = pre_inputs(1100, 704, 4)
     with forced_config(pre_streams_kernel, tile=8, stages=2):
         found = mhc.pre(residual, fn, scale, base)
         assert_all_equal(found[4:], mhc.norm_fn(residual, fn))
@@ -87,9 +87,9 @@ def test_wide_slices_over_more_tiles_than_there_is_room_for():
 
 @pytest.mark.parametrize('stages', [3, 4])
 def test_clusters_that_take_more_tiles_than_they_have_room_for(stages):
-    residual, fn, scale, base = pre_inputs(340, 2560, 2)  # seven clusters
-    layer = randn(340, 2560, dtype=BF16), residual, randn(340, 2, 1), randn(340, 2, 2)
-    with forced_config(pre_streams_kernel, tile=8, stages=stages):
+    residual, fn, scale, base = pre_inputs(500, 2560, 2)  # seven clusters
+    layer = randn(500, 2560, dtype=BF16), residual, randn(500, 2, 1), randn(500, 2, 2)
+    with forced_config(pre_streams_kernel, tile=16, stages=stages):
         found = mhc.post_pre(*layer, fn, scale, base)
         again = mhc.pre(found[0], fn, scale, base)
         mixes_only = mhc.norm_fn(found[0], fn)

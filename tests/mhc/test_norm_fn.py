@@ -26,7 +26,7 @@ def test_a_block_may_have_many_tiles(op, num_stages):
         contract.check_kernel(ops[op], CASES[op])
 
 
-@pytest.mark.parametrize('hidden', [320, 576])  # low parts of fn in registers, and coded
+@pytest.mark.parametrize('hidden', [320, 704])  # low parts of fn in registers, and coded
 def test_fn_is_what_tf32_makes_of_it(hidden):
     """A token that is 1 in one channel has that column of fn for its mixes."""
     torch.manual_seed(0)
@@ -45,7 +45,7 @@ def test_fn_is_what_tf32_makes_of_it(hidden):
     assert torch.equal(mixes, rounded.T[:40] * rstd[:, None])
 
 
-@pytest.mark.parametrize('hidden', [320, 576, 1088])
+@pytest.mark.parametrize('hidden', [320, 576, 704, 1088])
 @pytest.mark.parametrize('bits', [0x7FFFFFFF, 0x7FC00000, -1])
 def test_a_fn_that_is_no_number_is_seen(hidden, bits):
     residual = torch.ones(3, 4, hidden, dtype=torch.bfloat16)

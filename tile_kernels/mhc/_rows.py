@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.core import check
-from tile_kernels.core.lang import WARP, T, macro
+from tile_kernels.core.lang import WARP, T, macro, widened
 
 #: Streams a token may have.
 STREAMS = (2, 4, 8)
@@ -122,17 +122,24 @@ def load_mix(mix, token, mix_local, width):
             mix_local[v * width + e] = mix[token, (v * width + e) // last, (v * width + e) % last]
 
 
+def pairs_of(x_local):
+    """Vectors of bfloat16 as words of two, where there are two."""
+    slots, width = x_local.shape
+    return x_local if width == 1 else T.view(x_local, (slots, width // 2), T.uint32)
+
+
 @macro
 def apply_to_vector(x_local, slot, mix_local, y_local):
     """`y_local[0] = sum_c mix[c] x_local[slot + c]`, in float32 from 0, c ascending, rounded once."""
     width = x_local.shape[1]
     pair = min(width, 2)
     total_local = T.alloc_local((pair,), T.float32)
+    x_pairs = pairs_of(x_local)
     for first in T.unroll(width // pair):
-        for half in T.unroll(pair):
+        for half in (0, 1)[:pair]:
             total_local[half] = 0.0
             for c in T.unroll(mix_local.shape[0]):
-                value = T.cast(x_local[slot + c, first * pair + half], T.float32)
+                value = widened(x_pairs[slot + c, first], half)
                 total_local[half] = T.ieee_fmaf(mix_local[c], value, total_local[half])
         for half in T.vectorized(pair):  # one instruction rounds two
             y_local[0, first * pair + half] = T.cast(total_local[half], y_local.dtype)
@@ -144,13 +151,13 @@ def post_to_vector(x_local, x_slot, residual_local, slot, post_local, comb_local
     num_streams, width = post_local.shape[0], x_local.shape[1]
     pair = min(width, 2)  # two elements of all streams at a time need the fewest registers
     total_local = T.alloc_local((pair,), T.float32)
+    x_pairs, residual_pairs = pairs_of(x_local), pairs_of(residual_local)
     for first in T.unroll(width // pair):
         for o in T.unroll(num_streams):
-            for half in T.unroll(pair):
-                e = first * pair + half
-                total_local[half] = post_local[o] * T.cast(x_local[x_slot, e], T.float32)
+            for half in (0, 1)[:pair]:
+                total_local[half] = post_local[o] * widened(x_pairs[x_slot, first], half)
                 for i in T.unroll(num_streams):
-                    value = T.cast(residual_local[slot + i, e], T.float32)
+                    value = widened(residual_pairs[slot + i, first], half)
                     total_local[half] = T.ieee_fmaf(comb_local[i * num_streams + o], value, total_local[half])
             for half in T.vectorized(pair):  # one instruction rounds two; one that rounds one has a quarter of the rate
                 y_local[o, first * pair + half] = T.cast(total_local[half], y_local.dtype)

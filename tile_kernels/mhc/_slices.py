@@ -18,14 +18,15 @@ they are computed.
 import math
 from dataclasses import dataclass
 
-from tile_kernels.core.lang import WARP, T, macro, pick_bytes
+from tile_kernels.core.lang import WARP, T, macro, pick_bytes, widened
 from tile_kernels.mhc.norm_fn_device import high_of, padded, round_to_tf32, rounded_bits
 
 #: Channels of a warp, and of a lane of it; tokens of a product.
 WARP_CHANNELS, WIDTH, TOKENS = 32, 8, 8
 
-#: Warps of a block that multiply, of a wide slice and of others; registers of a thread for fn, at most.
-WIDE_WARPS, WARPS, MAX_REGISTERS = 16, 8, 96
+#: Warps of a block that multiply: eight, or ten if slices can be shared by them, or up to 16 of wide slices. Registers
+#: of a thread for fn, at most.
+WARPS, MANY_WARPS, WIDE_WARPS, MAX_REGISTERS = 8, 10, 16, 96
 
 #: Signs and mantissas of two bfloat16 of one word, exponents of another. In this form because half of it, the exponents
 #: of a high part, would else be found before a loop and kept in registers there are not.
@@ -76,17 +77,23 @@ class Slices:
     @property
     def wide(self) -> bool:
         """Whether the low part of fn is coded, in shared memory."""
-        return self.shares > WARPS
+        return self.shares > MANY_WARPS
 
     @property
     def warps(self) -> int:
         """Warps of a block that multiply, if it has others as well: an even number, some may be idle."""
-        return -(-self.shares // 2) * 2 if self.wide else WARPS
+        if self.wide:
+            return -(-self.shares // 2) * 2
+        return MANY_WARPS if self.shares in (5, 9, 10) else WARPS
 
     @property
     def teams(self) -> int:
         """Warps that share the tokens of a tile: a power of two."""
-        return 1 << int(math.log2(max(1, WARPS / self.shares)))
+        return self.teams_of(self.warps)
+
+    def teams_of(self, warps: int) -> int:
+        """The same if so many warps multiply."""
+        return 1 << int(math.log2(max(1, warps / self.shares)))
 
     @property
     def num_threads(self) -> int:
@@ -143,9 +150,9 @@ class Slices:
         return rows * self.channels + (0 if rows * self.shares % 2 else 32)
 
 
-def tile_for(slices: Slices, token_bytes: int, most_bytes: int, num_tokens: int) -> int:
+def tile_for(slices: Slices, teams: int, token_bytes: int, most_bytes: int, num_tokens: int) -> int:
     """Tokens of a tile: about `most_bytes`, fewer if there are not enough of them for all blocks."""
-    tile = TOKENS * slices.teams
+    tile = TOKENS * teams
     while tile < 32 and 2 * tile * token_bytes <= most_bytes and num_tokens > tile * slices.groups:
         tile *= 2
     return tile
@@ -160,6 +167,24 @@ def read_fn(fn, slices, first_row, first_channel, share, lane, value_local):
         for v in T.unroll(2):
             for e in T.vectorized(4):
                 value_local[o, v * 4 + e] = fn[row, channel + v * 4 + e]
+
+
+def piece_of(channel, piece, count):
+    """Which of one or two pieces a channel is in, without a division, which would take registers."""
+    return T.cast(channel >= piece, T.int32) if count == 2 else 0
+
+
+@macro
+def read_copied_fn(fn_shared, slices, first_row, pieces, share, lane, value_local):
+    """The same from shared memory, where fn lies in pieces with all its rows each."""
+    piece = fn_shared.shape[1]
+    channel = share * WARP_CHANNELS + lane % 4 * WIDTH
+    part = piece_of(channel, piece, pieces)
+    for o in T.unroll(slices.octets):
+        row = first_row + part * slices.columns + T.min(o * 8 + lane // 4, slices.num_mixes - 1)
+        for v in T.unroll(2):
+            for e in T.vectorized(4):
+                value_local[o, v * 4 + e] = fn_shared[row, channel - part * piece + v * 4 + e]
 
 
 @macro
@@ -295,9 +320,11 @@ def multiply_wide(slices, stream, x_local, fn_local, low_shared, share, lane, su
                 low = T.call_extern(T.uint32, 'with_exponents', own, high)
                 rows_local[r] = T.if_then_else(octet < octets, high, low)
             add_product(rows_local, 0, x_local, half * 4, sum_local, m * 4)
-    for e in T.unroll(WIDTH):  # squares without tensor cores, which have enough to do, as has a lane with registers
-        value = T.cast(x_local[e], T.float32)
-        sum_local[octets * 4] = T.ieee_fmaf(value, value, sum_local[octets * 4])
+    x_pairs = T.view(x_local, (WIDTH // 2,), T.uint32)
+    for pair in T.unroll(WIDTH // 2):  # squares without tensor cores, which have enough to do, as has a lane
+        for half in (0, 1):
+            value = widened(x_pairs[pair], half)
+            sum_local[octets * 4] = T.ieee_fmaf(value, value, sum_local[octets * 4])
 
 
 @macro

@@ -423,7 +423,8 @@ big_fuse.cases(
     match=dict(rtol=1e-3, atol=1e-3),
     smoke=grid(lead=[(0,), (2, 3)], hidden=[128], num_streams=[4])
     + grid(lead=[(70,)], hidden=[64], num_streams=STREAMS)
-    + grid(lead=[(9,)], hidden=[576, 1088], num_streams=[4]),  # wide slices, and slices that do not fit
+    # ten warps that multiply, one of them idle, wide slices, and slices that do not fit
+    + grid(lead=[(9,)], hidden=[320, 576, 704, 1088], num_streams=[4]),
     full=grid(lead=[(4001,), (512,)], hidden=[1280, 2560, 5120, 7168], num_streams=[4])
     + grid(lead=[(777,)], hidden=[2816, 8192], num_streams=[2, 4]),
     bench=BENCH,

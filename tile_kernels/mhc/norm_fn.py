@@ -214,7 +214,7 @@ SMOKE = (
     grid(lead=[(0,), (), (2, 3)], hidden=[64], num_streams=[4], num_mixes=[24])
     + grid(lead=[(70,)], hidden=[192], num_streams=[2], num_mixes=[8, 2])  # two tiles of tokens, padded mixes
     + grid(lead=[(3,)], hidden=[128], num_streams=[8], num_mixes=[80])
-    + grid(lead=[(33,)], hidden=[576], num_streams=[4], num_mixes=[24])  # wide slices
+    + grid(lead=[(33,)], hidden=[576, 704], num_streams=[4], num_mixes=[24])  # an idle warp; wide slices
     + grid(lead=[(33,)], hidden=[1088], num_streams=[4], num_mixes=[24])  # splits that do not divide
 )
 FULL = grid(lead=[(4001,), (3, 1001)], hidden=[1280, 2560, 7168], num_streams=[4], num_mixes=[24, 4]) + grid(

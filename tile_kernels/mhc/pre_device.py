@@ -6,7 +6,7 @@ token need not be read again. The warps of a block have roles:
 
     multiply   wait for a tile, multiply, and send the sums of the slice to the blocks that own the tokens
     own        for the tokens the block owns, sum the slices, find pre and send it to all blocks
-    copy       tiles to shared memory
+    copy       tiles to shared memory, and before the last of the first ones fn, through their room
     send       the sums of wide slices: the many warps that multiply would wait for each other
     post       put y in place of the residual and write it, if y is asked for
     apply      layer_input from the tile, which then makes room for another
@@ -33,6 +33,7 @@ from tile_kernels.mhc._slices import (
     SLICE_PASS_CONFIGS,
     TOKENS,
     WARP_CHANNELS,
+    WARPS,
     WIDTH,
     WITH_EXPONENTS,
     Slices,
@@ -42,6 +43,8 @@ from tile_kernels.mhc._slices import (
     keep_wide_fn,
     multiply,
     multiply_wide,
+    piece_of,
+    read_copied_fn,
     read_fn,
     sum_shares,
     tile_for,
@@ -53,17 +56,20 @@ from tile_kernels.mhc.split_mixes import affine, sigmoid
 #: Blocks of `project_slices_kernel`, about one on each SM. Results do not depend on it.
 BLOCKS = 128
 
-SPACE = dict(tile=(8, 16, 32, 64), stages=tuple(range(2, 9)))
+#: Places for tiles of a block, at most: a power of two.
+MAX_STAGES = 8
+
+SPACE = dict(tile=(8, 16, 32, 64), stages=tuple(range(2, MAX_STAGES + 1)))
 
 #: Warps of a block, and registers of a thread of four warps in a row, if some of them multiply and if none does: no
-#: more than an SM has, and the same for all four. By whether slices are wide.
-WARPS_AND_REGISTERS = {False: (16, 168, 80), True: (24, 96, 48)}
+#: more than an SM has, and the same for all four. By the number of those that multiply.
+WARPS_AND_REGISTERS = {8: (16, 168, 80), 10: (16, 144, 80), 12: (24, 96, 48), 14: (24, 96, 48), 16: (28, 96, 40)}
 
 #: Tokens whose sums an owner has under way at a time.
 OWNED_AT_ONCE = 4
 
 #: Channels of one copy, at most.
-MAX_BOX = 256
+MAX_PIECE = 256
 
 #: Bytes of shared memory of an SM, but for gaps between buffers.
 SHARED_BYTES = 224 << 10
@@ -98,7 +104,7 @@ def goes_in_one_pass(residual: Tensor, fn: Tensor, layer: tuple[Tensor, Tensor] 
     slices = Slices(residual.shape[-1], residual.shape[-2], fn.shape[0])
     if not slices.fits:
         return False
-    if layer is not None and (slices.wide or check.vector_bytes(*layer) < 16):
+    if layer is not None and (slices.shares > WARPS or check.vector_bytes(*layer) < 16):
         return False
     if residual.is_cuda and not isinstance(residual, FakeTensor):
         number = arch_number(arch_of(residual.get_device()))
@@ -113,21 +119,36 @@ def choose_project(hidden: int, num_streams: int, num_mixes: int, num_tokens: in
     """Small tiles: the GPUs that need this kernel have down to 99 KB of shared memory."""
     slices = Slices(hidden, num_streams, num_mixes)
     token_bytes = 2 * slices.pitch(num_streams)
-    tile = tile_for(slices, token_bytes, 20 << 10, num_tokens)
+    tile = tile_for(slices, slices.teams, token_bytes, 20 << 10, num_tokens)
     return dict(tile=tile, stages=min(3, (90 << 10) // (tile * token_bytes)))
 
 
 def choose_pre(hidden: int, num_streams: int, num_mixes: int, kind: str, num_tokens: int) -> dict:
-    """What fits of tiles of about 32 KB, up to six: more are slower than they are worth at the start."""
+    """What fits of tiles of up to 40 KB, or 24 KB where y is found: the next step then begins sooner."""
     slices, posted = Slices(hidden, num_streams, num_mixes), kind == 'post_pre'
     token_bytes = 2 * (num_streams + posted) * slices.channels + posted * 4 * num_streams * (1 + num_streams)
     token_bytes += 4 * slices.sums * max(1, slices.count // TOKENS) + 16  # what is sent
-    tile = tile_for(slices, token_bytes, 40 << 10, num_tokens)
+    teams = slices.teams_of(WARPS if posted else slices.warps)
+    tile = tile_for(slices, teams, token_bytes, (24 if posted else 40) << 10, num_tokens)
     room = SHARED_BYTES - tile * 2 * 4 * slices.shares * slices.sums - slices.low_bytes
-    return dict(tile=tile, stages=min(6, room // (tile * token_bytes)))
+    return dict(tile=tile, stages=min(MAX_STAGES, room // (tile * token_bytes)))
+
+
+def room_for_fn(num_streams: int, fn_rows: int, tile_rows: int, stages: int) -> tuple[int, int]:
+    """How many streams of fn have room at once, and how many tiles beside them: one, or two if fn is there at once."""
+    room = {n: stages - -(-n * fn_rows // tile_rows) for n in (1, 2, num_streams)}
+    at_once = next((n for n, least in ((num_streams, 2), (2, 1)) if room[n] >= least), 1)
+    if room[at_once] < 0:
+        raise ValueError(f'{stages} tiles have no room for a stream of fn; take more or larger ones')
+    return at_once, room[at_once]
 
 
 # Kernels ------------------------------------------------------------------------------------
+
+
+def small(slot):
+    """The same number, as one that the compiler knows to be small: indices then have 32 bits."""
+    return slot & (MAX_STAGES - 1)
 
 
 def send(place, value_local, barrier, rank):
@@ -238,12 +259,18 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
     applied, posted = kind != 'mixes', kind == 'post_pre'
     count, channels, columns = slices.count, slices.channels, slices.columns
     coefficients = num_streams * (1 + num_streams)
-    parts, vectors, quads = tile // TOKENS // slices.teams, channels // WIDTH, slices.sums // 4
+    vectors, quads = channels // WIDTH, slices.sums // 4
+    tile_vectors = tile * num_streams * vectors
     owned, turns = max(1, tile // count), max(1, count // tile)  # tokens of an owner in a tile, every so many tiles
     at_once = min(owned, OWNED_AT_ONCE)
-    num_warps, *registers = WARPS_AND_REGISTERS[slices.wide]
+    warps = WARPS if posted else slices.warps  # others find y
+    teams = slices.teams_of(warps)
+    parts, rest = divmod(tile, TOKENS * teams)
+    if rest:
+        raise ValueError(f'a tile of {tile} tokens cannot be shared by {teams} warps with {TOKENS} each')
+    num_warps, *registers = WARPS_AND_REGISTERS[warps]
     # Where roles begin. Warps that multiply are even in number, so that four warps in a row may have as many registers.
-    own = slices.warps * WARP
+    own = warps * WARP
     copy = own + WARP
     send_or_post = copy + WARP
     apply = send_or_post + 2 * WARP * slices.wide + 4 * WARP * posted
@@ -251,11 +278,11 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
     multipliers, appliers = own, max(num_threads - apply, 1)
     helpers = max(apply - send_or_post, 1)
     senders = helpers if slices.wide else multipliers
-    pieces = -(-channels // MAX_BOX)  # of a slice, that are copied one by one
+    pieces = -(-channels // MAX_PIECE)  # of a slice, that are copied one by one
     piece = channels // pieces
-    # Copies bring fn sooner than loads, through the room for tiles, and are worth it if nobody else waits for tiles.
-    rows = stages * tile * num_streams // 2
-    by_copies = not posted and not slices.wide and num_streams * num_mixes <= rows
+    # Fn comes through the room of the last tiles, some streams at a time; the first tiles are copied meanwhile.
+    fn_rows, tile_rows = pieces * columns, pieces * tile * num_streams // 2  # an element of fn takes two of a tile
+    fn_at_once, early = room_for_fn(num_streams, fn_rows, tile_rows, stages)
     rounds = -(-tile * vectors // appliers)
     some = T.unroll if rounds <= (3 if slices.wide else 4) else T.serial  # as registers allow
     fn_dtype = T.uint32 if slices.wide else T.bfloat16
@@ -270,18 +297,30 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
             else:
                 T.dec_max_nreg(registers[1])
 
+    def first_fn_row(stream):
+        """Where a stream of fn goes."""
+        return early * tile_rows + stream % fn_at_once * fn_rows
+
     @macro
-    def copy_fn(fn, fn_shared, fn_loaded, fn_used, rank):
-        """Copy the slice of fn, and wait until there is room for tiles."""
-        for s in T.unroll(num_streams):
-            channel = s * hidden + rank * channels
+    def copy_fn(fn, fn_shared, fn_loaded, rank, stream):
+        """Copy the slice of a stream of fn."""
+        for p in T.unroll(pieces):
+            channel = stream * hidden + rank * channels + p * piece
+            row = first_fn_row(stream) + p * columns
             T.tma_copy(
-                fn[0:num_mixes, channel : channel + channels],
-                fn_shared[s * num_mixes : (s + 1) * num_mixes, 0:channels],
-                barrier=fn_loaded[0],
+                fn[0:num_mixes, channel : channel + piece],
+                fn_shared[row : row + num_mixes, 0:piece],
+                barrier=fn_loaded[stream],
             )
-        T.mbarrier_arrive(fn_loaded[0])
-        T.mbarrier_wait_parity(fn_used[0], 0)
+        T.mbarrier_arrive(fn_loaded[stream])
+
+    @macro
+    def copy_rest_of_fn(fn, fn_shared, fn_loaded, fn_used, rank):
+        """Copy the streams of fn there was no room for, and wait until all have left it."""
+        for s in T.unroll(num_streams):
+            T.mbarrier_wait_parity(fn_used[s], 0)
+            if s + fn_at_once < num_streams:
+                copy_fn(fn, fn_shared, fn_loaded, rank, s + fn_at_once)
 
     @macro
     def copy_mixes(post_mix, comb_mix, first, mix_shared, slot, lane):
@@ -292,7 +331,7 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
             if place < tile:
                 if c < num_streams:
                     T.ptx_cp_async(
-                        T.access_ptr(mix_shared[slot, place, c], 'w', 1),
+                        T.access_ptr(mix_shared[small(slot), place, c], 'w', 1),
                         T.access_ptr(post_mix[first + place, c, 0], 'r', 1),
                         1,
                         first + place < post_mix.shape[0],
@@ -300,20 +339,42 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
                 else:
                     o = c - num_streams
                     T.ptx_cp_async(
-                        T.access_ptr(mix_shared[slot, place, c], 'w', 1),
+                        T.access_ptr(mix_shared[small(slot), place, c], 'w', 1),
                         T.access_ptr(comb_mix[first + place, o // num_streams, o % num_streams], 'r', 1),
                         1,
                         first + place < post_mix.shape[0],
                     )
 
     @macro
+    def copy_tile(residual, x, post_mix, comb_mix, index, rank, tile_shared, x_shared, mix_shared, loaded, slot):
+        """Copy the slices of the tokens of tile `index`, and what else y is made of."""
+        first = index * tile
+        for p in T.unroll(pieces):
+            channel = rank * channels + p * piece
+            T.tma_copy(
+                residual[first : first + tile, 0:num_streams, channel : channel + piece],
+                tile_shared[small(slot), p, 0:tile, 0:num_streams, 0:piece],
+                barrier=loaded[slot],
+            )
+        if posted:
+            T.tma_copy(
+                x[first : first + tile, rank * channels : (rank + 1) * channels],
+                x_shared[small(slot), 0:tile, 0:channels],
+                barrier=loaded[slot],
+            )
+            copy_mixes(post_mix, comb_mix, first, mix_shared, slot, T.get_thread_binding() % WARP)
+            T.cp_async_barrier_noinc(loaded[slot])
+        T.mbarrier_arrive(loaded[slot])
+
+    @macro
     def announce(part_sent, pre_sent, slot, i, rank):
         """What will be sent for tile i: the sums of the tokens the block owns, and pre of all tokens."""
-        T.mbarrier_arrive_expect_tx(pre_sent[slot], tile * 16)
-        if (rank + (turns - i % turns) * tile) % count < tile:
-            T.mbarrier_arrive_expect_tx(part_sent[slot], count * owned * slices.sums * 4)
-        else:
-            T.mbarrier_arrive(part_sent[slot])
+        if T.get_thread_binding() % WARP == 0:
+            T.mbarrier_arrive_expect_tx(pre_sent[slot], tile * 16)
+            if (rank + (turns - i % turns) * tile) % count < tile:
+                T.mbarrier_arrive_expect_tx(part_sent[slot], count * owned * slices.sums * 4)
+            else:
+                T.mbarrier_arrive(part_sent[slot])
 
     @macro
     def send_sums(sum_shared, part_shared, part_sent, slot, i, rank, thread):
@@ -325,7 +386,9 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
             if token < tile:
                 sum_shares(slices, sum_shared, i % 2, token, quad * 4, total_local)
                 owner = (i % turns * tile + token) % count
-                send(part_shared[slot, rank, token // count, quad * 4], total_local, part_sent[slot], owner)
+                send(
+                    part_shared[small(slot), rank, token // count, quad * 4], total_local, part_sent[small(slot)], owner
+                )
 
     @macro
     def load_streams(tile_shared, slot, token, vector, streams_local):
@@ -333,7 +396,7 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
         part, first = vector // (piece // WIDTH), vector % (piece // WIDTH) * WIDTH
         for s in T.unroll(num_streams):
             for e in T.vectorized(WIDTH):
-                streams_local[s, e] = tile_shared[slot, part, token, s, first + e]
+                streams_local[s, e] = tile_shared[small(slot), part, token, s, first + e]
 
     @macro
     def post_of_vector(tile_shared, x_shared, mix_shared, slot, token, vector, y_local):
@@ -344,16 +407,17 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
         comb_local = T.alloc_local((num_streams * num_streams,), T.float32)
         load_streams(tile_shared, slot, token, vector, residual_local)
         for e in T.vectorized(WIDTH):
-            x_local[0, e] = x_shared[slot, token, vector * WIDTH + e]
+            x_local[0, e] = x_shared[small(slot), token, vector * WIDTH + e]
         for c in T.vectorized(num_streams):
-            post_local[c] = mix_shared[slot, token, c]
+            post_local[c] = mix_shared[small(slot), token, c]
         for o in T.unroll(num_streams):
             for c in T.vectorized(num_streams):
-                comb_local[o * num_streams + c] = mix_shared[slot, token, (o + 1) * num_streams + c]
+                comb_local[o * num_streams + c] = mix_shared[small(slot), token, (o + 1) * num_streams + c]
         post_to_vector(x_local, 0, residual_local, 0, post_local, comb_local, y_local)
+        part, first = vector // (piece // WIDTH), vector % (piece // WIDTH) * WIDTH
         for s in T.unroll(num_streams):
             for e in T.vectorized(WIDTH):
-                tile_shared[slot, 0, token, s, vector * WIDTH + e] = y_local[s, e]
+                tile_shared[small(slot), part, token, s, first + e] = y_local[s, e]
 
     @T.prim_func
     def pre_streams(
@@ -382,9 +446,10 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
         with T.Kernel(groups * count, threads=num_threads, cluster_dims=(count, 1, 1)) as pid:
             T.import_source(SEND_FOUR + WITH_EXPONENTS)
             tile_shared = T.alloc_shared((stages, pieces, tile, num_streams, piece), T.bfloat16)
-            fn_shared = T.view(tile_shared, (rows, channels), T.float32) if by_copies else tile_shared
-            if by_copies:  # or the view has a layout that cannot be copied to
-                T.annotate_layout({shared: make_linear_layout(shared) for shared in (tile_shared, fn_shared)})
+            fn_shared = T.view(tile_shared, (stages * tile_rows, piece), T.float32)
+            vectors_shared = T.view(tile_shared, (stages * tile_vectors, WIDTH))
+            views = (tile_shared, fn_shared, vectors_shared)
+            T.annotate_layout({shared: make_linear_layout(shared) for shared in views})
             x_shared = T.alloc_shared((stages, tile, channels) if posted else (1, 1, 8), T.bfloat16)
             mix_shared = T.alloc_shared((stages, tile, coefficients) if posted else (1, 1, 4), T.float32)
             sum_shared = T.alloc_shared((2, slices.shares, tile, slices.sums), T.float32)
@@ -392,7 +457,7 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
             pre_shared = T.alloc_shared((stages, tile, 4), T.float32)
             loaded, used = T.alloc_barrier([WARP * (1 + posted)] * stages), T.alloc_barrier([appliers] * stages)
             in_place = T.alloc_barrier([helpers] * stages)
-            fn_loaded, fn_used = T.alloc_barrier([WARP]), T.alloc_barrier([multipliers])
+            fn_loaded, fn_used = T.alloc_barrier([WARP] * num_streams), T.alloc_barrier([multipliers] * num_streams)
             multiplied = T.alloc_barrier([multipliers] * stages)
             summed, sent = T.alloc_barrier([multipliers] * 2), T.alloc_barrier([senders] * 2)
             part_sent, pre_sent = T.alloc_barrier([1] * stages), T.alloc_barrier([1] * stages)
@@ -419,23 +484,24 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
             if tx < own:
                 take_registers(0)
                 share, team = tx // WARP % slices.shares, tx // WARP // slices.shares
-                if by_copies:
-                    T.mbarrier_wait_parity(fn_loaded[0], 0)
-                    T.sync_warp()
+                if slices.wide:  # one may be idle; without a division
+                    share, team = T.min(tx // WARP, slices.shares - 1), T.cast(tx // WARP >= slices.shares, T.int32)
                 for s in T.unroll(num_streams):
-                    if by_copies:
-                        read_fn(fn_shared, slices, s * num_mixes, 0, share, lane, value_local)
-                    else:
-                        read_fn(fn, slices, 0, s * hidden + rank * channels, share, lane, value_local)
+                    T.mbarrier_wait_parity(fn_loaded[s], 0)
+                    T.sync_warp()
+                    read_copied_fn(fn_shared, slices, first_fn_row(s), pieces, share, lane, value_local)
+                    T.mbarrier_arrive(fn_used[s])
                     if not slices.wide:
                         keep_fn(slices, s, lane, value_local, fn_local)
-                    elif team < slices.teams:
+                    elif team < teams:
                         keep_wide_fn(slices, s, share, lane, value_local, fn_local, low_shared)
-                if by_copies:
-                    T.mbarrier_arrive(fn_used[0])
                 clear_spare(slices, sum_shared, tx, multipliers)
                 T.sync_threads(8, multipliers)
                 T.cluster_wait()
+                token, channel = team * TOKENS + lane // 4, share * WARP_CHANNELS + lane % 4 * WIDTH
+                part = piece_of(channel, piece, pieces)
+                first_vector = T.alloc_var(T.int32)  # of a thread in a tile; or its parts would be kept
+                first_vector = ((part * tile + token) * num_streams * piece + channel - part * piece) // WIDTH
                 for i in T.serial(mine):
                     if posted:
                         T.mbarrier_wait_parity(in_place[slot], parity)
@@ -444,22 +510,20 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
                     if slices.wide and i >= 2:
                         T.mbarrier_wait_parity(sent[i % 2], (i // 2 + 1) % 2)  # there is room for sums
                     T.sync_warp()  # nothing is read before
-                    if team < slices.teams:
+                    if team < teams:
                         for p in T.unroll(parts):
-                            start = (p * slices.teams + team) * TOKENS
-                            token, channel = start + lane // 4, share * WARP_CHANNELS + lane % 4 * WIDTH
-                            same = piece % WARP_CHANNELS == 0  # for all lanes
-                            part = (share * WARP_CHANNELS if same else channel) // piece
+                            row = p * teams * TOKENS * num_streams
                             T.clear(sum_local)
                             for s in T.unroll(num_streams):
+                                vector = first_vector + small(slot) * tile_vectors + (row + s) * (piece // WIDTH)
                                 for e in T.vectorized(WIDTH):
-                                    x_local[e] = tile_shared[slot, part, token, s, channel - part * piece + e]
+                                    x_local[e] = vectors_shared[vector, e]
                                 if slices.wide:
                                     multiply_wide(slices, s, x_local, fn_local, low_shared, share, lane, sum_local)
                                 else:
                                     multiply(slices, s, x_local, fn_local, sum_local)
-                            keep_sums(slices, sum_local, sum_shared, i % 2, share, start, lane)
-                    T.mbarrier_arrive(multiplied[slot])
+                            keep_sums(slices, sum_local, sum_shared, i % 2, share, (p * teams + team) * TOKENS, lane)
+                    T.mbarrier_arrive(multiplied[small(slot)])
                     if slices.wide:
                         T.mbarrier_arrive(summed[i % 2])
                     else:
@@ -500,7 +564,7 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
                                 total_local[o] = 0.0
                             for s in T.unroll(count):
                                 for o in T.unroll(at_once):
-                                    part = part_shared[slot, s, q * at_once + o, T.min(lane, columns)]
+                                    part = part_shared[small(slot), s, q * at_once + o, T.min(lane, columns)]
                                     total_local[o] = total_local[o] + part
                             for o in T.unroll(at_once):
                                 place = shift + (q * at_once + o) * count
@@ -516,7 +580,7 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
                                 for e in T.unroll(4):
                                     sent_local[e] = T.shfl_sync(weight, T.min(e, num_streams - 1))
                                 if lane < count:
-                                    send(pre_shared[slot, place, 0], sent_local, pre_sent[slot], lane)
+                                    send(pre_shared[small(slot), place, 0], sent_local, pre_sent[small(slot)], lane)
                                 if token < num_tokens:
                                     if lane < num_mixes:
                                         mixes[token, lane] = mix
@@ -530,34 +594,24 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
                     T.named_barrier_arrive(9, WARP + multipliers)  # the mixes are in memory
             elif tx < send_or_post:
                 take_registers(copy)
-                if by_copies:
-                    copy_fn(fn, fn_shared, fn_loaded, fn_used, rank)
-                for i in T.serial(mine):
-                    if i >= stages:
-                        if applied:
-                            T.mbarrier_wait_parity(used[slot], 1 - parity)
-                        else:
-                            T.mbarrier_wait_parity(multiplied[slot], 1 - parity)
-                            T.mbarrier_wait_parity(pre_sent[slot], 1 - parity)
-                    first = (group + i * groups) * tile
-                    if lane == 0:
-                        announce(part_sent, pre_sent, slot, i, rank)
-                    for h in T.unroll(pieces):
-                        channel = rank * channels + h * piece
-                        T.tma_copy(
-                            residual[first : first + tile, 0:num_streams, channel : channel + piece],
-                            tile_shared[slot, h, 0:tile, 0:num_streams, 0:piece],
-                            barrier=loaded[slot],
-                        )
-                    if posted:
-                        T.tma_copy(
-                            x[first : first + tile, rank * channels : (rank + 1) * channels],
-                            x_shared[slot, 0:tile, 0:channels],
-                            barrier=loaded[slot],
-                        )
-                        copy_mixes(post_mix, comb_mix, first, mix_shared, slot, lane)
-                        T.cp_async_barrier_noinc(loaded[slot])
-                    T.mbarrier_arrive(loaded[slot])
+                inputs, places = (residual, x, post_mix, comb_mix), (tile_shared, x_shared, mix_shared)
+                for s in T.unroll(fn_at_once):
+                    copy_fn(fn, fn_shared, fn_loaded, rank, s)
+                for i in T.unroll(stages):
+                    if i == early:
+                        copy_rest_of_fn(fn, fn_shared, fn_loaded, fn_used, rank)
+                    if i < mine:
+                        announce(part_sent, pre_sent, i, i, rank)
+                        copy_tile(*inputs, group + i * groups, rank, *places, loaded, i)
+                for j in T.serial(mine - stages):
+                    i = j + stages
+                    if applied:
+                        T.mbarrier_wait_parity(used[slot], parity)
+                    else:
+                        T.mbarrier_wait_parity(multiplied[slot], parity)
+                        T.mbarrier_wait_parity(pre_sent[slot], parity)
+                    announce(part_sent, pre_sent, slot, i, rank)
+                    copy_tile(*inputs, group + i * groups, rank, *places, loaded, slot)
                     parity = T.if_then_else(slot == stages - 1, 1 - parity, parity)
                     slot = T.if_then_else(slot == stages - 1, 0, slot + 1)
                 T.cluster_wait()
@@ -590,7 +644,7 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
                                 for s in T.unroll(num_streams):
                                     store_vector(streams_local, s, y, target, s, rank * vectors + vector)
                     T.fence_proxy_async()  # y is written before another tile is copied there
-                    T.mbarrier_arrive(in_place[slot])
+                    T.mbarrier_arrive(in_place[small(slot)])
                     parity = T.if_then_else(slot == stages - 1, 1 - parity, parity)
                     slot = T.if_then_else(slot == stages - 1, 0, slot + 1)
             elif applied:
@@ -607,11 +661,11 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
                         target = (group + i * groups) * tile + token
                         if token < tile and target < num_tokens:
                             for c in T.vectorized(num_streams):
-                                pre_local[c] = pre_shared[slot, token, c]
+                                pre_local[c] = pre_shared[small(slot), token, c]
                             load_streams(tile_shared, slot, token, vector, streams_local)
                             apply_to_vector(streams_local, 0, pre_local, y_local)
                             store_vector(y_local, 0, layer_input, target, 0, rank * vectors + vector)
-                    T.mbarrier_arrive(used[slot])
+                    T.mbarrier_arrive(used[small(slot)])
                     parity = T.if_then_else(slot == stages - 1, 1 - parity, parity)
                     slot = T.if_then_else(slot == stages - 1, 0, slot + 1)
 
