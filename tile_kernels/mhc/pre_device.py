@@ -490,6 +490,7 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
                     T.mbarrier_wait_parity(fn_loaded[s], 0)
                     T.sync_warp()
                     read_copied_fn(fn_shared, slices, first_fn_row(s), pieces, share, lane, value_local)
+                    T.fence_proxy_async()  # or a copy may come before what was read: only arrivals keep their order
                     T.mbarrier_arrive(fn_used[s])
                     if not slices.wide:
                         keep_fn(slices, s, lane, value_local, fn_local)
