@@ -289,7 +289,7 @@ SMOKE = (
     grid(lead=[(0,), (2, 3)], hidden=[64], num_streams=[4])
     + grid(lead=[(18,)], hidden=[320], num_streams=[2])  # tails
     + grid(lead=[(3,)], hidden=[64], num_streams=[8])
-    + grid(lead=[(9,)], hidden=[320, 704], num_streams=[4])  # wide slices; post_pre takes two passes
+    + grid(lead=[(9,)], hidden=[320, 576, 704], num_streams=[4])  # above 256 channels to a block in two passes
 )
 FULL = (
     grid(lead=[(4001,), (3, 1001)], hidden=[1280, 2560, 7168], num_streams=[4])

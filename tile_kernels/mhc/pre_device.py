@@ -490,12 +490,12 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
                     T.mbarrier_wait_parity(fn_loaded[s], 0)
                     T.sync_warp()
                     read_copied_fn(fn_shared, slices, first_fn_row(s), pieces, share, lane, value_local)
-                    T.fence_proxy_async()  # or a copy may come before what was read: only arrivals keep their order
-                    T.mbarrier_arrive(fn_used[s])
                     if not slices.wide:
                         keep_fn(slices, s, lane, value_local, fn_local)
                     elif team < teams:
                         keep_wide_fn(slices, s, share, lane, value_local, fn_local, low_shared)
+                    T.fence_proxy_async()  # or a copy may come before what was read: an arrival does not wait for it
+                    T.mbarrier_arrive(fn_used[s])
                 clear_spare(slices, sum_shared, tx, multipliers)
                 T.sync_threads(8, multipliers)
                 T.cluster_wait()
