@@ -134,15 +134,6 @@ def choose_pre(hidden: int, num_streams: int, num_mixes: int, kind: str, num_tok
     return dict(tile=tile, stages=min(MAX_STAGES, room // (tile * token_bytes)))
 
 
-def room_for_fn(num_streams: int, fn_rows: int, tile_rows: int, stages: int) -> tuple[int, int]:
-    """How many streams of fn have room at once, and how many tiles beside them: one, or two if fn is there at once."""
-    room = {n: stages - -(-n * fn_rows // tile_rows) for n in (1, 2, num_streams)}
-    at_once = next((n for n, least in ((num_streams, 2), (2, 1)) if room[n] >= least), 1)
-    if room[at_once] < 0:
-        raise ValueError(f'{stages} tiles have no room for a stream of fn; take more or larger ones')
-    return at_once, room[at_once]
-
-
 # Kernels ------------------------------------------------------------------------------------
 
 
@@ -280,9 +271,10 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
     senders = helpers if slices.wide else multipliers
     pieces = -(-channels // MAX_PIECE)  # of a slice, that are copied one by one
     piece = channels // pieces
-    # Fn comes through the room of the last tiles, some streams at a time; the first tiles are copied meanwhile.
+    # Copies bring fn sooner than loads, if the last tiles have room for it; the first tiles are copied meanwhile.
     fn_rows, tile_rows = pieces * columns, pieces * tile * num_streams // 2  # an element of fn takes two of a tile
-    fn_at_once, early = room_for_fn(num_streams, fn_rows, tile_rows, stages)
+    early = stages - -(-num_streams * fn_rows // tile_rows)
+    by_copies = early > 0 and not slices.wide
     rounds = -(-tile * vectors // appliers)
     some = T.unroll if rounds <= (3 if slices.wide else 4) else T.serial  # as registers allow
     fn_dtype = T.uint32 if slices.wide else T.bfloat16
@@ -297,30 +289,19 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
             else:
                 T.dec_max_nreg(registers[1])
 
-    def first_fn_row(stream):
-        """Where a stream of fn goes."""
-        return early * tile_rows + stream % fn_at_once * fn_rows
-
     @macro
-    def copy_fn(fn, fn_shared, fn_loaded, rank, stream):
-        """Copy the slice of a stream of fn."""
-        for p in T.unroll(pieces):
-            channel = stream * hidden + rank * channels + p * piece
-            row = first_fn_row(stream) + p * columns
-            T.tma_copy(
-                fn[0:num_mixes, channel : channel + piece],
-                fn_shared[row : row + num_mixes, 0:piece],
-                barrier=fn_loaded[stream],
-            )
-        T.mbarrier_arrive(fn_loaded[stream])
-
-    @macro
-    def copy_rest_of_fn(fn, fn_shared, fn_loaded, fn_used, rank):
-        """Copy the streams of fn there was no room for, and wait until all have left it."""
+    def copy_fn(fn, fn_shared, fn_loaded, rank):
+        """Copy the slice of fn, stream by stream, behind the room of the first tiles."""
         for s in T.unroll(num_streams):
-            T.mbarrier_wait_parity(fn_used[s], 0)
-            if s + fn_at_once < num_streams:
-                copy_fn(fn, fn_shared, fn_loaded, rank, s + fn_at_once)
+            for p in T.unroll(pieces):
+                channel = s * hidden + rank * channels + p * piece
+                row = early * tile_rows + s * fn_rows + p * columns
+                T.tma_copy(
+                    fn[0:num_mixes, channel : channel + piece],
+                    fn_shared[row : row + num_mixes, 0:piece],
+                    barrier=fn_loaded[s],
+                )
+            T.mbarrier_arrive(fn_loaded[s])
 
     @macro
     def copy_mixes(post_mix, comb_mix, first, mix_shared, slot, lane):
@@ -487,15 +468,20 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
                 if slices.wide:  # one may be idle; without a division
                     share, team = T.min(tx // WARP, slices.shares - 1), T.cast(tx // WARP >= slices.shares, T.int32)
                 for s in T.unroll(num_streams):
-                    T.mbarrier_wait_parity(fn_loaded[s], 0)
-                    T.sync_warp()
-                    read_copied_fn(fn_shared, slices, first_fn_row(s), pieces, share, lane, value_local)
+                    if by_copies:
+                        T.mbarrier_wait_parity(fn_loaded[s], 0)
+                        T.sync_warp()
+                        first_row = early * tile_rows + s * fn_rows
+                        read_copied_fn(fn_shared, slices, first_row, pieces, share, lane, value_local)
+                    else:
+                        read_fn(fn, slices, 0, s * hidden + rank * channels, share, lane, value_local)
                     if not slices.wide:
                         keep_fn(slices, s, lane, value_local, fn_local)
                     elif team < teams:
                         keep_wide_fn(slices, s, share, lane, value_local, fn_local, low_shared)
-                    T.fence_proxy_async()  # or a copy may come before what was read: an arrival does not wait for it
-                    T.mbarrier_arrive(fn_used[s])
+                    if by_copies:
+                        T.fence_proxy_async()  # or a copy may come before what was read: an arrival waits for no read
+                        T.mbarrier_arrive(fn_used[s])
                 clear_spare(slices, sum_shared, tx, multipliers)
                 T.sync_threads(8, multipliers)
                 T.cluster_wait()
@@ -596,11 +582,12 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
             elif tx < send_or_post:
                 take_registers(copy)
                 inputs, places = (residual, x, post_mix, comb_mix), (tile_shared, x_shared, mix_shared)
-                for s in T.unroll(fn_at_once):
-                    copy_fn(fn, fn_shared, fn_loaded, rank, s)
+                if by_copies:
+                    copy_fn(fn, fn_shared, fn_loaded, rank)
                 for i in T.unroll(stages):
-                    if i == early:
-                        copy_rest_of_fn(fn, fn_shared, fn_loaded, fn_used, rank)
+                    if by_copies and i == early:
+                        for s in T.unroll(num_streams):
+                            T.mbarrier_wait_parity(fn_used[s], 0)
                     if i < mine:
                         announce(part_sent, pre_sent, i, i, rank)
                         copy_tile(*inputs, group + i * groups, rank, *places, loaded, i)
