@@ -6,7 +6,7 @@ in two parts (`norm_fn_device`: high and low), and never leaves the registers. A
 both operands and names them in its own order: a sum over channels may take them in any, if both operands agree. So
 tokens come from shared memory as they lie there, 16 bytes at a time.
 
-Wide slices, of more than 256 channels, leave no registers for the low part. It has three bits, and they are coded: as a
+Wide slices, of more than 320 channels, leave no registers for the low part. It has three bits, and they are coded: as a
 number with the exponent of the high part, times 1/128, whose sign and mantissa fit into a byte. A number of 11
 significant bits is such a sum if the high part may lie on either side of it (`high_and_rest`). Four bytes are a word of
 shared memory, and one instruction makes the operand of a product from it and the high part.

@@ -6,7 +6,7 @@ token need not be read again. The warps of a block have roles:
 
     multiply   wait for a tile, multiply, and send the sums of the slice to the blocks that own the tokens
     own        for the tokens the block owns, sum the slices, find pre and send it to all blocks
-    copy       tiles to shared memory, and before the last of the first ones fn, through their room
+    copy       tiles to shared memory; fn as well if there is room, where the last of the first tiles will be
     send       the sums of wide slices: the many warps that multiply would wait for each other
     post       put y in place of the residual and write it, if y is asked for
     apply      layer_input from the tile, which then makes room for another
@@ -98,7 +98,7 @@ static __device__ __forceinline__ void send_four(
 def goes_in_one_pass(residual: Tensor, fn: Tensor, layer: tuple[Tensor, Tensor] | None = None) -> bool:
     """Whether `pre_streams_kernel` serves them: a slice of fn fits into a block, and the GPU has large clusters.
 
-    `layer` is x and its residual, which must start at a multiple of 16 bytes; of wide slices two passes are faster.
+    `layer` is x and its residual, which must start at a multiple of 16 bytes; above 256 channels to a block there are two passes.
     Without a GPU the answer is that for Hopper, or for what the launch is `meant_for`.
     """
     slices = Slices(residual.shape[-1], residual.shape[-2], fn.shape[0])
