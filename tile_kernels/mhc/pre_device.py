@@ -98,8 +98,8 @@ static __device__ __forceinline__ void send_four(
 def goes_in_one_pass(residual: Tensor, fn: Tensor, layer: tuple[Tensor, Tensor] | None = None) -> bool:
     """Whether `pre_streams_kernel` serves them: a slice of fn fits into a block, and the GPU has large clusters.
 
-    `layer` is x and its residual, which must start at a multiple of 16 bytes; above 256 channels to a block there are two passes.
-    Without a GPU the answer is that for Hopper, or for what the launch is `meant_for`.
+    `layer` is x and its residual, which must start at a multiple of 16 bytes; it takes two passes where a block would
+    get more than 256 channels. Without a GPU the answer is that for Hopper, or for what the launch is `meant_for`.
     """
     slices = Slices(residual.shape[-1], residual.shape[-2], fn.shape[0])
     if not slices.fits:
