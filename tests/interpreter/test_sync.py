@@ -4,7 +4,7 @@ import pytest
 import tilelang.language as T
 import torch
 
-from tile_kernels.interpreter import BarrierDivergence, DataRace, Deadlock, UninitializedRead, interpret
+from tile_kernels.interpreter import BarrierDivergence, DataRace, Deadlock, OutOfBounds, UninitializedRead, interpret
 
 MANUAL = {'tl.disable_thread_storage_sync': True}
 
@@ -402,3 +402,56 @@ def test_blocks_of_a_cluster_send_to_each_other(sent):
     else:
         interpret(ring, y, checks='all')
         assert torch.equal(y[:, ::4], torch.tensor([[10.0, 11], [0, 1], [30, 31], [20, 21]]))
+
+
+@pytest.mark.parametrize(
+    ('more', 'fewer', 'asking', 'match'),
+    [
+        (160, 96, 256, None),
+        (168, 96, 256, r'its warps ask for 66560 registers, and the block began with 65536'),
+        (160, 96, 224, r'all warps of threads 128 to 255 must ask for the same: 96 registers and none at all'),
+    ],
+)
+def test_registers_that_never_come_are_found(more, fewer, asking, match):
+    """One warpgroup wants what another gives up, two keep what they began with."""
+
+    @T.prim_func
+    def roles(y: T.Tensor((3, 512), 'int32')):
+        with T.Kernel(3, threads=512) as pid:
+            thread = T.get_thread_binding()
+            if thread < 128:
+                T.inc_max_nreg(more)
+            elif thread < asking:
+                T.dec_max_nreg(fewer)
+            y[pid, thread] = thread
+
+    y = torch.zeros(3, 512, dtype=torch.int32)
+    if match:
+        with pytest.raises(Deadlock, match=match):
+            interpret(roles, y)
+    else:
+        interpret(roles, y)
+        assert torch.equal(y, torch.arange(512, dtype=torch.int32).expand(3, 512))
+
+
+@pytest.mark.parametrize('barriers', [16, 8])
+def test_lanes_that_do_not_arrive_have_no_barrier(barriers):
+    """Each of 16 lanes arrives at a barrier of its own; the others name ones that do not exist."""
+
+    @T.prim_func
+    def own(y: T.Tensor((2, 32), 'int32')):
+        with T.Kernel(2, threads=32) as pid:
+            arrived = T.alloc_barrier([1] * barriers)
+            lane = T.get_thread_binding()
+            if lane < 16:
+                T.mbarrier_arrive(arrived[lane])
+            T.mbarrier_wait_parity(arrived[lane % 8], 0)
+            y[pid, lane] = lane
+
+    y = torch.zeros(2, 32, dtype=torch.int32)
+    if barriers == 8:
+        with pytest.raises(OutOfBounds, match=r'there is no mbarrier arrived\[8\], the last is arrived\[7\]'):
+            interpret(own, y)
+    else:
+        interpret(own, y)
+        assert torch.equal(y, torch.arange(32, dtype=torch.int32).expand(2, 32))

@@ -76,7 +76,6 @@ def assertion(compiler: Compiler, condition: Any, what: str) -> Closure:
 
 
 @op(
-    'tl.set_max_nreg',
     'tl.no_set_max_nreg',
     'tl.annotate_producer_reg_dealloc',
     'tl.annotate_consumer_reg_alloc',
@@ -91,7 +90,7 @@ def assertion(compiler: Compiler, condition: Any, what: str) -> Closure:
     'tl.tma_store_arrive',
 )
 def _hint(compiler: Compiler, call: Any) -> Closure:
-    """Register budgets, launch overlap and fences: no effect on results here."""
+    """Hints about registers, launch overlap and fences: no effect on results here."""
     return lambda frame: None
 
 

@@ -39,6 +39,7 @@ class Frame:
         'looping',
         'mask',
         'memory',
+        'registers',
         'shared',
         'threads',
     )
@@ -58,6 +59,7 @@ class Frame:
         self.async_groups: Any = None
         self.barriers: Any = None
         self.clock: Any = None
+        self.registers: Any = None
 
     def refresh(self, mask: Mask) -> Mask:
         """The part of `mask` that neither returned nor left its loop."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from .barriers import threads_per_block
 from .compiler import Closure, Compiler, op
+from .errors import OutOfBounds
 from .frame import Frame
 from .lanes import lane_of
 from .roles import Waiting, wait_until
@@ -85,10 +86,26 @@ class BarrierOperand:
         self.slot, self.name = view.slot, view.name
         self.index = compiler.expr(index)
         self.storage = compiler.storages[node.buffer.data]
+        self.site = compiler.site
+
+    def number(self, frame: Frame) -> Any:
+        """The index of the barrier for each active lane, 0 for the others."""
+        index, size = self.index(frame), frame.memory[self.slot].counts.shape[1]
+        if np.ndim(index) and np.shape(index)[1] > 1 and frame.mask is not None:
+            index = np.where(frame.mask, index, 0)
+        outside = np.broadcast_to((np.asarray(index) < 0) | (np.asarray(index) >= size), (frame.blocks, frame.threads))
+        if frame.mask is not None:
+            outside = outside & frame.mask
+        if outside.any():
+            block, lane = lane_of(outside)
+            found = int(np.broadcast_to(index, outside.shape)[block, lane])
+            text = f'there is no mbarrier {self.name}[{found}], the last is {self.name}[{size - 1}]'
+            raise frame.error(OutOfBounds, text, self.site, (block, lane), buffer=self.name, index=(found,))
+        return index
 
     def arrive(self, frame: Frame, bytes_: int = 0) -> None:
         """One arrival per active thread."""
-        index = self.index(frame)
+        index = self.number(frame)
         if frame.clock is not None:
             frame.clock.release(self.slot, index, frame.mask)
         barriers: Barriers = frame.memory[self.slot]
@@ -146,7 +163,7 @@ def _wait(compiler: Compiler, call: Any) -> Closure:
     site = compiler.site
 
     def run(frame: Frame) -> Generator[Waiting, None, None]:
-        index, phase = operand.index(frame), parity(frame)
+        index, phase = operand.number(frame), parity(frame)
         barriers: Barriers = frame.memory[operand.slot]
         blocks, numbers = _pairs(frame, index)
         wanted = np.broadcast_to(np.asarray(phase) & 1, np.broadcast_shapes(np.shape(phase), blocks.shape))

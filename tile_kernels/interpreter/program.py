@@ -14,6 +14,7 @@ from . import (  # noqa: F401  (importing them registers the meaning of every co
     control_ops,
     expressions,
     math_ops,
+    registers,
     tile_ops,
     warp_ops,
 )
@@ -341,6 +342,8 @@ def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
     def run_grid(host: Frame, grid: list[int], batch: int) -> None:
         for frame in batches(host, grid, batch):
             run_blocks(body, [frame])
+            if frame.registers is not None:
+                frame.registers.check(frame)
 
     def run(host: Frame) -> None:
         grid = [int(extents[tag](host)) for tag in tags]
