@@ -128,10 +128,15 @@ def choose_pre(hidden: int, num_streams: int, num_mixes: int, kind: str, num_tok
     slices, posted = Slices(hidden, num_streams, num_mixes), kind == 'post_pre'
     token_bytes = 2 * (num_streams + posted) * slices.channels + posted * 4 * num_streams * (1 + num_streams)
     token_bytes += 4 * slices.sums * max(1, slices.count // TOKENS) + 16  # what is sent
-    teams = slices.teams_of(WARPS if posted else slices.warps)
+    teams = slices.teams_of(warps_that_multiply(slices, kind))
     tile = tile_for(slices, teams, token_bytes, (24 if posted else 40) << 10, num_tokens)
     room = SHARED_BYTES - tile * 2 * 4 * slices.shares * slices.sums - slices.low_bytes
     return dict(tile=tile, stages=min(MAX_STAGES, room // (tile * token_bytes)))
+
+
+def warps_that_multiply(slices: Slices, kind: str) -> int:
+    """Of a block of `pre_streams_kernel`: others find y, where it is asked for."""
+    return WARPS if kind == 'post_pre' else slices.warps
 
 
 # Kernels ------------------------------------------------------------------------------------
@@ -254,7 +259,7 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
     tile_vectors = tile * num_streams * vectors
     owned, turns = max(1, tile // count), max(1, count // tile)  # tokens of an owner in a tile, every so many tiles
     at_once = min(owned, OWNED_AT_ONCE)
-    warps = WARPS if posted else slices.warps  # others find y
+    warps = warps_that_multiply(slices, kind)
     teams = slices.teams_of(warps)
     parts, rest = divmod(tile, TOKENS * teams)
     if rest:
