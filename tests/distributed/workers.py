@@ -37,6 +37,7 @@ def _enter(rank, fn, world_size, store, results, args):
     finally:
         if results.get('aborted') is None:
             dist.destroy_process_group()
+    os._exit(0)  # a thread of gloo that still holds a tensor may abort the process while Python ends
 
 
 NUM_EXPERTS, TOPK, HIDDEN, WIDTH = 12, 3, 128, 128
