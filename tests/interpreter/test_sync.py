@@ -455,3 +455,18 @@ def test_lanes_that_do_not_arrive_have_no_barrier(barriers):
     else:
         interpret(own, y)
         assert torch.equal(y, torch.arange(32, dtype=torch.int32).expand(2, 32))
+
+
+def test_registers_are_counted_where_blocks_run_by_turns():
+    @T.prim_func
+    def turns(flag: T.Tensor((2,), 'int32')):
+        with T.Kernel(2, threads=512) as pid:
+            T.inc_max_nreg(136)
+            if T.get_thread_binding() == 0:
+                if pid == 0:
+                    while T.atomic_load(flag[1]) == 0:
+                        pass
+                T.atomic_store(flag[pid], 1)
+
+    with pytest.raises(Deadlock, match='its warps ask for 69632 registers'):
+        interpret(turns, torch.zeros(2, dtype=torch.int32))

@@ -26,7 +26,7 @@ from .mbarriers import new_barriers
 from .memory import ByteMemory, LocalMemory, Place, bytes_of, workspace
 from .race_checks import Clock, GlobalMarks, SharedMarks
 from .roles import run_blocks
-from .statements import waits
+from .statements import Run, waits
 
 BATCH_BYTES = 48 << 20  # on-chip memory and temporaries of the blocks that run together
 
@@ -341,16 +341,14 @@ def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
 
     def run_grid(host: Frame, grid: list[int], batch: int) -> None:
         for frame in batches(host, grid, batch):
-            run_blocks(body, [frame])
-            if frame.registers is not None:
-                frame.registers.check(frame)
+            run_all(body, [frame])
 
     def run(host: Frame) -> None:
         grid = [int(extents[tag](host)) for tag in tags]
         total = int(np.prod(grid))
         host.shared.grid_sync()
         if compiler.spins:
-            run_blocks(body, list(batches(host, grid, 1)))
+            run_all(body, list(batches(host, grid, 1)))
             return
         if whole_grid or not waits(body):
             run_grid(host, grid, total if whole_grid else max(1, min(total, BATCH_BYTES // bytes_per_block)))
@@ -369,6 +367,14 @@ def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
             run_grid(host, grid, 1)
 
     return run
+
+
+def run_all(body: Run, frames: list[Frame]) -> None:
+    """Run batches of blocks to the end, and look whether all would have got the registers they asked for."""
+    run_blocks(body, frames)
+    for frame in frames:
+        if frame.registers is not None:
+            frame.registers.check(frame)
 
 
 def _thread_dims(node: Any) -> tuple[int, int, int]:
