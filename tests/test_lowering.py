@@ -1,5 +1,7 @@
 """Every kernel lowers to CUDA for every architecture it claims; a sample of each is compiled and must not spill."""
 
+import re
+
 import pytest
 import torch
 
@@ -15,12 +17,13 @@ for family in tile_kernels.FAMILIES:
     getattr(tile_kernels, family)
 
 
-def bench_variants() -> dict[tuple, object]:
-    """Distinct (kernel, static arguments, config) of the bench cases, found by dry runs on fake tensors.
+def bench_variants() -> tuple[dict[tuple, object], dict[tuple, object]]:
+    """Distinct (kernel, static arguments, config) of the bench cases, and which of them an op launches first.
 
-    Those of Hopper, and the projection of GPUs without clusters, which no bench case there takes.
+    Found by dry runs on fake tensors. Those of Hopper, and the projection of GPUs without clusters, which no bench case
+    there takes.
     """
-    found = {}
+    found, first = {}, {}
     for op, arch in [*((op, 'sm_90a') for op in ops.values()), (ops['mhc.norm_fn'], 'sm_80')]:
         if op.case_set is None:
             continue
@@ -30,7 +33,9 @@ def bench_variants() -> dict[tuple, object]:
             for launch in launches:
                 key = (launch.kernel.name, launch.static, tuple(launch.config.items()))
                 found.setdefault(key, launch)
-    return found
+                if launch is launches[0]:
+                    first.setdefault(key, launch)
+    return found, first
 
 
 def name(launch) -> str:
@@ -58,7 +63,19 @@ def unfenced_products(source: str) -> list[str]:
     return found
 
 
-BENCH = bench_variants()
+def touched_early(source: str) -> list[str]:
+    """What a kernel touches or starts before it waits for the one before, if it may be launched before that ends."""
+    first = source.split('__launch_bounds__')[1]  # others of the same launch follow it
+    before, wait, _ = first.partition('cudaGridDependencySynchronize();')
+    if not wait:
+        return []
+    signature, body = re.split(r'\) \{\n', before, maxsplit=1)
+    pointers = re.findall(r'\* (?:__restrict__ )?(\w+)', signature)
+    starts = ['tma_load', 'cudaTriggerProgrammaticLaunchCompletion']
+    return [name for name in pointers + starts if re.search(rf'\b{name}\b', body)]
+
+
+BENCH, FIRST = bench_variants()
 
 
 def test_every_kernel_has_a_bench_case():
@@ -92,6 +109,22 @@ def test_compiles_for_hopper_without_spills(launch):
     used = compiler.resources(source, 'sm_90a')
     assert used['spill_stores'] == used['spill_loads'] == 0, used
     assert 0 < used['registers'] <= 255
+
+
+@pytest.mark.parametrize('launch', one_per_kernel(FIRST), ids=name)
+def test_an_op_begins_when_all_before_it_has_ended(launch):
+    """Inputs of later launches of an op are then as they should be, too: they may be read before the wait."""
+    assert touched_early(launch.kernel.source(launch.static, arch='sm_90a', **launch.config)) == []
+
+
+def test_what_begins_too_early_is_found():
+    start = 'extern "C" __global__ void __launch_bounds__(32, 1) f(const float* x, float* y, int n) {\n  float a[4];\n'
+    wait, trigger = '  cudaGridDependencySynchronize();\n', '  cudaTriggerProgrammaticLaunchCompletion();\n'
+    read = '  a[0] = *(float*)(x + n);\n'
+    assert touched_early(start + wait + trigger + read) == []
+    assert touched_early(start + read) == []
+    assert touched_early(start + read + wait + trigger) == ['x']
+    assert touched_early(start + trigger + wait + read) == ['cudaTriggerProgrammaticLaunchCompletion']
 
 
 def test_a_product_without_its_fence_is_found():

@@ -44,6 +44,16 @@ def macro(fn: Callable) -> Callable:
     return expand
 
 
+@macro
+def begin_early():
+    """First of all in a short kernel: it may be launched while the kernel before it still runs, and waits here.
+
+    Only then may the next one be launched, so all that ran before the last two has ended when a kernel begins.
+    """
+    T.pdl_sync()
+    T.pdl_trigger()
+
+
 def resident_blocks(resident_threads: int, num_threads: int) -> int:
     """Thread blocks of an SM that leave each thread the registers `resident_threads` threads would have."""
     return max(1, resident_threads // num_threads)

@@ -23,8 +23,8 @@ HIDDEN_MULTIPLE = 64
 #: splits plain ones of converted values.
 ROW_PASS_CONFIGS = {'TL_DISABLE_SAFE_MEMORY_ACCESS': True, 'TL_ENABLE_LOWER_LDGSTG': True}
 
-#: Threads that may own a token: whole warps, up to 256 threads.
-ROW_THREADS = tuple(range(WARP, 257, WARP))
+#: Threads that may own a token, or a part of it: whole warps.
+ROW_THREADS = tuple(range(WARP, 513, WARP))
 
 
 def lead_of(x: Tensor, name: str, spec: str, dtype: torch.dtype, lead: tuple | None = None, **known: int) -> tuple:
@@ -67,9 +67,18 @@ def mix_width(num_streams: int, *mixes: Tensor) -> int:
     return math.gcd(num_streams, vector_width(*mixes))
 
 
-def row_threads_for(num_vectors: int, vectors: int) -> int:
+def row_threads_for(num_vectors: int, vectors: float, most: int = 256) -> int:
     """Threads of a token: those with the fewest idle, of these the ones that leave about `vectors` to each."""
-    return min(ROW_THREADS, key=lambda n: (-(-num_vectors // n) * n, abs(num_vectors / n - vectors)))
+    possible = (n for n in ROW_THREADS if n <= most)
+    return min(possible, key=lambda n: (-(-num_vectors // n) * n, abs(num_vectors / n - vectors)))
+
+
+def part_threads_for(num_vectors: int) -> int:
+    """Threads of a block that has a vector for each, of a part of a token: of those with the fewest idle the most.
+
+    Blocks that run at a time then read and write large pieces, close to each other.
+    """
+    return row_threads_for(num_vectors, 1)
 
 
 def rows_for(row_threads: int, num_threads: int = 256) -> int:

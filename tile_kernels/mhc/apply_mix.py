@@ -50,8 +50,8 @@ def choose(hidden: int, num_streams: int, width: int, coef_width: int, num_token
 
 
 def choose_bwd(hidden: int, num_streams: int, width: int, coef_width: int, adds_to: str, num_tokens: int) -> dict:
-    """Two vectors for each thread, one after another; the sums over a row are finished once for both."""
-    row_threads = row_threads_for(hidden // width, 2)
+    """A vector for each thread where a token has enough threads for it."""
+    row_threads = row_threads_for(hidden // width, 1, most=512)
     return dict(row_threads=row_threads, rows=rows_for(row_threads, 128))
 
 

@@ -19,6 +19,7 @@ from tile_kernels.mhc._rows import (
     ROW_PASS_CONFIGS,
     ROW_THREADS,
     STREAMS,
+    WARP,
     check_streams,
     flat,
     lead_of,
@@ -36,9 +37,8 @@ BF16 = torch.bfloat16
 
 
 def choose(hidden: int, num_streams: int, width: int, num_tokens: int) -> dict:
-    """Four vectors for each thread, all of them in flight before the first is written."""
-    row_threads = row_threads_for(hidden // width, 4)
-    return dict(row_threads=row_threads, rows=rows_for(row_threads, 128), vectors=4)
+    """Single warps: no more than 1024 threads of an SM run, and what all of them write lies close together."""
+    return dict(num_threads=WARP)
 
 
 def choose_bwd(hidden: int, num_streams: int, width: int, num_tokens: int) -> dict:
@@ -50,35 +50,25 @@ def choose_bwd(hidden: int, num_streams: int, width: int, num_tokens: int) -> di
 # Kernels ------------------------------------------------------------------------------------
 
 
-@kernel(
-    choose=choose,
-    space=dict(row_threads=ROW_THREADS, rows=(1, 2, 4, 8), vectors=(1, 2, 4)),
-    pass_configs=ROW_PASS_CONFIGS,
-)
-def expand_kernel(hidden: int, num_streams: int, width: int, *, row_threads: int, rows: int, vectors: int):
-    """`vectors` vectors of a thread are read before the first is written."""
+@kernel(choose=choose, space=dict(num_threads=(32, 64, 128, 256)), pass_configs=ROW_PASS_CONFIGS)
+def expand_kernel(hidden: int, num_streams: int, width: int, *, num_threads: int):
+    """A vector for each thread, `parts` blocks for each token."""
     num_vectors = hidden // width
+    parts = -(-num_vectors // num_threads)
     num_tokens = T.dynamic('num_tokens')
 
     @T.prim_func
     def expand(
         x: T.Tensor((num_tokens, hidden), T.bfloat16), y: T.Tensor((num_tokens, num_streams, hidden), T.bfloat16)
     ):
-        with T.Kernel(T.ceildiv(num_tokens, rows), threads=rows * row_threads) as pid:
-            x_local = T.alloc_local((vectors, width), T.bfloat16)
-            tx = T.get_thread_binding()
-            token = pid * rows + tx // row_threads
+        with T.Kernel(num_tokens * parts, threads=num_threads) as pid:
+            x_local = T.alloc_local((1, width), T.bfloat16)
+            token, index = pid // parts, pid % parts * num_threads + T.get_thread_binding()
 
-            if token < num_tokens:
-                for part in T.serial(T.ceildiv(num_vectors, vectors * row_threads)):
-                    first = part * vectors * row_threads + tx % row_threads
-                    for v in T.unroll(vectors):
-                        if first + v * row_threads < num_vectors:
-                            load_vector(x, token, 0, first + v * row_threads, x_local, v)
-                    for c in T.unroll(num_streams):
-                        for v in T.unroll(vectors):
-                            if first + v * row_threads < num_vectors:
-                                store_vector(x_local, v, y, token, c, first + v * row_threads)
+            if index < num_vectors:
+                load_vector(x, token, 0, index, x_local, 0)
+                for c in T.unroll(num_streams):
+                    store_vector(x_local, 0, y, token, c, index)
 
     return expand
 

@@ -34,6 +34,7 @@ from tile_kernels.mhc._rows import (
     load_streams,
     load_vector,
     mix_width,
+    part_threads_for,
     post_to_vector,
     row_threads_for,
     rows_for,
@@ -49,30 +50,25 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 
 def choose(hidden: int, num_streams: int, width: int, coef_width: int, num_tokens: int) -> dict:
-    """Two vectors for each thread, one after another: num_streams + 1 loads of one are in flight."""
-    row_threads = row_threads_for(hidden // width, 2)
-    return dict(row_threads=row_threads, rows=rows_for(row_threads, 128), vectors=1)
+    """See `part_threads_for`."""
+    return dict(num_threads=part_threads_for(hidden // width))
 
 
 def choose_bwd(hidden: int, num_streams: int, width: int, coef_width: int, num_tokens: int) -> dict:
-    """More vectors for each thread: the sums over a row are finished once for all of them."""
-    row_threads = row_threads_for(hidden // width, 4)
+    """Up to four vectors for each of 128 threads or more: the sums over a row are finished once for all of them."""
+    num_vectors = hidden // width
+    row_threads = row_threads_for(num_vectors, min(4, num_vectors / 128))
     return dict(row_threads=row_threads, rows=rows_for(row_threads, 128))
 
 
 # Kernels ------------------------------------------------------------------------------------
 
 
-@kernel(
-    choose=choose,
-    space=dict(row_threads=ROW_THREADS, rows=(1, 2, 4, 8), vectors=(1, 2)),
-    pass_configs=ROW_PASS_CONFIGS,
-)
-def post_kernel(
-    hidden: int, num_streams: int, width: int, coef_width: int, *, row_threads: int, rows: int, vectors: int
-):
-    """Rows of `hidden` elements, `width` of them in an access; `vectors` of a thread are read before one is written."""
+@kernel(choose=choose, space=dict(num_threads=ROW_THREADS), pass_configs=ROW_PASS_CONFIGS)
+def post_kernel(hidden: int, num_streams: int, width: int, coef_width: int, *, num_threads: int):
+    """A vector of every stream for each thread, `parts` blocks for each token."""
     num_vectors = hidden // width
+    parts = -(-num_vectors // num_threads)
     num_tokens = T.dynamic('num_tokens')
 
     @T.prim_func
@@ -83,28 +79,21 @@ def post_kernel(
         comb_mix: T.Tensor((num_tokens, num_streams, num_streams), T.float32),
         y: T.Tensor((num_tokens, num_streams, hidden), T.bfloat16),
     ):
-        with T.Kernel(T.ceildiv(num_tokens, rows), threads=rows * row_threads) as pid:
-            x_local = T.alloc_local((vectors, width), T.bfloat16)
-            residual_local = T.alloc_local((vectors * num_streams, width), T.bfloat16)
+        with T.Kernel(num_tokens * parts, threads=num_threads) as pid:
+            x_local = T.alloc_local((1, width), T.bfloat16)
+            residual_local = T.alloc_local((num_streams, width), T.bfloat16)
             y_local = T.alloc_local((num_streams, width), T.bfloat16)
             post_local = T.alloc_local((num_streams,), T.float32)
             comb_local = T.alloc_local((num_streams * num_streams,), T.float32)
-            tx = T.get_thread_binding()
-            token = pid * rows + tx // row_threads
+            token, index = pid // parts, pid % parts * num_threads + T.get_thread_binding()
 
-            if token < num_tokens:
+            if index < num_vectors:
+                load_vector(x, token, 0, index, x_local, 0)
+                load_streams(residual, token, index, residual_local, 0)
                 load_mix(post_mix, token, post_local, coef_width)
                 load_mix(comb_mix, token, comb_local, coef_width)
-                for part in T.serial(T.ceildiv(num_vectors, vectors * row_threads)):
-                    first = part * vectors * row_threads + tx % row_threads
-                    for v in T.unroll(vectors):
-                        if first + v * row_threads < num_vectors:
-                            load_vector(x, token, 0, first + v * row_threads, x_local, v)
-                            load_streams(residual, token, first + v * row_threads, residual_local, v * num_streams)
-                    for v in T.unroll(vectors):
-                        if first + v * row_threads < num_vectors:
-                            post_to_vector(x_local, v, residual_local, v * num_streams, post_local, comb_local, y_local)
-                            store_streams(y_local, y, token, first + v * row_threads)
+                post_to_vector(x_local, 0, residual_local, 0, post_local, comb_local, y_local)
+                store_streams(y_local, y, token, index)
 
     return post
 

@@ -33,8 +33,8 @@ from tile_kernels.mhc._rows import (
     lead_of,
     load_streams,
     load_vector,
+    part_threads_for,
     post_to_vector,
-    row_threads_for,
     store_streams,
     store_vector,
     vector_width,
@@ -58,14 +58,11 @@ LISTS = {name: f'{name}_mix_list' if name in ('pre', 'post', 'comb') else f'{nam
 
 
 def choose(hidden: int, num_streams: int, width: int, num_inputs: int, num_posts: int, num_tokens: int) -> dict:
-    """Small blocks of one vector for each thread: addresses of so many tensors would fill the registers of a second.
+    """One vector for each thread: addresses of so many tensors would fill the registers of a second.
 
     As many threads on an SM as have registers for what they hold between layers.
     """
-    return dict(
-        row_threads=row_threads_for(hidden // width, hidden // width // 64),
-        resident_threads=576 if num_streams <= 4 else 256,
-    )
+    return dict(row_threads=part_threads_for(hidden // width), resident_threads=576 if num_streams <= 4 else 256)
 
 
 # Kernel -------------------------------------------------------------------------------------

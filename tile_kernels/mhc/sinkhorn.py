@@ -28,7 +28,7 @@ from torch import Tensor
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T, macro
+from tile_kernels.core.lang import T, begin_early, macro
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import Mut, op
 from tile_kernels.mhc._rows import WARP, flat, lead_of, vector_width
@@ -227,6 +227,7 @@ def sinkhorn_kernel(num_rows: int, num_columns: int, width: int, *, lanes: int, 
             first = tx % lanes * held
             columns = T.max(T.min(held, num_columns - first), 0)
 
+            begin_early()
             load_matrix(x, matrix, first, columns, k_local, width)
             ratio = num_rows / num_columns
             scale_matrix(k_local, lanes, columns, ratio, repeat, eps)
@@ -302,6 +303,7 @@ def sinkhorn_bwd_kernel(num_rows: int, num_columns: int, width: int, repeat: int
             first = tx % lanes * held
             columns = T.max(T.min(held, num_columns - first), 0)
 
+            begin_early()
             T.clear(g_local)
             load_matrix(x, matrix, first, columns, k_local, width)
             load_matrix(dy, matrix, first, columns, g_local, width)

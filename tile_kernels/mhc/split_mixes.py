@@ -16,7 +16,7 @@ from torch import Tensor
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T, macro
+from tile_kernels.core.lang import T, begin_early, macro
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import Mut, op
 from tile_kernels.mhc._rows import STREAMS, WARP, flat, lead_of
@@ -72,6 +72,7 @@ def split_mixes_kernel(num_streams: int, head: bool, *, num_threads: int):
         post_mult: T.float32,
     ):
         with T.Kernel(T.ceildiv(num_tokens, num_threads // width), threads=num_threads) as pid:
+            begin_early()
             tx = T.get_thread_binding()
             token, j = pid * (num_threads // width) + tx // width, tx % width
             if tx // width < num_threads // width and token < num_tokens:
@@ -117,6 +118,7 @@ def split_mixes_bwd_kernel(num_streams: int, head: bool, *, num_threads: int):
             dscale_sum = T.alloc_var(T.float32, init=0.0)
             dbase_sum = T.alloc_var(T.float32, init=0.0)
 
+            begin_early()
             if row < rows:
                 scale_j = T.alloc_var(T.float32)
                 base_j = T.alloc_var(T.float32)
@@ -180,6 +182,7 @@ def sum_parts_kernel(num_scales: int, width: int, *, num_threads: int):
         dbase: T.Tensor((width,), T.float32),
     ):
         with T.Kernel(num_scales + width, threads=num_threads) as column:
+            begin_early()
             tx = T.get_thread_binding()
             total = T.alloc_var(T.float32, init=0.0)
             for step in T.serial(T.ceildiv(num_parts, WARP)):
