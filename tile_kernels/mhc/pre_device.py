@@ -276,10 +276,12 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
     senders = helpers if slices.wide else multipliers
     pieces = -(-channels // MAX_PIECE)  # of a slice, that are copied one by one
     piece = channels // pieces
-    # Copies bring fn sooner than loads, if the last tiles have room for it; the first tiles are copied meanwhile.
+    # Copies bring fn sooner than loads, if the last tiles have room for it, in wide slices for two streams at a time;
+    # the first tiles are copied meanwhile.
     fn_rows, tile_rows = pieces * columns, pieces * tile * num_streams // 2  # an element of fn takes two of a tile
-    early = stages - -(-num_streams * fn_rows // tile_rows)
-    by_copies = early > 0 and not slices.wide
+    rooms = 2 if slices.wide else num_streams
+    early = stages - -(-rooms * fn_rows // tile_rows)
+    by_copies = early > 0
     rounds = -(-tile * vectors // appliers)
     some = T.unroll if rounds <= (3 if slices.wide else 4) else T.serial  # as registers allow
     fn_dtype = T.uint32 if slices.wide else T.bfloat16
@@ -295,18 +297,17 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
                 T.dec_max_nreg(registers[1])
 
     @macro
-    def copy_fn(fn, fn_shared, fn_loaded, rank):
-        """Copy the slice of fn, stream by stream, behind the room of the first tiles."""
-        for s in T.unroll(num_streams):
-            for p in T.unroll(pieces):
-                channel = s * hidden + rank * channels + p * piece
-                row = early * tile_rows + s * fn_rows + p * columns
-                T.tma_copy(
-                    fn[0:num_mixes, channel : channel + piece],
-                    fn_shared[row : row + num_mixes, 0:piece],
-                    barrier=fn_loaded[s],
-                )
-            T.mbarrier_arrive(fn_loaded[s])
+    def copy_fn(fn, fn_shared, fn_loaded, s, rank):
+        """Copy stream s of the slice of fn behind the room of the first tiles."""
+        for p in T.unroll(pieces):
+            channel = s * hidden + rank * channels + p * piece
+            row = early * tile_rows + s % rooms * fn_rows + p * columns
+            T.tma_copy(
+                fn[0:num_mixes, channel : channel + piece],
+                fn_shared[row : row + num_mixes, 0:piece],
+                barrier=fn_loaded[s],
+            )
+        T.mbarrier_arrive(fn_loaded[s])
 
     @macro
     def copy_mixes(post_mix, comb_mix, first, mix_shared, slot, lane):
@@ -337,11 +338,12 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
         first = index * tile
         for p in T.unroll(pieces):
             channel = rank * channels + p * piece
-            T.tma_copy(
-                residual[first : first + tile, 0:num_streams, channel : channel + piece],
-                tile_shared[small(slot), p, 0:tile, 0:num_streams, 0:piece],
-                barrier=loaded[slot],
-            )
+            for s in T.unroll(num_streams):
+                T.tma_copy(
+                    residual[first : first + tile, s, channel : channel + piece],
+                    tile_shared[small(slot), p, s, 0:tile, 0:piece],
+                    barrier=loaded[slot],
+                )
         if posted:
             T.tma_copy(
                 x[first : first + tile, rank * channels : (rank + 1) * channels],
@@ -382,7 +384,7 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
         part, first = vector // (piece // WIDTH), vector % (piece // WIDTH) * WIDTH
         for s in T.unroll(num_streams):
             for e in T.vectorized(WIDTH):
-                streams_local[s, e] = tile_shared[small(slot), part, token, s, first + e]
+                streams_local[s, e] = tile_shared[small(slot), part, s, token, first + e]
 
     @macro
     def post_of_vector(tile_shared, x_shared, mix_shared, slot, token, vector, y_local):
@@ -403,7 +405,7 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
         part, first = vector // (piece // WIDTH), vector % (piece // WIDTH) * WIDTH
         for s in T.unroll(num_streams):
             for e in T.vectorized(WIDTH):
-                tile_shared[small(slot), part, token, s, first + e] = y_local[s, e]
+                tile_shared[small(slot), part, s, token, first + e] = y_local[s, e]
 
     @T.prim_func
     def pre_streams(
@@ -431,7 +433,8 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
         groups = T.min(slices.groups, num_tiles)
         with T.Kernel(groups * count, threads=num_threads, cluster_dims=(count, 1, 1)) as pid:
             T.import_source(SEND_FOUR + WITH_EXPONENTS)
-            tile_shared = T.alloc_shared((stages, pieces, tile, num_streams, piece), T.bfloat16)
+            # Stream by stream: neighbours among the tokens, read at a time, then lie in different banks more often.
+            tile_shared = T.alloc_shared((stages, pieces, num_streams, tile, piece), T.bfloat16)
             fn_shared = T.view(tile_shared, (stages * tile_rows, piece), T.float32)
             vectors_shared = T.view(tile_shared, (stages * tile_vectors, WIDTH))
             views = (tile_shared, fn_shared, vectors_shared)
@@ -476,7 +479,7 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
                     if by_copies:
                         T.mbarrier_wait_parity(fn_loaded[s], 0)
                         T.sync_warp()
-                        first_row = early * tile_rows + s * fn_rows
+                        first_row = early * tile_rows + s % rooms * fn_rows
                         read_copied_fn(fn_shared, slices, first_row, pieces, share, lane, value_local)
                     else:
                         read_fn(fn, slices, 0, s * hidden + rank * channels, share, lane, value_local)
@@ -493,7 +496,7 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
                 token, channel = team * TOKENS + lane // 4, share * WARP_CHANNELS + lane % 4 * WIDTH
                 part = piece_of(channel, piece, pieces)
                 first_vector = T.alloc_var(T.int32)  # of a thread in a tile; or its parts would be kept
-                first_vector = ((part * tile + token) * num_streams * piece + channel - part * piece) // WIDTH
+                first_vector = ((part * num_streams * tile + token) * piece + channel - part * piece) // WIDTH
                 for i in T.serial(mine):
                     if posted:
                         T.mbarrier_wait_parity(in_place[slot], parity)
@@ -504,10 +507,10 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
                     T.sync_warp()  # nothing is read before
                     if team < teams:
                         for p in T.unroll(parts):
-                            row = p * teams * TOKENS * num_streams
                             T.clear(sum_local)
                             for s in T.unroll(num_streams):
-                                vector = first_vector + small(slot) * tile_vectors + (row + s) * (piece // WIDTH)
+                                row = s * tile + p * teams * TOKENS
+                                vector = first_vector + small(slot) * tile_vectors + row * (piece // WIDTH)
                                 for e in T.vectorized(WIDTH):
                                     x_local[e] = vectors_shared[vector, e]
                                 if slices.wide:
@@ -588,11 +591,14 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
                 take_registers(copy)
                 inputs, places = (residual, x, post_mix, comb_mix), (tile_shared, x_shared, mix_shared)
                 if by_copies:
-                    copy_fn(fn, fn_shared, fn_loaded, rank)
+                    for s in T.unroll(rooms):
+                        copy_fn(fn, fn_shared, fn_loaded, s, rank)
                 for i in T.unroll(stages):
                     if by_copies and i == early:
                         for s in T.unroll(num_streams):
                             T.mbarrier_wait_parity(fn_used[s], 0)
+                            if s + rooms < num_streams:
+                                copy_fn(fn, fn_shared, fn_loaded, s + rooms, rank)
                     if i < mine:
                         announce(part_sent, pre_sent, i, i, rank)
                         copy_tile(*inputs, group + i * groups, rank, *places, loaded, i)
