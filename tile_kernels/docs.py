@@ -132,7 +132,8 @@ def signature(op: Op) -> str:
 def _short(text: str) -> str:
     """A signature with types by their short names."""
     text = re.sub(r"(: |-> )'([^']*)'", r'\1\2', text)  # postponed annotations are strings
-    text = re.sub(r"(typing\.)?Annotated\[torch\.Tensor, 'mutated'\]", 'Mut', text)
+    for name, how in (('Mut', 'mutated'), ('Out', 'overwritten')):
+        text = re.sub(rf"(typing\.)?Annotated\[torch\.Tensor, '{how}'\]", name, text)
     return re.sub(r'tile_kernels\.[\w.]+\.(?=\w)|torch\.(?=Tensor)', '', text)
 
 

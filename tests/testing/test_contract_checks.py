@@ -14,8 +14,9 @@ from torch.testing._internal.optests.generate_tests import OpCheckError
 from tile_kernels.core.cases import grid
 from tile_kernels.core.formats import QuantFormat, QuantTensor
 from tile_kernels.core.knobs import knobs
-from tile_kernels.core.op import Mut, op, ops
+from tile_kernels.core.op import Mut, Out, op, ops
 from tile_kernels.testing import contract
+from tile_kernels.testing.records import moved_bytes
 from tile_kernels.testing.contract import check_contract, contract_cases
 
 _numbers = itertools.count()
@@ -166,6 +167,38 @@ def test_arguments_written_in_place_are_compared():
     check_contract(declare(double_, twin, outputs=''), dict(rows=3))
     with pytest.raises(AssertionError, match='kernel and twin: x: 12 of 12 elements differ'):
         check_contract(declare(triple_, twin, outputs=''), dict(rows=3))
+
+
+def test_what_was_in_an_overwritten_argument_may_not_matter():
+    def copy_(x: Tensor, y: Out) -> None:
+        y.copy_(x)
+
+    def add_(x: Tensor, y: Out) -> None:
+        y.add_(x)
+
+    def twin(x, y):
+        y.copy_(x)
+
+    def made(fn):
+        declared = declare(fn, twin, outputs='')
+        declared.cases(make=lambda rows: dict(x=torch.randn(rows), y=torch.zeros(rows)), smoke=grid(rows=[3]))
+        return declared
+
+    check_contract(made(copy_), dict(rows=3))
+    with pytest.raises(AssertionError, match='kernel and twin: y'):
+        check_contract(made(add_), dict(rows=3))
+
+
+def test_bytes_of_arguments_count_by_what_is_done_to_them():
+    def copy_(x: Tensor, y: Out) -> None:
+        y.copy_(x)
+
+    def add_(x: Tensor, y: Mut) -> None:
+        y.add_(x)
+
+    arguments = dict(x=torch.randn(8), y=torch.randn(8))
+    assert moved_bytes(declare(copy_, copy_, outputs=''), arguments) == 2 * 32
+    assert moved_bytes(declare(add_, add_, outputs=''), arguments) == 3 * 32
 
 
 def test_quantised_results_are_compared_part_by_part():

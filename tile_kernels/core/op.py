@@ -31,6 +31,7 @@ from tile_kernels.core.formats import QuantFormat, QuantTensor
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.launch import Launch, on_current_device, state, tracing
 from tile_kernels.core.params import Mut as Mut  # op files take it from here
+from tile_kernels.core.params import Out as Out  # and this
 from tile_kernels.core.params import Param
 from tile_kernels.core.replay import BODY, MISS, record
 
@@ -64,7 +65,7 @@ def op(
     """Declare an op.
 
     Args:
-        outputs: names of the returned tensors, in order; empty for an op that only writes its `Mut` arguments.
+        outputs: names of the returned tensors, in order; empty for an op that only writes arguments (`Mut`, `Out`).
         backward: the op that computes gradients. Its parameter `d<output>` is the gradient of that output, its other
             parameters are inputs, options or outputs of this op by name, its output `d<input>` the gradient of it.
         name: the op's name when it differs from the function's.

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from tile_kernels.core.formats import QuantFormat, QuantTensor
 
-#: A tensor argument the op writes in place.
+#: A tensor argument the op changes in place, and one it overwrites whatever is in it.
 Mut = Annotated[Tensor, 'mutated']
+Out = Annotated[Tensor, 'overwritten']
 
 #: Annotations of parameters -> what is accepted for them, and how that reads in an error.
 _ACCEPTED: dict[Any, tuple[Any, str]] = {
@@ -42,29 +43,30 @@ _SCHEMA_TYPES = {
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter of an op: its annotation split into type, optional, mutated."""
+    """One parameter of an op: its annotation split into type, optional, mutated; what is mutated may be overwritten."""
 
     name: str
     type: Any
     optional: bool
     mutated: bool
+    overwritten: bool
     default: Any
 
     @classmethod
     def of(cls, parameter: inspect.Parameter, annotation: Any) -> Param:
         """The parameter of a function, its annotation evaluated."""
-        optional = mutated = False
+        optional, how = False, ''
         if typing.get_origin(annotation) in (typing.Union, types.UnionType):
             inner = [a for a in typing.get_args(annotation) if a is not type(None)]
             if len(inner) == 1:
                 annotation, optional = inner[0], True
         if typing.get_origin(annotation) is Annotated:
-            annotation, mutated = typing.get_args(annotation)[0], True
+            annotation, how = typing.get_args(annotation)
         if annotation not in _ACCEPTED:
             raise TypeError(
                 f'op parameter {parameter.name} has the annotation {annotation}, which has no operator type'
             )
-        return cls(parameter.name, annotation, optional, mutated, parameter.default)
+        return cls(parameter.name, annotation, optional, how != '', how == 'overwritten', parameter.default)
 
     def accepts(self, value: Any) -> bool:
         """Whether an argument has the type of the annotation."""

@@ -18,7 +18,7 @@ from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import WARP, T, macro, resident_blocks
 from tile_kernels.core.launch import launch
-from tile_kernels.core.op import Mut, op
+from tile_kernels.core.op import Mut, Out, op
 from tile_kernels.engram._rows import (
     ROW_PASS_CONFIGS,
     load_row,
@@ -234,7 +234,7 @@ def engram_sinkhorn_step(matrix: Tensor, row_scale: Mut, col_scale: Tensor, eps:
 
 
 @op()
-def engram_sinkhorn_step_reduce(col_sumsq_partial: Tensor, col_sumsq: Mut) -> None:
+def engram_sinkhorn_step_reduce(col_sumsq_partial: Tensor, col_sumsq: Out) -> None:
     """Add up what `engram_sinkhorn_step` measured of the columns.
 
     Args:
@@ -279,7 +279,7 @@ def sinkhorn_finalize(matrix: Tensor, row_scale: Tensor, col_scale: Tensor, eps:
 
 @op()
 def sinkhorn_finalize_(
-    out: Mut, matrix: Tensor, row_scale: Tensor, col_scale: Tensor, eps: float, alpha: float
+    out: Out, matrix: Tensor, row_scale: Tensor, col_scale: Tensor, eps: float, alpha: float
 ) -> None:
     """`sinkhorn_finalize` into memory of the caller.
 

@@ -67,7 +67,7 @@ def mix_width(num_streams: int, *mixes: Tensor) -> int:
     return math.gcd(num_streams, vector_width(*mixes))
 
 
-def row_threads_for(num_vectors: int, vectors: float, most: int = 256) -> int:
+def row_threads_for(num_vectors: int, vectors: int, most: int = 256) -> int:
     """Threads of a token: those with the fewest idle, of these the ones that leave about `vectors` to each."""
     possible = (n for n in ROW_THREADS if n <= most)
     return min(possible, key=lambda n: (-(-num_vectors // n) * n, abs(num_vectors / n - vectors)))

@@ -16,7 +16,7 @@ from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T
 from tile_kernels.core.launch import launch
-from tile_kernels.core.op import Mut, op
+from tile_kernels.core.op import Mut, Out, op
 from tile_kernels.mhc._rows import (
     ROW_PASS_CONFIGS,
     ROW_THREADS,
@@ -228,7 +228,7 @@ def apply_mix_bwd(dy: Tensor, x: Tensor, mix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @op()
-def apply_mix_(x: Tensor, mix: Tensor, y: Mut) -> None:
+def apply_mix_(x: Tensor, mix: Tensor, y: Out) -> None:
     """Apply a mix into memory of the caller; see `apply_mix`.
 
     Args:

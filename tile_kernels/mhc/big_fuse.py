@@ -19,7 +19,7 @@ from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, macro
 from tile_kernels.core.launch import launch
-from tile_kernels.core.op import Mut, op
+from tile_kernels.core.op import Out, op
 from tile_kernels.mhc._rows import (
     ROW_PASS_CONFIGS,
     ROW_THREADS,
@@ -224,9 +224,9 @@ def mix_and_apply_(
     square_parts: Tensor,
     scale: Tensor,
     base: Tensor,
-    post: Mut,
-    comb: Mut,
-    layer_input: Mut,
+    post: Out,
+    comb: Out,
+    layer_input: Out,
     repeat: int = 10,
     eps: float = 1e-6,
     pre_eps: float = 1e-6,

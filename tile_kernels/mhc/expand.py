@@ -14,7 +14,7 @@ from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T
 from tile_kernels.core.launch import launch
-from tile_kernels.core.op import Mut, op
+from tile_kernels.core.op import Out, op
 from tile_kernels.mhc._rows import (
     ROW_PASS_CONFIGS,
     ROW_THREADS,
@@ -108,7 +108,7 @@ def expand_bwd_kernel(hidden: int, num_streams: int, width: int, *, row_threads:
 
 
 @op()
-def expand_bwd_(dy: Tensor, dx: Mut) -> None:
+def expand_bwd_(dy: Tensor, dx: Out) -> None:
     """Gradient of `expand` into memory of the caller.
 
     Args:
@@ -141,7 +141,7 @@ def expand_bwd(dy: Tensor) -> Tensor:
 
 
 @op()
-def expand_(x: Tensor, y: Mut) -> None:
+def expand_(x: Tensor, y: Out) -> None:
     """Expand into memory of the caller; see `expand`.
 
     Args:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tile_kernels.core import check
 from tile_kernels.core.launch import launch
-from tile_kernels.core.op import Mut, op
+from tile_kernels.core.op import Out, op
 from tile_kernels.mhc._rows import flat, lead_of
 from tile_kernels.mhc.split_mixes import (
     BENCH,
@@ -29,7 +29,7 @@ from tile_kernels.mhc.split_mixes import (
 
 @op()
 def head_mix_bwd_parts_(
-    dmix: Tensor, mixes: Tensor, scale: Tensor, base: Tensor, dmixes: Mut, scale_parts: Mut, base_parts: Mut
+    dmix: Tensor, mixes: Tensor, scale: Tensor, base: Tensor, dmixes: Out, scale_parts: Out, base_parts: Out
 ) -> None:
     """Gradient of mixes of `head_mix`, and parts that sum to those of scale and base.
 
@@ -86,7 +86,7 @@ def head_mix_bwd(dmix: Tensor, mixes: Tensor, scale: Tensor, base: Tensor) -> tu
 
 
 @op()
-def head_mix_(mixes: Tensor, scale: Tensor, base: Tensor, mix: Mut, pre_eps: float = 1e-6) -> None:
+def head_mix_(mixes: Tensor, scale: Tensor, base: Tensor, mix: Out, pre_eps: float = 1e-6) -> None:
     """`head_mix` into memory of the caller.
 
     Args:

@@ -14,7 +14,7 @@ from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T
 from tile_kernels.core.launch import launch
-from tile_kernels.core.op import Mut, op
+from tile_kernels.core.op import Mut, Out, op
 
 F32 = torch.float32
 
@@ -147,7 +147,7 @@ def merge_norm_weight_bwd(dy: Tensor, fn: Tensor, norm_weight: Tensor) -> tuple[
 
 
 @op()
-def merge_norm_weight_(fn: Tensor, norm_weight: Tensor, y: Mut) -> None:
+def merge_norm_weight_(fn: Tensor, norm_weight: Tensor, y: Out) -> None:
     """`merge_norm_weight` into memory of the caller.
 
     Args:

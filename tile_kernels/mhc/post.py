@@ -21,7 +21,7 @@ from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T
 from tile_kernels.core.launch import launch
-from tile_kernels.core.op import Mut, op
+from tile_kernels.core.op import Out, op
 from tile_kernels.mhc._rows import (
     ROW_PASS_CONFIGS,
     ROW_THREADS,
@@ -55,9 +55,8 @@ def choose(hidden: int, num_streams: int, width: int, coef_width: int, num_token
 
 
 def choose_bwd(hidden: int, num_streams: int, width: int, coef_width: int, num_tokens: int) -> dict:
-    """Up to four vectors for each of 128 threads or more: the sums over a row are finished once for all of them."""
-    num_vectors = hidden // width
-    row_threads = row_threads_for(num_vectors, min(4, num_vectors / 128))
+    """More vectors for each thread: the sums over a row are finished once for all of them."""
+    row_threads = row_threads_for(hidden // width, 4)
     return dict(row_threads=row_threads, rows=rows_for(row_threads, 128))
 
 
@@ -248,7 +247,7 @@ def post_bwd(
 
 
 @op()
-def post_(x: Tensor, residual: Tensor, post_mix: Tensor, comb_mix: Tensor, y: Mut) -> None:
+def post_(x: Tensor, residual: Tensor, post_mix: Tensor, comb_mix: Tensor, y: Out) -> None:
     """Post into memory of the caller; see `post`.
 
     Args:

@@ -21,7 +21,7 @@ from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, macro
 from tile_kernels.core.launch import launch
-from tile_kernels.core.op import Mut, op
+from tile_kernels.core.op import Out, op
 from tile_kernels.mhc._rows import (
     ROW_PASS_CONFIGS,
     ROW_THREADS,
@@ -217,7 +217,7 @@ def _with_slots(fn: Callable) -> Callable:
     hints: dict[str, Any] = {'first': Tensor}
     for layer in range(MAX_LAYERS):
         for name in SLOTS:
-            hints[f'{name}{layer}'] = (Mut if name in ('layer_input', 'residual') else Tensor) | None
+            hints[f'{name}{layer}'] = (Out if name in ('layer_input', 'residual') else Tensor) | None
     parameters = [
         inspect.Parameter(name, kind, default=empty if name == 'first' else None, annotation=hint)
         for name, hint in hints.items()

@@ -18,7 +18,7 @@ from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T
 from tile_kernels.core.launch import launch
-from tile_kernels.core.op import Mut, op
+from tile_kernels.core.op import Out, op
 
 F32 = torch.float32
 
@@ -108,7 +108,7 @@ def _check(**tensors: tuple[Tensor, str]) -> dict[str, int]:
 
 @op()
 def reduce_parts_bwd_(
-    dy: Tensor, mul: Tensor, square: Tensor, dmul: Mut, dsquare: Mut, group: int, eps: float = 1e-6
+    dy: Tensor, mul: Tensor, square: Tensor, dmul: Out, dsquare: Out, group: int, eps: float = 1e-6
 ) -> None:
     """Gradients of the sums of `reduce_parts_`.
 
@@ -135,7 +135,7 @@ def reduce_parts_bwd_(
 
 @op()
 def reduce_parts_(
-    mul_parts: Tensor, square_parts: Tensor, mul: Mut, square: Mut, y: Mut, group: int, eps: float = 1e-6
+    mul_parts: Tensor, square_parts: Tensor, mul: Out, square: Out, y: Out, group: int, eps: float = 1e-6
 ) -> None:
     """Sum the parts of a projection and normalise.
 

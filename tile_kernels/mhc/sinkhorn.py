@@ -30,7 +30,7 @@ from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, begin_early, macro
 from tile_kernels.core.launch import launch
-from tile_kernels.core.op import Mut, op
+from tile_kernels.core.op import Out, op
 from tile_kernels.mhc._rows import WARP, flat, lead_of, vector_width
 
 F32 = torch.float32
@@ -360,7 +360,7 @@ def _static(num_rows: int, num_columns: int, *tensors: Tensor) -> tuple[int, int
 
 
 @op()
-def sinkhorn_bwd_(dy: Tensor, x: Tensor, dx: Mut, repeat: int = 10, eps: float = 1e-6) -> None:
+def sinkhorn_bwd_(dy: Tensor, x: Tensor, dx: Out, repeat: int = 10, eps: float = 1e-6) -> None:
     """Gradient of `sinkhorn` into memory of the caller.
 
     Args:
@@ -405,7 +405,7 @@ def sinkhorn_bwd(dy: Tensor, x: Tensor, repeat: int = 10, eps: float = 1e-6) -> 
 
 
 @op()
-def sinkhorn_(x: Tensor, y: Mut, repeat: int = 10, eps: float = 1e-6) -> None:
+def sinkhorn_(x: Tensor, y: Out, repeat: int = 10, eps: float = 1e-6) -> None:
     """Sinkhorn into memory of the caller; see `sinkhorn`.
 
     Args:

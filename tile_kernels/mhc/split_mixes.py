@@ -18,7 +18,7 @@ from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, begin_early, macro
 from tile_kernels.core.launch import launch
-from tile_kernels.core.op import Mut, op
+from tile_kernels.core.op import Out, op
 from tile_kernels.mhc._rows import STREAMS, WARP, flat, lead_of
 
 F32 = torch.float32
@@ -231,9 +231,9 @@ def split_mixes_bwd_(
     mixes: Tensor,
     scale: Tensor,
     base: Tensor,
-    dmixes: Mut,
-    dscale: Mut,
-    dbase: Mut,
+    dmixes: Out,
+    dscale: Out,
+    dbase: Out,
     post_mult: float = 1.0,
 ) -> None:
     """Gradients of `split_mixes` into memory of the caller; see `split_mixes_bwd`.
@@ -309,9 +309,9 @@ def split_mixes_(
     mixes: Tensor,
     scale: Tensor,
     base: Tensor,
-    pre: Mut,
-    post: Mut,
-    comb: Mut,
+    pre: Out,
+    post: Out,
+    comb: Out,
     post_mult: float = 1.0,
     pre_eps: float = 1e-6,
 ) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.launch import launch
-from tile_kernels.core.op import Mut, op
+from tile_kernels.core.op import Out, op
 from tile_kernels.moe._rows import row_width
 from tile_kernels.moe._samples import random_places
 from tile_kernels.moe.reduce_device import invert_places_kernel, reduce_rows_bwd_kernel, reduce_rows_kernel
@@ -205,7 +205,7 @@ def weighted_reduce_rows(
 
 @op()
 def reduce_rows_(
-    out: Mut,
+    out: Out,
     x: Tensor,
     token_topk_to_pos: Tensor,
     topk_weights: Tensor | None = None,

@@ -19,7 +19,7 @@ from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T
 from tile_kernels.core.launch import launch
-from tile_kernels.core.op import Mut, op
+from tile_kernels.core.op import Out, op
 from tile_kernels.moe._macros import (
     FAST_FUNCTIONS,
     WARP,
@@ -202,8 +202,8 @@ def route_topk_kernel(
 
 @op()
 def route_topk_(
-    topk_idx: Mut,
-    topk_weights: Mut,
+    topk_idx: Out,
+    topk_weights: Out,
     logits: Tensor,
     scoring: str = 'softmax',
     routed_scaling_factor: float = 1.0,
@@ -216,8 +216,8 @@ def route_topk_(
     mask: Tensor | None = None,
     fix_routing_mask: Tensor | None = None,
     force_random: Tensor | None = None,
-    unmapped_topk_idx: Mut | None = None,
-    scores: Mut | None = None,
+    unmapped_topk_idx: Out | None = None,
+    scores: Out | None = None,
     to_physical_map: Tensor | None = None,
     logical_count: Tensor | None = None,
     ep_rank: int = 0,

@@ -22,7 +22,7 @@ from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, macro
 from tile_kernels.core.launch import launch
-from tile_kernels.core.op import Mut, op
+from tile_kernels.core.op import Out, op
 from tile_kernels.moe._macros import (
     EPSILON,
     WARP,
@@ -181,7 +181,7 @@ def route_topk_bwd_kernel(
 
 @op()
 def route_topk_bwd_(
-    dlogits: Mut,
+    dlogits: Out,
     scores: Tensor,
     topk_idx: Tensor,
     topk_weights: Tensor,

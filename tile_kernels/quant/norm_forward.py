@@ -14,7 +14,7 @@ from torch import Tensor
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.launch import launch
-from tile_kernels.core.op import Mut, op
+from tile_kernels.core.op import Out, op
 from tile_kernels.quant._norm_rows import check_like, check_rows, check_weight
 from tile_kernels.quant.norm_backward import add_norm_backward, norm_backward
 from tile_kernels.quant.norm_forward_device import norm_forward_kernel
@@ -86,11 +86,11 @@ def add_norm_forward(
 
 @op(outputs='rstd')
 def norm_forward_(
-    out: Mut,
+    out: Out,
     x: Tensor,
     weight: Tensor | None = None,
     residual: Tensor | None = None,
-    residual_out: Mut | None = None,
+    residual_out: Out | None = None,
     eps: float = 1e-6,
     out_scale: float = 1.0,
 ) -> Tensor:

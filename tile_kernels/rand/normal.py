@@ -19,7 +19,7 @@ from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, macro
 from tile_kernels.core.launch import launch
-from tile_kernels.core.op import Mut, op
+from tile_kernels.core.op import Out, op
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -157,7 +157,7 @@ def normal_kernel(dtype: torch.dtype, width: int):
 
 
 @op()
-def normal_(out: Mut, seed: int, offset: int = 0) -> None:
+def normal_(out: Out, seed: int, offset: int = 0) -> None:
     """Fill `out` with independent normal numbers of mean 0 and variance 1.
 
     Args:

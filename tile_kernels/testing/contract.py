@@ -131,7 +131,15 @@ def cases_of(op: Op) -> Cases:
 
 
 def _arguments(op: Op, case: Case, device: str | torch.device) -> dict[str, Any]:
-    return cases_of(op).arguments(op.name, case, device)
+    """The arguments of a case; those the op says it overwrites hold NaN, or -1, unless one is an input as well."""
+    arguments = cases_of(op).arguments(op.name, case, device)
+    names = [param.name for param in op.params if param.overwritten]
+    read = {id(value) for name, value in arguments.items() if name not in names}
+    for name in names:
+        x = arguments.get(name)
+        if x is not None and id(x) not in read and x.is_contiguous():
+            x.reshape(-1).view(torch.uint8).fill_(0xFF)
+    return arguments
 
 
 def _running_kernels(device: str | torch.device) -> AbstractContextManager:

@@ -55,9 +55,12 @@ def measure(op: Op, case: Case, device: str | torch.device) -> Record:
 
 
 def moved_bytes(op: Op, arguments: dict[str, Any]) -> int:
-    """Bytes a call must move: inputs read once, outputs written once, tensors changed in place both."""
-    mutated = [arguments.get(param.name) for param in op.params if param.mutated]
-    return count_bytes(arguments, mutated, op(**arguments))
+    """Bytes a call must move: inputs read once, outputs written once, tensors changed in place both.
+
+    What is overwritten is among the arguments, and counts once.
+    """
+    changed = [arguments.get(param.name) for param in op.params if param.mutated and not param.overwritten]
+    return count_bytes(arguments, changed, op(**arguments))
 
 
 def table(records: Iterable[Record]) -> list[str]:
