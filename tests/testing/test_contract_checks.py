@@ -16,8 +16,8 @@ from tile_kernels.core.formats import QuantFormat, QuantTensor
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.op import Mut, Out, op, ops
 from tile_kernels.testing import contract
-from tile_kernels.testing.records import moved_bytes
 from tile_kernels.testing.contract import check_contract, contract_cases
+from tile_kernels.testing.records import moved_bytes
 
 _numbers = itertools.count()
 
