@@ -111,15 +111,20 @@ def test_compiles_for_hopper_without_spills(launch):
     assert 0 < used['registers'] <= 255
 
 
-@pytest.mark.parametrize('launch', one_per_kernel(FIRST), ids=name)
+@pytest.mark.parametrize('launch', FIRST.values() if knobs.full_test else one_per_kernel(FIRST), ids=name)
 def test_an_op_begins_when_all_before_it_has_ended(launch):
     """Inputs of later launches of an op are then as they should be, too: they may be read before the wait."""
     assert touched_early(launch.kernel.source(launch.static, arch='sm_90a', **launch.config)) == []
 
 
 def test_what_begins_too_early_is_found():
-    start = 'extern "C" __global__ void __launch_bounds__(32, 1) f(const float* x, float* y, int n) {\n  float a[4];\n'
+    (first,) = ops['mhc.sinkhorn'].trace_case(ops['mhc.sinkhorn'].case_set.bench[0])
+    source = first.kernel.source(first.static, arch='sm_90a', **first.config)
     wait, trigger = '  cudaGridDependencySynchronize();\n', '  cudaTriggerProgrammaticLaunchCompletion();\n'
+    assert wait + trigger in source
+    assert touched_early(source.replace(wait + trigger, trigger + wait)) == ['cudaTriggerProgrammaticLaunchCompletion']
+
+    start = 'extern "C" __global__ void __launch_bounds__(32, 1) f(const float* x, float* y, int n) {\n  float a[4];\n'
     read = '  a[0] = *(float*)(x + n);\n'
     assert touched_early(start + wait + trigger + read) == []
     assert touched_early(start + read) == []

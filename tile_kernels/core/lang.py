@@ -48,7 +48,7 @@ def macro(fn: Callable) -> Callable:
 def begin_early():
     """First of all in a short kernel: it may be launched while the kernel before it still runs, and waits here.
 
-    Only then may the next one be launched, so all that ran before the last two has ended when a kernel begins.
+    Only then may the next one be launched, so when a kernel begins all has ended but the one right before it.
     """
     T.pdl_sync()
     T.pdl_trigger()

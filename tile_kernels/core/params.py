@@ -43,7 +43,7 @@ _SCHEMA_TYPES = {
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter of an op: its annotation split into type, optional, mutated; what is mutated may be overwritten."""
+    """One parameter of an op: its annotation split into type, optional, mutated, and overwritten: not read before."""
 
     name: str
     type: Any

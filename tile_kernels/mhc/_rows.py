@@ -1,8 +1,8 @@
 """What the ops on residual streams share: tokens of any leading shape, and device code that walks their rows.
 
-A token is `num_streams` rows of `hidden` elements. `row_threads` neighbouring threads own a token; vector i of each of
-its rows (`width` elements, 16 bytes) belongs to thread i % row_threads, so what a thread needs of all streams of a
-channel it reads itself.
+A token is `num_streams` rows of `hidden` elements. Either `row_threads` neighbouring threads own a token, and vector i
+of each of its rows (`width` elements, 16 bytes) belongs to thread i % row_threads; or `parts` blocks share it, and each
+thread has one vector of each row. So what a thread needs of all streams of a channel it reads itself.
 """
 
 import math
@@ -68,22 +68,22 @@ def mix_width(num_streams: int, *mixes: Tensor) -> int:
 
 
 def row_threads_for(num_vectors: int, vectors: int, most: int = 256) -> int:
-    """Threads of a token: those with the fewest idle, of these the ones that leave about `vectors` to each."""
+    """Threads of a token, up to `most`: those with the fewest idle, of these the ones with about `vectors` for each."""
     possible = (n for n in ROW_THREADS if n <= most)
     return min(possible, key=lambda n: (-(-num_vectors // n) * n, abs(num_vectors / n - vectors)))
 
 
 def part_threads_for(num_vectors: int) -> int:
-    """Threads of a block that has a vector for each, of a part of a token: of those with the fewest idle the most.
+    """Threads of a block that has a part of a token, a vector for each: of those with the fewest idle the most.
 
     Blocks that run at a time then read and write large pieces, close to each other.
     """
-    return row_threads_for(num_vectors, 1)
+    return min((n for n in ROW_THREADS if n <= 256), key=lambda n: (-(-num_vectors // n) * n, -n))
 
 
-def rows_for(row_threads: int, num_threads: int = 256) -> int:
-    """Tokens of a block of about `num_threads` threads."""
-    return max(1, num_threads // row_threads)
+def rows_for(row_threads: int) -> int:
+    """Tokens of a block of about 128 threads."""
+    return max(1, 128 // row_threads)
 
 
 @macro

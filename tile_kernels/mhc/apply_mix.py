@@ -46,13 +46,13 @@ BF16, F32 = torch.bfloat16, torch.float32
 def choose(hidden: int, num_streams: int, width: int, coef_width: int, num_tokens: int) -> dict:
     """Two vectors of every stream in flight for each thread."""
     row_threads = row_threads_for(hidden // width, 2)
-    return dict(row_threads=row_threads, rows=rows_for(row_threads, 128), vectors=2)
+    return dict(row_threads=row_threads, rows=rows_for(row_threads), vectors=2)
 
 
 def choose_bwd(hidden: int, num_streams: int, width: int, coef_width: int, adds_to: str, num_tokens: int) -> dict:
-    """A vector for each thread where a token has enough threads for it."""
+    """A vector for each thread, up to 512 threads."""
     row_threads = row_threads_for(hidden // width, 1, most=512)
-    return dict(row_threads=row_threads, rows=rows_for(row_threads, 128))
+    return dict(row_threads=row_threads, rows=rows_for(row_threads))
 
 
 # Kernels ------------------------------------------------------------------------------------

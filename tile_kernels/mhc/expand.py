@@ -2,8 +2,8 @@
 
     y[t, c, h] = x[t, h]                                    gradient: dx[t, h] = sum_c dy[t, c, h]
 
-`row_threads` threads own a token: each reads its vectors of the row and writes them num_streams times; backward it sums
-them in float32, c ascending. Memory bound: the floor is reading x and writing y.
+A thread reads one vector of a row and writes it num_streams times; backward `row_threads` threads own a token and sum
+its vectors in float32, c ascending. Memory bound: the floor is reading x and writing y.
 """
 
 import torch
@@ -44,7 +44,7 @@ def choose(hidden: int, num_streams: int, width: int, num_tokens: int) -> dict:
 def choose_bwd(hidden: int, num_streams: int, width: int, num_tokens: int) -> dict:
     """Two vectors of every stream in flight for each thread."""
     row_threads = row_threads_for(hidden // width, 2)
-    return dict(row_threads=row_threads, rows=rows_for(row_threads, 128))
+    return dict(row_threads=row_threads, rows=rows_for(row_threads))
 
 
 # Kernels ------------------------------------------------------------------------------------

@@ -9,8 +9,9 @@ With dy the gradient of y:
     dpost_mix[t, o]    = sum_h x[t, h] dy[t, o, h]
     dcomb_mix[t, i, o] = sum_h residual[t, i, h] dy[t, o, h]
 
-`row_threads` threads own a token and hold its coefficients in registers; all sums are float32 in a fixed order, and
-results are rounded once. Memory bound: the floor is reading and writing each tensor once.
+A thread has one vector of every stream, or backward `row_threads` threads a token, and the coefficients in registers;
+all sums are float32 in a fixed order, and results are rounded once. Memory bound: the floor is reading and writing each
+tensor once.
 """
 
 import torch
@@ -50,14 +51,14 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 
 def choose(hidden: int, num_streams: int, width: int, coef_width: int, num_tokens: int) -> dict:
-    """See `part_threads_for`."""
+    """The largest blocks without idle threads."""
     return dict(num_threads=part_threads_for(hidden // width))
 
 
 def choose_bwd(hidden: int, num_streams: int, width: int, coef_width: int, num_tokens: int) -> dict:
     """More vectors for each thread: the sums over a row are finished once for all of them."""
     row_threads = row_threads_for(hidden // width, 4)
-    return dict(row_threads=row_threads, rows=rows_for(row_threads, 128))
+    return dict(row_threads=row_threads, rows=rows_for(row_threads))
 
 
 # Kernels ------------------------------------------------------------------------------------

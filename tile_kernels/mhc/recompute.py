@@ -19,7 +19,7 @@ from torch import Tensor
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T, macro
+from tile_kernels.core.lang import T, macro, resident_blocks
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import Out, op
 from tile_kernels.mhc._rows import (
@@ -62,7 +62,7 @@ def choose(hidden: int, num_streams: int, width: int, num_inputs: int, num_posts
 
     As many threads on an SM as have registers for what they hold between layers.
     """
-    return dict(row_threads=part_threads_for(hidden // width), resident_threads=576 if num_streams <= 4 else 256)
+    return dict(num_threads=part_threads_for(hidden // width), resident_threads=576 if num_streams <= 4 else 256)
 
 
 # Kernel -------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def recall(mix_shared, layer, first, mix_local):
 
 @kernel(
     choose=choose,
-    space=dict(row_threads=ROW_THREADS, resident_threads=(256, 512, 576, 640)),
+    space=dict(num_threads=ROW_THREADS, resident_threads=(256, 512, 576, 640)),
     pass_configs=ROW_PASS_CONFIGS,
 )
 def recompute_kernel(
@@ -98,12 +98,12 @@ def recompute_kernel(
     num_inputs: int,
     num_posts: int,
     *,
-    row_threads: int,
+    num_threads: int,
     resident_threads: int,
 ):
     """`num_inputs` layers get their input, the first `num_posts` of them end in a residual."""
     num_vectors = hidden // width
-    parts = -(-num_vectors // row_threads)
+    parts = -(-num_vectors // num_threads)
     num_pairs = num_streams * num_streams
     num_tokens = T.dynamic('num_tokens')
 
@@ -159,8 +159,8 @@ def recompute_kernel(
         comb5: pairs(),
         residual5: streams(),
     ):
-        with T.Kernel(num_tokens * parts, threads=row_threads) as pid:
-            T.annotate_min_blocks_per_sm(resident_threads // row_threads)
+        with T.Kernel(num_tokens * parts, threads=num_threads) as pid:
+            T.annotate_min_blocks_per_sm(resident_blocks(resident_threads, num_threads))
             x_local = T.alloc_local((num_streams, width), T.bfloat16)
             y_local = T.alloc_local((num_streams, width), T.bfloat16)
             output_local = T.alloc_local((AHEAD, width), T.bfloat16)
@@ -168,7 +168,7 @@ def recompute_kernel(
             comb_local = T.alloc_local((num_pairs,), T.float32)
             mix_shared = T.alloc_shared((num_inputs, 2 * num_streams + num_pairs), T.float32)
             tx = T.get_thread_binding()
-            token, index = pid // parts, pid % parts * row_threads + tx
+            token, index = pid // parts, pid % parts * num_threads + tx
             pres = (pre0, pre1, pre2, pre3, pre4, pre5)
             inputs = (layer_input0, layer_input1, layer_input2, layer_input3, layer_input4, layer_input5)
             outputs = (layer_output0, layer_output1, layer_output2, layer_output3, layer_output4, layer_output5)

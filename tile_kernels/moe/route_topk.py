@@ -19,7 +19,7 @@ from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T
 from tile_kernels.core.launch import launch
-from tile_kernels.core.op import Out, op
+from tile_kernels.core.op import Mut, Out, op
 from tile_kernels.moe._macros import (
     FAST_FUNCTIONS,
     WARP,
@@ -216,7 +216,7 @@ def route_topk_(
     mask: Tensor | None = None,
     fix_routing_mask: Tensor | None = None,
     force_random: Tensor | None = None,
-    unmapped_topk_idx: Out | None = None,
+    unmapped_topk_idx: Mut | None = None,
     scores: Out | None = None,
     to_physical_map: Tensor | None = None,
     logical_count: Tensor | None = None,

@@ -14,7 +14,7 @@ from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.formats import QuantFormat
 from tile_kernels.core.launch import launch
-from tile_kernels.core.op import Out, op
+from tile_kernels.core.op import Mut, Out, op
 from tile_kernels.quant._norm_rows import check_like, check_rows, check_weight
 from tile_kernels.quant.norm_forward import sample_rows, sample_weight, small_integers
 from tile_kernels.quant.norm_forward_device import norm_forward_kernel
@@ -150,7 +150,7 @@ def norm_forward_and_per_token_cast_(
     residual: Tensor | None = None,
     y: Out | None = None,
     residual_out: Out | None = None,
-    mega_sf: Out | None = None,
+    mega_sf: Mut | None = None,
     mega_rows: int = 1,
     eps: float = 1e-6,
     out_scale: float = 1.0,

@@ -132,13 +132,14 @@ def cases_of(op: Op) -> Cases:
 
 def _arguments(op: Op, case: Case, device: str | torch.device) -> dict[str, Any]:
     """The arguments of a case; those the op says it overwrites hold NaN, or -1, unless one is an input as well."""
+    ones = torch.full((16,), 0xFF, dtype=torch.uint8, device=device)
     arguments = cases_of(op).arguments(op.name, case, device)
     names = [param.name for param in op.params if param.overwritten]
     read = {id(value) for name, value in arguments.items() if name not in names}
     for name in names:
         x = arguments.get(name)
-        if x is not None and id(x) not in read and x.is_contiguous():
-            x.reshape(-1).view(torch.uint8).fill_(0xFF)
+        if x is not None and id(x) not in read:
+            x.copy_(ones.view(x.dtype)[0].expand_as(x))
     return arguments
 
 
