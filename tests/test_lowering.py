@@ -17,24 +17,23 @@ for family in tile_kernels.FAMILIES:
     getattr(tile_kernels, family)
 
 
-def bench_variants() -> tuple[dict[tuple, object], dict[tuple, object]]:
-    """Distinct (kernel, static arguments, config) of the bench cases, and which of them an op launches first.
+def bench_variants() -> tuple[dict[tuple, object], set[str]]:
+    """Distinct (kernel, static arguments, config) of the bench cases, and the kernels an op launches first.
 
     Found by dry runs on fake tensors. Those of Hopper, and the projection of GPUs without clusters, which no bench case
     there takes.
     """
-    found, first = {}, {}
+    found, first = {}, set()
     for op, arch in [*((op, 'sm_90a') for op in ops.values()), (ops['mhc.norm_fn'], 'sm_80')]:
         if op.case_set is None:
             continue
         for case in op.case_set.bench:
             with meant_for(arch):
                 launches = op.trace_case(case)
+            first.update(launch.kernel.name for launch in launches[:1])
             for launch in launches:
                 key = (launch.kernel.name, launch.static, tuple(launch.config.items()))
                 found.setdefault(key, launch)
-                if launch is launches[0]:
-                    first.setdefault(key, launch)
     return found, first
 
 
@@ -78,6 +77,16 @@ def touched_early(source: str) -> list[str]:
 BENCH, FIRST = bench_variants()
 
 
+def check_order(launch, source: str) -> None:
+    """Products see their tiles, and an op begins when all before it has ended.
+
+    Inputs of later launches of the op are then as they should be, too: they may be read before the wait.
+    """
+    assert unfenced_products(source) == []
+    if launch.kernel.name in FIRST:
+        assert touched_early(source) == []
+
+
 def test_every_kernel_has_a_bench_case():
     own = {name for name, kernel in kernels.items() if kernel.__module__.startswith('tile_kernels.')}
     assert {launch.kernel.name for launch in BENCH.values()} == own
@@ -88,7 +97,7 @@ def test_lowers_for_hopper(launch):
     """All variants with `TK_FULL_TEST=1`; one of each kernel is lowered and compiled below."""
     source = launch.kernel.source(launch.static, arch='sm_90a', **launch.config)
     assert launch.kernel.name in source
-    assert unfenced_products(source) == []
+    check_order(launch, source)
 
 
 @pytest.mark.parametrize('arch', [a for a in ARCHS if a != 'sm_90a'])
@@ -105,16 +114,10 @@ def test_lowers_for_other_architectures(launch, arch):
 @pytest.mark.parametrize('launch', one_per_kernel(BENCH), ids=name)
 def test_compiles_for_hopper_without_spills(launch):
     source = launch.kernel.source(launch.static, arch='sm_90a', **launch.config)
-    assert unfenced_products(source) == []
+    check_order(launch, source)
     used = compiler.resources(source, 'sm_90a')
     assert used['spill_stores'] == used['spill_loads'] == 0, used
     assert 0 < used['registers'] <= 255
-
-
-@pytest.mark.parametrize('launch', FIRST.values() if knobs.full_test else one_per_kernel(FIRST), ids=name)
-def test_an_op_begins_when_all_before_it_has_ended(launch):
-    """Inputs of later launches of an op are then as they should be, too: they may be read before the wait."""
-    assert touched_early(launch.kernel.source(launch.static, arch='sm_90a', **launch.config)) == []
 
 
 def test_what_begins_too_early_is_found():
