@@ -6,6 +6,7 @@ thread has one vector of each row. So what a thread needs of all streams of a ch
 """
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -23,8 +24,8 @@ HIDDEN_MULTIPLE = 64
 #: splits plain ones of converted values.
 ROW_PASS_CONFIGS = {'TL_DISABLE_SAFE_MEMORY_ACCESS': True, 'TL_ENABLE_LOWER_LDGSTG': True}
 
-#: Threads that may own a token, or a part of it: whole warps.
-ROW_THREADS = tuple(range(WARP, 513, WARP))
+#: Threads that may own a token, or a part of it: whole warps, up to 256 threads.
+ROW_THREADS = tuple(range(WARP, 257, WARP))
 
 
 def lead_of(x: Tensor, name: str, spec: str, dtype: torch.dtype, lead: tuple | None = None, **known: int) -> tuple:
@@ -67,9 +68,8 @@ def mix_width(num_streams: int, *mixes: Tensor) -> int:
     return math.gcd(num_streams, vector_width(*mixes))
 
 
-def row_threads_for(num_vectors: int, vectors: int, most: int = 256) -> int:
-    """Threads of a token, up to `most`: those with the fewest idle, of these the ones with about `vectors` for each."""
-    possible = (n for n in ROW_THREADS if n <= most)
+def row_threads_for(num_vectors: int, vectors: int, possible: Iterable[int] = ROW_THREADS) -> int:
+    """Threads of a token: those with the fewest idle, of these the ones that leave about `vectors` to each."""
     return min(possible, key=lambda n: (-(-num_vectors // n) * n, abs(num_vectors / n - vectors)))
 
 
@@ -78,7 +78,7 @@ def part_threads_for(num_vectors: int) -> int:
 
     Blocks that run at a time then read and write large pieces, close to each other.
     """
-    return min((n for n in ROW_THREADS if n <= 256), key=lambda n: (-(-num_vectors // n) * n, -n))
+    return min(ROW_THREADS, key=lambda n: (-(-num_vectors // n) * n, -n))
 
 
 def rows_for(row_threads: int) -> int:

@@ -40,6 +40,9 @@ from tile_kernels.mhc._rows import (
 
 BF16, F32 = torch.bfloat16, torch.float32
 
+#: Threads that may own a token of the gradient, which has little to do for a vector.
+BWD_THREADS = tuple(range(WARP, 513, WARP))
+
 # Config -------------------------------------------------------------------------------------
 
 
@@ -51,7 +54,7 @@ def choose(hidden: int, num_streams: int, width: int, coef_width: int, num_token
 
 def choose_bwd(hidden: int, num_streams: int, width: int, coef_width: int, adds_to: str, num_tokens: int) -> dict:
     """A vector for each thread, up to 512 threads."""
-    row_threads = row_threads_for(hidden // width, 1, most=512)
+    row_threads = row_threads_for(hidden // width, 1, BWD_THREADS)
     return dict(row_threads=row_threads, rows=rows_for(row_threads))
 
 
@@ -98,7 +101,7 @@ def apply_mix_kernel(
     return apply_mix
 
 
-@kernel(choose=choose_bwd, space=dict(row_threads=ROW_THREADS, rows=(1, 2, 4, 8)), pass_configs=ROW_PASS_CONFIGS)
+@kernel(choose=choose_bwd, space=dict(row_threads=BWD_THREADS, rows=(1, 2, 4)), pass_configs=ROW_PASS_CONFIGS)
 def apply_mix_bwd_kernel(
     hidden: int, num_streams: int, width: int, coef_width: int, adds_to: str, *, row_threads: int, rows: int
 ):
