@@ -9,7 +9,7 @@ from tile_kernels import mhc
 from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.launch import forced_config, meant_for
-from tile_kernels.mhc import pre_device
+from tile_kernels.mhc import _cluster, pre_device
 from tile_kernels.mhc.apply_mix import apply_mix_bwd
 from tile_kernels.mhc.big_fuse import big_fuse
 from tile_kernels.mhc.norm_fn import norm_fn_bwd
@@ -100,6 +100,15 @@ def test_clusters_that_take_more_tiles_than_they_have_room_for(stages):
         assert_all_equal(found[5:], mhc.norm_fn(found[0], fn))
 
 
+@pytest.mark.parametrize(('shape', 'tile', 'kept'), [((300, 64, 2), 64, 1), ((331, 4096, 2), 8, 2)])
+def test_chains_of_tokens_that_are_too_many_to_be_kept(monkeypatch, shape, tile, kept):
+    inputs = [x.cpu() for x in pre_inputs(*shape)]  # or the cache of libraries would have one that keeps less
+    expected = mhc.pre(*inputs)
+    monkeypatch.setattr(pre_device, 'KEPT', kept)
+    with forced_config(pre_streams_kernel, tile=tile, stages=5):  # which nobody has built before
+        assert_all_equal(mhc.pre(*inputs), expected)
+
+
 def test_a_gpu_without_large_clusters_takes_two_passes():
     inputs = [x.cpu() for x in pre_inputs(5, 64, 4)]  # or the GPU they are on would count
     names = {}
@@ -112,7 +121,7 @@ def test_a_gpu_without_large_clusters_takes_two_passes():
 
 @pytest.mark.parametrize(('num_sms', 'hidden', 'one_pass'), [(132, 4096, True), (78, 4096, False), (78, 2048, True)])
 def test_a_part_of_a_gpu_takes_clusters_it_can_place(monkeypatch, num_sms, hidden, one_pass):
-    monkeypatch.setattr(pre_device, 'arch_of', lambda device: 'sm_90a')
+    monkeypatch.setattr(_cluster, 'arch_of', lambda device: 'sm_90a')
     monkeypatch.setattr(pre_device, 'num_sms_of', lambda device: num_sms)
     residual = SimpleNamespace(shape=(5, 4, hidden), is_cuda=True, get_device=lambda: 0)
     assert goes_in_one_pass(residual, torch.empty(24, 4 * hidden)) == one_pass

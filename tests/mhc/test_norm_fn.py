@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from tile_kernels import knobs, mhc
-from tile_kernels.core.launch import forced_config
+from tile_kernels.core.launch import forced_config, meant_for
 from tile_kernels.core.op import ops
+from tile_kernels.mhc.norm_fn import _make_bwd, norm_fn_bwd
 from tile_kernels.mhc.norm_fn_bwd_device import norm_fn_bwd_kernel
 from tile_kernels.testing import contract
 from tile_kernels.torch.mhc import projection as twin
@@ -20,10 +21,34 @@ CASES = {
 
 
 @pytest.mark.parametrize('op', CASES)
-@pytest.mark.parametrize('num_stages', [2, 3])
-def test_a_block_may_have_many_tiles(op, num_stages):
-    with forced_config(norm_fn_bwd_kernel, parts=1, num_stages=num_stages), knobs(checks='all'):
+@pytest.mark.parametrize(('parts', 'num_stages'), [(1, 2), (1, 3), (2, 3), (4, 3)])
+def test_a_block_may_have_many_tiles(op, parts, num_stages):
+    with forced_config(norm_fn_bwd_kernel, parts=parts, num_stages=num_stages), knobs(checks='all'):
         contract.check_kernel(ops[op], CASES[op])
+
+
+@pytest.mark.parametrize(('parts', 'exact'), [(2, True), (3, True), (4, False)])
+def test_parts_of_dfn_are_summed_by_pairs_of_blocks_or_by_a_kernel(parts, exact):
+    """Two parts, or three, have one order; four are summed in pairs where there are clusters."""
+    torch.manual_seed(0)
+    given = _make_bwd(**CASES['mhc.norm_fn_bwd'])
+    found, names = {}, {}
+    for arch in ('sm_80', 'sm_90a'):
+        with forced_config(norm_fn_bwd_kernel, parts=parts, num_stages=3), knobs(interpret=True), meant_for(arch):
+            names[arch] = [launch.kernel.name for launch in norm_fn_bwd.trace(**given)]
+            found[arch] = norm_fn_bwd(**given)
+    assert ('sum_dfn_kernel' in names['sm_90a']) == (parts == 3)
+    assert 'sum_dfn_kernel' in names['sm_80']
+    for one, other in zip(found['sm_80'], found['sm_90a'], strict=True):
+        torch.testing.assert_close(one, other, rtol=0 if exact else 1e-6, atol=0 if exact else 1e-5)
+
+
+def test_a_pair_of_blocks_waits_before_it_writes_and_before_it_reads():
+    """What the interpreter cannot see: shared memory that has another use before."""
+    source = norm_fn_bwd_kernel.source((1024, 24, '', 0, True), 4096, parts=4, num_stages=3)
+    end = source[source.rindex('tl::cluster_arrive()') :].replace('send_four((&(((float*)sent_shared)[', 'send(')
+    places = [end.index(step) for step in ('tl::cluster_wait()', 'send(', 'all_sent[0].wait(0)', 'sent_shared)[')]
+    assert places == sorted(places)
 
 
 @pytest.mark.parametrize('hidden', [320, 704])  # low parts of fn in registers, and coded

@@ -33,10 +33,10 @@ class Barriers:
         self.expected = np.zeros(counts.shape, np.int64)  # bytes of this phase, and those sent so far
         self.sent = np.zeros(counts.shape, np.int64)
 
-    def arrive(self, frame: Frame, index: Any, threads: np.ndarray, bytes_: int = 0) -> None:
+    def arrive(self, frame: Frame, index: Any, threads: np.ndarray, bytes_: Any = 0) -> None:
         """Count arrivals, each of which may announce bytes."""
         np.add.at(self.arrived, _pairs(frame, index), threads)
-        if bytes_:
+        if np.any(bytes_):
             np.add.at(self.expected, _pairs(frame, index), threads * bytes_)
         self.advance(frame)
 
@@ -103,7 +103,7 @@ class BarrierOperand:
             raise frame.error(OutOfBounds, text, self.site, (block, lane), buffer=self.name, index=(found,))
         return index
 
-    def arrive(self, frame: Frame, bytes_: int = 0) -> None:
+    def arrive(self, frame: Frame, bytes_: Any = 0) -> None:
         """One arrival per active thread."""
         index = self.number(frame)
         if frame.clock is not None:

@@ -267,8 +267,8 @@ def operand(slices, stream, pair, octet):
 
 
 @macro
-def add_product(a_local, a, b_local, b, c_local, c):
-    """`c += a b` of a warp, from the given elements of its operands on."""
+def add_product(a_local, a, b_local, b, c_local, part, c):
+    """`c += a b` of a warp, from the given elements of its operands on, of c in a part of it."""
     T.ptx_mma(
         'float32',
         'm16n8k16',
@@ -281,28 +281,31 @@ def add_product(a_local, a, b_local, b, c_local, c):
         0,
         T.access_ptr(b_local[b], 'r', 4),
         0,
-        T.access_ptr(c_local[c], 'rw', 4),
+        T.access_ptr(c_local[part, c], 'rw', 4),
         0,
         T.bool(False),
     )
 
 
 @macro
-def multiply(slices, stream, x_local, fn_local, sum_local):
-    """Add the products of a stream of 8 tokens with fn, and in a last tile those of the tokens with each other."""
+def multiply(slices, stream, x_local, fn_local, sum_local, part):
+    """Add the products of a stream of 8 tokens with fn, and in a last tile those of the tokens with each other.
+
+    `part` of the sums is that of these tokens.
+    """
     tiles = slices.octets
     tokens_local = T.alloc_local((8,), T.bfloat16)
     T.clear(tokens_local)
     for half in T.unroll(2):
         for m in T.unroll(tiles):
-            add_product(fn_local, ((stream * 2 + half) * tiles + m) * 8, x_local, half * 4, sum_local, m * 4)
+            add_product(fn_local, ((stream * 2 + half) * tiles + m) * 8, x_local, half * 4, sum_local, part, m * 4)
         for e in T.unroll(4):
             tokens_local[e // 2 * 4 + e % 2] = x_local[half * 4 + e]  # rows behind the 8 tokens are 0
-        add_product(tokens_local, 0, x_local, half * 4, sum_local, tiles * 4)
+        add_product(tokens_local, 0, x_local, half * 4, sum_local, part, tiles * 4)
 
 
 @macro
-def multiply_wide(slices, stream, x_local, fn_local, low_shared, share, lane, sum_local):
+def multiply_wide(slices, stream, x_local, fn_local, low_shared, share, lane, sum_local, part):
     """The same with what `keep_wide_fn` gave: the sums of low parts are 128 times as large."""
     octets = slices.octets
     rows_local = T.alloc_local((4,), T.uint32)
@@ -319,32 +322,33 @@ def multiply_wide(slices, stream, x_local, fn_local, low_shared, share, lane, su
                 own = T.if_then_else(pair == 0, code, (code >> 8) | (code << 24))
                 low = T.call_extern(T.uint32, 'with_exponents', own, high)
                 rows_local[r] = T.if_then_else(octet < octets, high, low)
-            add_product(rows_local, 0, x_local, half * 4, sum_local, m * 4)
+            add_product(rows_local, 0, x_local, half * 4, sum_local, part, m * 4)
     x_pairs = T.view(x_local, (WIDTH // 2,), T.uint32)
     for pair in T.unroll(WIDTH // 2):  # squares without tensor cores, which have enough to do, as has a lane
         for half in (0, 1):
             value = widened(x_pairs[pair], half)
-            sum_local[octets * 4] = T.ieee_fmaf(value, value, sum_local[octets * 4])
+            sum_local[part, octets * 4] = T.ieee_fmaf(value, value, sum_local[part, octets * 4])
 
 
 @macro
-def keep_sums(slices, sum_local, sum_shared, turn, share, first, lane):
+def keep_sums(slices, sum_local, part, sum_shared, turn, share, first, lane):
     """The sums of a warp over its channels, of the 8 tokens from `first` on, to where those of a block meet."""
     octets, low_unit = slices.octets, 1 / 128 if slices.wide else 1.0
     token = lane // 4
     for o in T.unroll(octets):
         for c in T.unroll(2):
             high, low = o * 2 + c, (octets + o) * 2 + c  # a tile has two octets of rows, two tokens each
-            total = sum_local[high] + sum_local[low] * low_unit
+            total = sum_local[part, high] + sum_local[part, low] * low_unit
             sum_shared[turn, share, first + lane % 4 * 2 + c, o * 8 + token] = total
+    square = octets * 4
     if slices.wide:
         for distance in (1, 2):
-            sum_local[octets * 4] = sum_local[octets * 4] + T.shfl_xor(sum_local[octets * 4], distance)
+            sum_local[part, square] = sum_local[part, square] + T.shfl_xor(sum_local[part, square], distance)
         if lane % 4 == 0:
-            sum_shared[turn, share, first + token, slices.columns] = sum_local[octets * 4]
+            sum_shared[turn, share, first + token, slices.columns] = sum_local[part, square]
     elif lane % 4 == token // 2:  # the product of a token with itself
-        square = T.if_then_else(token % 2 == 0, sum_local[octets * 4], sum_local[octets * 4 + 1])
-        sum_shared[turn, share, first + token, slices.columns] = square
+        total = T.if_then_else(token % 2 == 0, sum_local[part, square], sum_local[part, square + 1])
+        sum_shared[turn, share, first + token, slices.columns] = total
 
 
 @macro

@@ -426,7 +426,8 @@ big_fuse.cases(
     # ten warps that multiply, one of them idle, wide slices, and slices that do not fit
     + grid(lead=[(9,)], hidden=[320, 576, 704, 1088], num_streams=[4]),
     full=grid(lead=[(4001,), (512,)], hidden=[1280, 2560, 5120, 7168], num_streams=[4])
-    + grid(lead=[(777,)], hidden=[2816, 8192], num_streams=[2, 4]),
+    + grid(lead=[(777,)], hidden=[2816, 8192], num_streams=[2, 4])
+    + grid(lead=[(20001,)], hidden=[512], num_streams=[4]),  # more tokens of an owner than are kept for the chains
     bench=BENCH,
 )
 mix_and_apply_.cases(

@@ -7,8 +7,8 @@
 Eleven bits are the sum of two bfloat16 numbers, so fn = high + low exactly and the products run as bfloat16 on the
 tensor cores, straight from the residual as it lies in memory. Blocks have a slice of the channels and keep their part
 of fn in registers (`_slices`), and send their sums to each other where they can; they own `block_m` tokens and a share
-of k where that does not fit. Sums of parts have a fixed order. Backward, with g the gradient of mixes and o = g rstd
-rounded to TF32 as well:
+of k where that does not fit. Sums of parts have a fixed order, or are of two numbers. Backward, with g the gradient of
+mixes and o = g rstd rounded to TF32 as well:
 
     dx[t, k]  = sum_j o[t, j] fn[j, k] - x[t, k] rstd[t]^2 / k sum_j g[t, j] mixes[t, j]
     dfn[j, k] = sum_t o[t, j] x[t, k]
@@ -24,9 +24,10 @@ from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.launch import config_for, launch
 from tile_kernels.core.op import Mut, op
+from tile_kernels.mhc._cluster import has_clusters
 from tile_kernels.mhc._rows import STREAMS, check_streams, flat, lead_of, vector_width
 from tile_kernels.mhc._slices import Slices
-from tile_kernels.mhc.norm_fn_bwd_device import norm_fn_bwd_kernel, prepare_bwd_kernel, sum_dfn_kernel
+from tile_kernels.mhc.norm_fn_bwd_device import norm_fn_bwd_kernel, prepare_bwd_kernel, sum_dfn_kernel, sums_itself
 from tile_kernels.mhc.norm_fn_device import normalise_kernel, padded, project_kernel
 from tile_kernels.mhc.pre_device import goes_in_one_pass, pre_streams_kernel, project_slices_kernel
 
@@ -94,19 +95,22 @@ def launch_norm_fn_bwd(
     num_tokens, columns = x.shape[0], padded(num_mixes)
     o_parts = fn.new_empty(num_tokens, 2 * columns, dtype=BF16)
     pull = fn.new_empty(num_tokens)
-    static = (k, num_mixes, adds_to, 0 if applied is None else hidden)
+    clusters = has_clusters(x)
+    static = (k, num_mixes, adds_to, 0 if applied is None else hidden, clusters)
     parts = config_for(norm_fn_bwd_kernel, static, num_tokens)['parts']
     dfn = torch.empty_like(fn)
-    whole = parts == 1 and num_tokens > 0
+    whole = sums_itself(parts, clusters) and num_tokens > 0
+    clears = whole and parts == 4
     dfn_parts = dfn[None] if whole else fn.new_empty(parts * min(num_tokens, 1), num_mixes, k)  # none without a token
     launch(
         prepare_bwd_kernel,
-        (k, num_mixes),
+        (k, num_mixes, clears),
         flat(dmixes, lead, num_mixes),
         flat(mixes, lead, num_mixes),
         flat(rstd, lead),
         o_parts,
         pull,
+        dfn.view(-1) if clears else None,
     )
     launch(
         norm_fn_bwd_kernel,
@@ -226,5 +230,8 @@ BENCH = (
     + grid(lead=[(4001,)], hidden=[2560], num_streams=[4], num_mixes=[24])
 )
 norm_fn.cases(make=_make, match=dict(rtol=1e-3, atol=1e-4), smoke=SMOKE, full=FULL, bench=BENCH)
-norm_fn_bwd.cases(make=_make_bwd, match=dict(rtol=1e-3, atol=3e-3), smoke=SMOKE, full=FULL, bench=BENCH)
-norm_fn_bwd_.cases(make=_make_bwd_, match=dict(rtol=1e-3, atol=3e-3), smoke=SMOKE, bench=BENCH[:2])
+FOUR_PARTS = dict(num_streams=[4], num_mixes=[24])  # of dfn, by clusters
+SMOKE_BWD = SMOKE + grid(lead=[(200,)], hidden=[512], **FOUR_PARTS)
+FULL_BWD = FULL + grid(lead=[(512,)], hidden=[2048], **FOUR_PARTS)
+norm_fn_bwd.cases(make=_make_bwd, match=dict(rtol=1e-3, atol=3e-3), smoke=SMOKE_BWD, full=FULL_BWD, bench=BENCH)
+norm_fn_bwd_.cases(make=_make_bwd_, match=dict(rtol=1e-3, atol=3e-3), smoke=SMOKE_BWD, bench=BENCH[:2])

@@ -1,7 +1,8 @@
 """Kernels of the gradients of the normalised projection. See `norm_fn.py` for the mathematics."""
 
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T
+from tile_kernels.core.lang import T, macro
+from tile_kernels.mhc._cluster import SEND_FOUR, send
 from tile_kernels.mhc.norm_fn_device import high_of, padded, round_to_tf32
 
 #: Tokens of a tile, and columns of a block.
@@ -10,7 +11,7 @@ BLOCK_T, BLOCK_K = 64, 128
 #: Parts the tokens may be cut into.
 PARTS = (1, 2, 3, 4, 6, 8, 16, 32)
 
-#: Blocks that run at a time: two on each of 132 SMs. On other devices the choice is the same, and so are the results.
+#: Blocks that run at a time: two on each of 132 SMs. On other devices the choice is the same.
 WAVE = 264
 
 #: Of a product that runs on while the next is started; the last one waits for all.
@@ -29,17 +30,26 @@ def parts_of(k: int, num_tokens: int) -> int:
     return min(PARTS, key=rounds)
 
 
-def choose(k: int, num_mixes: int, adds_to: str, applied: int, num_tokens: int) -> dict:
+def choose(k: int, num_mixes: int, adds_to: str, applied: int, clusters: bool, num_tokens: int) -> dict:
     """See `parts_of`; three buffers for a tile where two blocks of them fit on an SM."""
     return dict(parts=parts_of(k, num_tokens), num_stages=3 if padded(num_mixes) <= 24 else 2)
+
+
+def sums_itself(parts: int, clusters: bool) -> bool:
+    """Whether `norm_fn_bwd_kernel` sums the parts of dfn: two blocks as a pair, two pairs by adding to zeros.
+
+    The sum of 0 and two numbers does not depend on their order; subnormal ones count as 0 there. More than two would
+    need larger clusters, which do not all run at a time.
+    """
+    return parts == 1 or (clusters and parts in (2, 4))
 
 
 # Kernels ------------------------------------------------------------------------------------
 
 
 @kernel(choose=lambda *static: dict(num_threads=128), space=dict(num_threads=(128,)))
-def prepare_bwd_kernel(k: int, num_mixes: int, *, num_threads: int):
-    """O in two parts, and the pull on x: what dx has of x itself."""
+def prepare_bwd_kernel(k: int, num_mixes: int, clears: bool, *, num_threads: int):
+    """O in two parts, and the pull on x: what dx has of x itself. Zeros for dfn, if others will add to it."""
     columns = padded(num_mixes)
     num_tokens = T.dynamic('num_tokens')
     lanes = 8
@@ -51,10 +61,18 @@ def prepare_bwd_kernel(k: int, num_mixes: int, *, num_threads: int):
         rstd: T.Tensor((num_tokens,), T.float32),
         o_parts: T.Tensor((num_tokens, 2 * columns), T.bfloat16),
         pull: T.Tensor((num_tokens,), T.float32),
+        dfn: T.Tensor((num_mixes * k,), T.float32),
     ):
-        with T.Kernel(T.ceildiv(num_tokens, num_threads // lanes), threads=num_threads) as pid:
+        blocks = T.ceildiv(num_tokens, num_threads // lanes)
+        with T.Kernel(blocks, threads=num_threads) as pid:
             tx = T.get_thread_binding()
             T.pdl_trigger()
+            if clears:
+                for r in T.serial(T.ceildiv(num_mixes * k // 4, blocks * num_threads)):
+                    first = ((r * blocks + pid) * num_threads + tx) * 4
+                    if first < num_mixes * k:
+                        for e in T.vectorized(4):
+                            dfn[first + e] = 0.0
             token = pid * (num_threads // lanes) + tx // lanes
             total = T.alloc_var(T.float32, init=0.0)
             if token < num_tokens:
@@ -79,11 +97,14 @@ def prepare_bwd_kernel(k: int, num_mixes: int, *, num_threads: int):
     space=dict(parts=PARTS, num_stages=(2, 3)),
     pass_configs={'TL_DISABLE_THREAD_STORAGE_SYNC': True},
 )
-def norm_fn_bwd_kernel(k: int, num_mixes: int, adds_to: str, applied: int, *, parts: int, num_stages: int):
+def norm_fn_bwd_kernel(
+    k: int, num_mixes: int, adds_to: str, applied: int, clusters: bool, *, parts: int, num_stages: int
+):
     """128 columns and a share of the tokens for each block: dx of every tile, and the part of dfn of all of them.
 
     `adds_to` is 'dx' or 'before' if the gradient of x is added to what is there. With `applied`, which is hidden, the
-    gradient that reaches x through `apply_mix` is added as well.
+    gradient that reaches x through `apply_mix` is added as well. If it `sums_itself`, what it leaves is dfn, where four
+    parts expect zeros.
 
     The first tiles of x and the columns of fn are asked for while o is being prepared. What a step reads was asked
     for `num_stages - 1` steps before, into buffers whose readers have passed a barrier since. What is added to dx, and
@@ -93,11 +114,48 @@ def norm_fn_bwd_kernel(k: int, num_mixes: int, adds_to: str, applied: int, *, pa
     num_threads = 128 if columns <= 24 else 256  # dfn of eight streams does not fit in the registers of fewer
     ahead = num_stages - 1
     copies = 3  # groups of asynchronous copies of a tile
+    whole = sums_itself(parts, clusters)
+    paired = whole and parts > 1
+    quads = BLOCK_K // 4
     num_tokens = T.dynamic('num_tokens')
+
+    @macro
+    def add_pairs(dfn_shared, rank, dfn_parts, column):
+        """Of a pair of blocks each sums every other row of dfn, and has what the other found for it from there."""
+        T.import_source(SEND_FOUR)
+        sent_shared = T.alloc_shared(((num_mixes + 1) // 2, BLOCK_K), T.float32)
+        all_sent = T.alloc_barrier([1])
+        four_local = T.alloc_local((4,), T.float32)
+        tx = T.get_thread_binding()
+        if tx == 0:
+            T.mbarrier_arrive_expect_tx(all_sent[0], (num_mixes + 1 - rank) // 2 * BLOCK_K * 4)
+        T.cluster_arrive()
+        T.cluster_wait()  # the other is done with what was where its sums will be
+        for own in (False, True):
+            if own:
+                T.mbarrier_wait_parity(all_sent[0], 0)
+                T.sync_warp()  # nothing that was sent is read before
+            for r in T.serial(-(-((num_mixes + 1) // 2) * quads // num_threads)):
+                index = r * num_threads + tx
+                row, first = index // quads, index % quads * 4
+                j = row * 2 + (rank if own else 1 - rank)
+                if j < num_mixes:
+                    for e in T.unroll(4):
+                        four_local[e] = dfn_shared[j, first + e] + dfn_shared[columns + j, first + e]
+                    if not own:
+                        send(sent_shared[row, first], four_local, all_sent[0], 1 - rank)
+                    else:
+                        for e in T.unroll(4):
+                            four_local[e] = four_local[e] + sent_shared[row, first + e]
+                        if parts == 2:
+                            for e in T.vectorized(4):
+                                dfn_parts[0, j, column + first + e] = four_local[e]
+                        else:
+                            T.atomic_addx4(dfn_parts[0, j, column + first], four_local[0])
 
     @T.prim_func
     def norm_fn_bwd(
-        dfn_parts: T.Tensor((parts, num_mixes, k), T.float32),
+        dfn_parts: T.Tensor((1 if whole else parts, num_mixes, k), T.float32),
         x: T.Tensor((num_tokens, k), T.bfloat16),
         fn: T.Tensor((num_mixes, k), T.float32),
         o_parts: T.Tensor((num_tokens, 2 * columns), T.bfloat16),
@@ -107,7 +165,8 @@ def norm_fn_bwd_kernel(k: int, num_mixes: int, adds_to: str, applied: int, *, pa
         dlayer_input: T.Tensor((num_tokens, max(applied, 1)), T.bfloat16),
         pre: T.Tensor((num_tokens, k // max(applied, 1), 1), T.float32),
     ):
-        with T.Kernel(k // BLOCK_K, parts, threads=num_threads) as (pid_k, pid_t):
+        cluster_dims = (2, 1, 1) if paired else None
+        with T.Kernel(parts, k // BLOCK_K, threads=num_threads, cluster_dims=cluster_dims) as (pid_t, pid_k):
             x_shared = T.alloc_shared((num_stages, BLOCK_T, BLOCK_K), T.bfloat16)
             o_shared = T.alloc_shared((num_stages, BLOCK_T, 2 * columns), T.bfloat16)
             pull_shared = T.alloc_shared((num_stages, BLOCK_T), T.float32)
@@ -201,8 +260,11 @@ def norm_fn_bwd_kernel(k: int, num_mixes: int, adds_to: str, applied: int, *, pa
             for i, j in T.Parallel(BLOCK_K, 2 * columns):
                 dfn_shared[j, i] = dfn_frag[i, j]
             T.sync_threads()
-            for j, i in T.Parallel(num_mixes, BLOCK_K):
-                dfn_parts[pid_t, j, column + i] = dfn_shared[j, i] + dfn_shared[columns + j, i]
+            if paired:
+                add_pairs(dfn_shared, pid_t % 2, dfn_parts, column)
+            else:
+                for j, i in T.Parallel(num_mixes, BLOCK_K):
+                    dfn_parts[pid_t, j, column + i] = dfn_shared[j, i] + dfn_shared[columns + j, i]
 
     return norm_fn_bwd
 

@@ -315,7 +315,8 @@ PRE_BWD = SUMMED | dict(dfn=dict(rtol=2**-9, rms=2**-9), dresidual=dict(rtol=2**
 MIXED, OVER_HIDDEN = dict(rtol=2**-6, rms=2**-5), dict(rtol=2**-8, rms=2**-8)
 POST_PRE = dict(rtol=2**-10, rms=2**-8, layer_input=MIXED)
 POST_BWD = dict(dx=MIXED, dresidual=MIXED, dpost_mix=OVER_HIDDEN, dcomb_mix=OVER_HIDDEN)
+FULL_BWD = FULL[:3] + grid(lead=[(512,)], hidden=[2048], num_streams=[4])  # four parts of dfn
 pre.cases(make=_make, match=CLOSE, smoke=SMOKE, full=FULL, bench=BENCH)
-pre_bwd.cases(make=_make_bwd, match=PRE_BWD, smoke=SMOKE, full=FULL[:3], bench=BENCH[1:3])
+pre_bwd.cases(make=_make_bwd, match=PRE_BWD, smoke=SMOKE, full=FULL_BWD, bench=BENCH[1:3])
 post_pre.cases(make=_make_post, match=POST_PRE, smoke=SMOKE, full=FULL, bench=BENCH)
-post_pre_bwd.cases(make=_make_post_bwd, match=PRE_BWD | POST_BWD, smoke=SMOKE, full=FULL[:3], bench=BENCH[1:3])
+post_pre_bwd.cases(make=_make_post_bwd, match=PRE_BWD | POST_BWD, smoke=SMOKE, full=FULL_BWD, bench=BENCH[1:3])

@@ -5,7 +5,7 @@ uses them at once: the blocks of a token are a cluster and send their sums to ea
 token need not be read again. The warps of a block have roles:
 
     multiply   wait for a tile, multiply, and send the sums of the slice to the blocks that own the tokens
-    own        for the tokens the block owns, sum the slices, find pre and send it to all blocks
+    own        for the tokens the block owns, sum the slices, find pre and post, send pre to all blocks
     copy       tiles to shared memory; fn as well if there is room, where the last of the first tiles will be
     send       the sums of wide slices: the many warps that multiply would wait for each other
     post       put y in place of the residual and write it, if y is asked for
@@ -16,18 +16,24 @@ would wait for all copies and stores that are under way. The buffers for what is
 which is free when its layer_input is done. Who copies another tile there has had pre from all owners, so they have read
 their sums; and who sends pre for it has had sums from all blocks, so they have used pre of the tile that was there.
 
-Owners write the mixes of their tokens to memory, and when all tiles are multiplied, the warps that did so carry them
-through the chain of Sinkhorn, a thread for each token.
+When all tiles are multiplied, the warps that did so carry what owners left for comb through the chain of Sinkhorn, a
+thread for each token.
 """
 
 from torch import Tensor
-from torch._subclasses import FakeTensor
 
 from tile_kernels.core import check
-from tile_kernels.core.device import arch_number, arch_of, num_sms_of
+from tile_kernels.core.device import num_sms_of
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import WARP, T, macro
-from tile_kernels.core.launch import state
+from tile_kernels.mhc._cluster import (
+    FIRST_WITH_CLUSTERS,
+    LAST_WITH_CLUSTERS,
+    SEND_FOUR,
+    has_clusters,
+    on_gpu,
+    send,
+)
 from tile_kernels.mhc._rows import apply_to_vector, post_to_vector, store_vector
 from tile_kernels.mhc._slices import (
     SLICE_PASS_CONFIGS,
@@ -68,29 +74,17 @@ WARPS_AND_REGISTERS = {8: (16, 168, 80), 10: (16, 144, 80), 12: (24, 96, 48), 14
 #: Tokens whose sums an owner has under way at a time.
 OWNED_AT_ONCE = 4
 
+#: Tokens of an owner, the last ones, whose chain of Sinkhorn starts from shared memory; that of others from comb.
+KEPT = 128
+
 #: Channels of one copy, at most.
 MAX_PIECE = 256
 
 #: Bytes of shared memory of an SM, but for gaps between buffers.
 SHARED_BYTES = 224 << 10
 
-#: Compute capabilities of GPUs with clusters of 16 blocks and that much shared memory, and the SMs of one that has 16
-#: of them close enough together, as a part of a GPU may not.
-FIRST_WITH_CLUSTERS, LAST_WITH_CLUSTERS = 90, 119
+#: SMs of a GPU that has clusters of 16 blocks: on a part of a GPU they may not be close enough together.
 SMS_FOR_CLUSTERS_OF_16 = 100
-
-#: Four numbers to the shared memory of another block of the cluster, where a barrier counts their bytes.
-SEND_FOUR = """
-static __device__ __forceinline__ void send_four(
-    float* place, float a, float b, float c, float d, void* barrier, int rank) {
-  asm volatile("{\\n.reg .b32 there, count;\\n"
-    "mapa.shared::cluster.u32 there, %0, %6;\\n"
-    "mapa.shared::cluster.u32 count, %1, %6;\\n"
-    "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%2, %3, %4, %5}, [count];\\n}"
-    :: "r"((unsigned)__cvta_generic_to_shared(place)), "r"((unsigned)__cvta_generic_to_shared(barrier)),
-       "f"(a), "f"(b), "f"(c), "f"(d), "r"(rank) : "memory");
-}
-"""
 
 # Config -------------------------------------------------------------------------------------
 
@@ -106,13 +100,8 @@ def goes_in_one_pass(residual: Tensor, fn: Tensor, layer: tuple[Tensor, Tensor] 
         return False
     if layer is not None and (slices.shares > WARPS or check.vector_bytes(*layer) < 16):
         return False
-    if residual.is_cuda and not isinstance(residual, FakeTensor):
-        number = arch_number(arch_of(residual.get_device()))
-        if slices.count == 16 and num_sms_of(residual.get_device()) < SMS_FOR_CLUSTERS_OF_16:
-            return False
-    else:
-        number = FIRST_WITH_CLUSTERS if state.arch is None else arch_number(state.arch)
-    return FIRST_WITH_CLUSTERS <= number <= LAST_WITH_CLUSTERS
+    few_sms = on_gpu(residual) and num_sms_of(residual.get_device()) < SMS_FOR_CLUSTERS_OF_16
+    return has_clusters(residual) and not (slices.count == 16 and few_sms)
 
 
 def choose_project(hidden: int, num_streams: int, num_mixes: int, num_tokens: int) -> dict:
@@ -130,7 +119,8 @@ def choose_pre(hidden: int, num_streams: int, num_mixes: int, kind: str, num_tok
     token_bytes += 4 * slices.sums * max(1, slices.count // TOKENS) + 16  # what is sent
     teams = slices.teams_of(warps_that_multiply(slices, kind))
     tile = tile_for(slices, teams, token_bytes, (24 if posted else 40) << 10, num_tokens)
-    room = SHARED_BYTES - tile * 2 * 4 * slices.shares * slices.sums - slices.low_bytes
+    kept_bytes = 0 if kind == 'mixes' else KEPT * 4 * num_streams**2
+    room = SHARED_BYTES - tile * 2 * 4 * slices.shares * slices.sums - slices.low_bytes - kept_bytes
     return dict(tile=tile, stages=min(MAX_STAGES, room // (tile * token_bytes)))
 
 
@@ -145,12 +135,6 @@ def warps_that_multiply(slices: Slices, kind: str) -> int:
 def small(slot):
     """The same number, as one that the compiler knows to be small: indices then have 32 bits."""
     return slot & (MAX_STAGES - 1)
-
-
-def send(place, value_local, barrier, rank):
-    """Four numbers to the same place in block `rank` of the cluster, see `SEND_FOUR`."""
-    four = (value_local[e] for e in range(4))
-    return T.evaluate(T.call_extern('handle', 'send_four', T.address_of(place), *four, T.address_of(barrier), rank))
 
 
 @kernel(choose=choose_project, space=SPACE, pass_configs=SLICE_PASS_CONFIGS)
@@ -192,7 +176,7 @@ def project_slices_kernel(hidden: int, num_streams: int, num_mixes: int, *, tile
             fn_local = T.alloc_local((slices.operands,), T.bfloat16)
             value_local = T.alloc_local((slices.octets, WIDTH), T.float32)
             x_local = T.alloc_local((WIDTH,), T.bfloat16)
-            sum_local = T.alloc_local((slices.octets * 4 + 4,), T.float32)
+            sum_local = T.alloc_local((1, slices.octets * 4 + 4), T.float32)
             total_local = T.alloc_local((4,), T.float32)
             tx = T.get_thread_binding()
             rank, group, lane = pid % slices.count, pid // slices.count, tx % WARP
@@ -218,8 +202,8 @@ def project_slices_kernel(hidden: int, num_streams: int, num_mixes: int, *, tile
                     for s in T.unroll(num_streams):
                         for e in T.vectorized(WIDTH):
                             x_local[e] = tile_shared[slot, start + lane // 4, s * slices.channels + place + e]
-                        multiply(slices, s, x_local, fn_local, sum_local)
-                    keep_sums(slices, sum_local, sum_shared, 0, share, start, lane)
+                        multiply(slices, s, x_local, fn_local, sum_local, 0)
+                    keep_sums(slices, sum_local, 0, sum_shared, 0, share, start, lane)
                 T.sync_threads()
                 for r in T.unroll(-(-tile * quads // slices.num_threads)):
                     index = r * slices.num_threads + tx
@@ -379,6 +363,15 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
                 )
 
     @macro
+    def keep_logit(z, kept_shared, comb, token, index, num_owned, lane):
+        """Where the chain of Sinkhorn starts, for token `index` of an owner: the last ones need not be loaded again."""
+        row, column = lane // num_streams - 2, lane % num_streams
+        if index + KEPT >= num_owned:
+            kept_shared[index % KEPT, row, column] = z
+        else:
+            comb[token, row, column] = z
+
+    @macro
     def load_streams(tile_shared, slot, token, vector, streams_local):
         """A vector of each stream of a token."""
         part, first = vector // (piece // WIDTH), vector % (piece // WIDTH) * WIDTH
@@ -444,6 +437,7 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
             sum_shared = T.alloc_shared((2, slices.shares, tile, slices.sums), T.float32)
             part_shared = T.alloc_shared((stages, count, owned, slices.sums), T.float32)
             pre_shared = T.alloc_shared((stages, tile, 4), T.float32)
+            kept_shared = T.alloc_shared((KEPT, num_streams, num_streams) if applied else (1, 1, 4), T.float32)
             loaded, used = T.alloc_barrier([WARP * (1 + posted)] * stages), T.alloc_barrier([appliers] * stages)
             in_place = T.alloc_barrier([helpers] * stages)
             fn_loaded, fn_used = T.alloc_barrier([WARP] * num_streams), T.alloc_barrier([multipliers] * num_streams)
@@ -458,13 +452,13 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
             y_local = T.alloc_local((1, WIDTH), T.bfloat16)
             pre_local = T.alloc_local((num_streams,), T.float32)
             sent_local = T.alloc_local((4,), T.float32)
-            sum_local = T.alloc_local((slices.octets * 4 + 4,), T.float32)
+            sum_local = T.alloc_local((parts, slices.octets * 4 + 4), T.float32)
             total_local = T.alloc_local((4,), T.float32)
-            mixes_local = T.alloc_local((num_mixes,), T.float32)
             k_local = T.alloc_local((num_streams, num_streams), T.float32)
             tx = T.get_thread_binding()
             rank, group, lane = pid % count, pid // count, tx % WARP
             mine = T.ceildiv(num_tiles - group, groups)
+            num_owned = T.ceildiv(mine, turns) * owned  # or a few less
             slot = T.alloc_var(T.int32, init=0)
             parity = T.alloc_var(T.int32, init=0)
 
@@ -506,19 +500,21 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
                         T.mbarrier_wait_parity(sent[i % 2], (i // 2 + 1) % 2)  # there is room for sums
                     T.sync_warp()  # nothing is read before
                     if team < teams:
-                        for p in T.unroll(parts):
-                            T.clear(sum_local)
-                            for s in T.unroll(num_streams):
+                        T.clear(sum_local)
+                        for s in T.unroll(num_streams):
+                            for p in T.unroll(parts):  # products that need not wait for each other
                                 row = s * tile + p * teams * TOKENS
                                 vector = first_vector + small(slot) * tile_vectors + row * (piece // WIDTH)
                                 for e in T.vectorized(WIDTH):
                                     x_local[e] = vectors_shared[vector, e]
                                 if slices.wide:
-                                    multiply_wide(slices, s, x_local, fn_local, low_shared, share, lane, sum_local)
+                                    multiply_wide(slices, s, x_local, fn_local, low_shared, share, lane, sum_local, p)
                                 else:
-                                    multiply(slices, s, x_local, fn_local, sum_local)
-                            keep_sums(slices, sum_local, sum_shared, i % 2, share, (p * teams + team) * TOKENS, lane)
-                    T.mbarrier_arrive(multiplied[small(slot)])
+                                    multiply(slices, s, x_local, fn_local, sum_local, p)
+                        for p in T.unroll(parts):
+                            first = (p * teams + team) * TOKENS
+                            keep_sums(slices, sum_local, p, sum_shared, i % 2, share, first, lane)
+                    T.mbarrier_arrive(multiplied[slot])
                     if slices.wide:
                         T.mbarrier_arrive(summed[i % 2])
                     else:
@@ -528,26 +524,27 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
                     slot = T.if_then_else(slot == stages - 1, 0, slot + 1)
                 if applied:
                     T.sync_threads(9, WARP + multipliers)
-                    for r in T.serial(T.ceildiv(T.ceildiv(mine, turns) * owned, multipliers)):
+                    for r in T.serial(T.ceildiv(num_owned, multipliers)):
                         index = r * multipliers + tx
                         i = index // owned * turns + rank // tile % turns
                         token = (group + i * groups) * tile + rank % tile + index % owned * count
                         if i < mine and token < num_tokens:
-                            for v in T.unroll(num_mixes // 4):
-                                for e in T.vectorized(4):
-                                    mixes_local[v * 4 + e] = mixes[token, v * 4 + e]
                             for o in T.unroll(num_streams):
-                                for c in T.unroll(num_streams):
-                                    j = (2 + o) * num_streams + c
-                                    k_local[o, c] = affine(mixes_local[j], scale[2], base[j])
+                                for c in T.vectorized(num_streams):
+                                    if index + KEPT >= num_owned:
+                                        k_local[o, c] = kept_shared[index % KEPT, o, c]
+                                    else:
+                                        k_local[o, c] = comb[token, o, c]
                             scale_matrix(k_local, 1, num_streams, 1.0, repeat, sinkhorn_eps)
                             for o in T.unroll(num_streams):
-                                z = affine(mixes_local[num_streams + o], scale[1], base[num_streams + o])
-                                post[token, o, 0] = T.ieee_mul(sigmoid(z), post_mult)
                                 for c in T.vectorized(num_streams):
                                     comb[token, o, c] = k_local[o, c]
             elif tx < copy:
                 take_registers(own)
+                own_scale, own_base = T.alloc_var(T.float32, init=0.0), T.alloc_var(T.float32, init=0.0)
+                if applied:  # a lane has a product of a token
+                    own_scale = scale[T.min(lane // num_streams, 2)]
+                    own_base = base[T.min(lane, num_mixes - 1)]
                 T.cluster_wait()
                 for i in T.serial(mine):
                     shift = (rank + (turns - i % turns) * tile) % count  # the first of its tokens in the tile, if any
@@ -561,17 +558,15 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
                                 for o in T.unroll(at_once):
                                     part = part_shared[small(slot), s, q * at_once + o, T.min(lane, columns)]
                                     total_local[o] = total_local[o] + part
-                            for o in T.unroll(at_once):
-                                place = shift + (q * at_once + o) * count
+                            for p in T.unroll(at_once):
+                                place = shift + (q * at_once + p) * count
                                 token = (group + i * groups) * tile + place
-                                square = T.shfl_sync(total_local[o], columns)
+                                square = T.shfl_sync(total_local[p], columns)
                                 factor = rstd_from(square, num_streams * hidden, eps)
-                                mix = T.ieee_mul(total_local[o], factor)
-                                weight = T.alloc_var(T.float32)
-                                weight = mix
-                                if applied:
-                                    z = affine(mix, scale[0], base[T.min(lane, num_streams - 1)])
-                                    weight = T.ieee_add(sigmoid(z), pre_eps)
+                                mix = T.ieee_mul(total_local[p], factor)
+                                z = affine(mix, own_scale, own_base)
+                                gate = sigmoid(z)
+                                weight = T.ieee_add(gate, pre_eps) if applied else mix
                                 for e in T.unroll(4):
                                     sent_local[e] = T.shfl_sync(weight, T.min(e, num_streams - 1))
                                 if lane < count:
@@ -581,12 +576,18 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
                                         mixes[token, lane] = mix
                                     if lane == columns:
                                         rstd[token] = factor
-                                    if applied and lane < num_streams:
-                                        pre[token, lane, 0] = weight
+                                    if applied:
+                                        if lane < num_streams:
+                                            pre[token, lane, 0] = weight
+                                        elif lane < 2 * num_streams:
+                                            post[token, lane - num_streams, 0] = T.ieee_mul(gate, post_mult)
+                                        elif lane < num_mixes:
+                                            index = i // turns * owned + q * at_once + p
+                                            keep_logit(z, kept_shared, comb, token, index, num_owned, lane)
                     parity = T.if_then_else(slot == stages - 1, 1 - parity, parity)
                     slot = T.if_then_else(slot == stages - 1, 0, slot + 1)
                 if applied:
-                    T.named_barrier_arrive(9, WARP + multipliers)  # the mixes are in memory
+                    T.named_barrier_arrive(9, WARP + multipliers)  # the chains can start
             elif tx < send_or_post:
                 take_registers(copy)
                 inputs, places = (residual, x, post_mix, comb_mix), (tile_shared, x_shared, mix_shared)
