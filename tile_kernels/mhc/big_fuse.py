@@ -328,21 +328,21 @@ def fused_pre(
     post, comb = fn.new_empty((*lead, num_streams, 1)), fn.new_empty((*lead, num_streams, num_streams))
     streams = flat(residual, lead, num_streams, hidden)
     at_once = goes_in_one_pass(streams, fn, None if layer is None else layer[:2])
-    saved: tuple[Tensor, ...] = ()
-    if with_mixes or at_once:
-        saved = (fn.new_empty((*lead, num_streams, 1)), fn.new_empty((*lead, width)), fn.new_empty(lead))
     outputs = (flat(post, lead, num_streams, 1), flat(comb, lead, num_streams, num_streams))
     outputs = (*outputs, flat(layer_input, lead, hidden))
+    saved: tuple[Tensor, ...] = ()
     kept = None
-    if saved:
+    if with_mixes:
+        saved = (fn.new_empty((*lead, num_streams, 1)), fn.new_empty((*lead, width)), fn.new_empty(lead))
         kept = (flat(saved[0], lead, num_streams, 1), flat(saved[1], lead, width), flat(saved[2], lead))
     if at_once:
-        static = (hidden, num_streams, width, 'pre' if layer is None else 'post_pre')
+        kind = 'post_pre' if layer is not None else 'pre' if with_mixes else 'input'
+        static = (hidden, num_streams, width, kind)
         if layer is None:
             inputs: tuple = (streams, None, None, None, fn, scale, base, None)
         else:
             inputs = (layer[1], layer[0], *layer[2:], fn, scale, base, streams)
-        launch(pre_streams_kernel, static, *inputs, *outputs, *(kept or ()), *options)
+        launch(pre_streams_kernel, static, *inputs, *outputs, *(kept or (None, None, None)), *options)
     else:
         parts = project(streams, fn) if layer is None else post_project(*layer, fn, streams)
         _launch(streams, parts, scale, base, outputs, kept, options)

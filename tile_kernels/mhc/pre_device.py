@@ -231,12 +231,13 @@ def project_slices_kernel(hidden: int, num_streams: int, num_mixes: int, *, tile
 def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str, *, tile: int, stages: int):
     """Coefficients and input of a layer, 'pre'; 'post_pre' of y = post(x, residual), which is written as well.
 
-    Of 'mixes' these and rstd are all there is: nobody applies them, and what owners send says that they are done.
+    Of 'input' there is nothing that only gradients need: neither pre nor mixes and rstd. Of 'mixes' these and rstd are
+    all there is: nobody applies them, and what owners send says that they are done.
     """
     from tilelang.layout import make_linear_layout
 
     slices = Slices(hidden, num_streams, num_mixes)
-    applied, posted = kind != 'mixes', kind == 'post_pre'
+    applied, posted, saves = kind != 'mixes', kind == 'post_pre', kind != 'input'
     count, channels, columns = slices.count, slices.channels, slices.columns
     coefficients = num_streams * (1 + num_streams)
     vectors, quads = channels // WIDTH, slices.sums // 4
@@ -572,18 +573,17 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
                                 if lane < count:
                                     send(pre_shared[small(slot), place, 0], sent_local, pre_sent[small(slot)], lane)
                                 if token < num_tokens:
-                                    if lane < num_mixes:
+                                    if saves and lane < num_mixes:
                                         mixes[token, lane] = mix
-                                    if lane == columns:
+                                    if saves and lane == columns:
                                         rstd[token] = factor
-                                    if applied:
-                                        if lane < num_streams:
-                                            pre[token, lane, 0] = weight
-                                        elif lane < 2 * num_streams:
-                                            post[token, lane - num_streams, 0] = T.ieee_mul(gate, post_mult)
-                                        elif lane < num_mixes:
-                                            index = i // turns * owned + q * at_once + p
-                                            keep_logit(z, kept_shared, comb, token, index, num_owned, lane)
+                                    if saves and applied and lane < num_streams:
+                                        pre[token, lane, 0] = weight
+                                    if applied and lane >= num_streams and lane < 2 * num_streams:
+                                        post[token, lane - num_streams, 0] = T.ieee_mul(gate, post_mult)
+                                    if applied and lane >= 2 * num_streams and lane < num_mixes:
+                                        index = i // turns * owned + q * at_once + p
+                                        keep_logit(z, kept_shared, comb, token, index, num_owned, lane)
                     parity = T.if_then_else(slot == stages - 1, 1 - parity, parity)
                     slot = T.if_then_else(slot == stages - 1, 0, slot + 1)
                 if applied:
