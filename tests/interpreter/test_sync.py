@@ -404,6 +404,43 @@ def test_blocks_of_a_cluster_send_to_each_other(sent):
         assert torch.equal(y[:, ::4], torch.tensor([[10.0, 11], [0, 1], [30, 31], [20, 21]]))
 
 
+@pytest.mark.parametrize('waits', [True, False])
+def test_what_another_block_sends_is_read_after_a_wait_for_its_barrier(waits):
+    @T.prim_func
+    def swap(y: T.Tensor((4, 4), 'float32')):
+        with T.ClusterKernel(4, threads=64, cluster_dims=(2, 1, 1)) as pid:
+            there = T.alloc_shared((4,), 'float32')
+            arrived = T.alloc_barrier([1])
+            thread = T.get_thread_binding()
+            T.cluster_sync()
+            if thread == 0:
+                T.mbarrier_arrive_expect_tx(arrived[0], 16)
+                value = T.cast(pid, 'float32')
+                T.call_extern(
+                    'handle',
+                    'send_four',
+                    T.address_of(there[0]),
+                    value,
+                    value,
+                    value,
+                    value,
+                    T.address_of(arrived[0]),
+                    1 - pid % 2,
+                )
+            if waits and thread >= 32:
+                T.mbarrier_wait_parity(arrived[0], 0)
+            if thread >= 32 and thread < 36:
+                y[pid, thread - 32] = there[thread - 32]
+
+    y = torch.zeros(4, 4)
+    if waits:
+        interpret(swap, y, checks='all')
+        assert torch.equal(y[:, 0], torch.tensor([1.0, 0, 3, 2]))
+    else:
+        with pytest.raises(DataRace, match=r'reads there\[0\], which another block sent without a barrier between'):
+            interpret(swap, y, checks='all')
+
+
 @pytest.mark.parametrize(
     ('more', 'fewer', 'asking', 'match'),
     [

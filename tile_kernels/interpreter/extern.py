@@ -36,10 +36,14 @@ class Pointer:
     def send(self, offset: int, value: Any, rank: Any) -> None:
         """Write `offset` elements further on in the shared memory of block `rank` of the cluster."""
         access = self._accesses(offset)
-        own = cluster_rank(self._frame, self._cluster_dims).reshape(-1, 1)
-        access.row_shift = lambda frame: np.asarray(rank) - own
-        access.atomic = True  # races between blocks of a cluster are not checked
+        away = np.asarray(rank) - cluster_rank(self._frame, self._cluster_dims).reshape(-1, 1)
+        access.row_shift = lambda frame: away
+        access.atomic = True  # that its place is free is not checked
         access.store(self._frame, value, self._frame.mask)
+        marks = access.memory(self._frame).race
+        if marks is not None:
+            place = access.locate(self._frame, self._frame.mask)
+            marks.note_sent(self._frame, access, place, self._frame.mask, away)
 
 
 class RemoteBarrier:
@@ -52,9 +56,9 @@ class RemoteBarrier:
 
     def send(self, bytes_: int, rank: Any) -> None:
         """Count bytes of every active thread at this barrier of block `rank` of the cluster."""
-        own = cluster_rank(self._frame, self._cluster_dims).reshape(-1, 1)
-        barriers = self._frame.memory[self._operand.slot]
-        barriers.send(self._frame, self._operand.index(self._frame), np.asarray(rank) - own, bytes_)
+        frame, operand = self._frame, self._operand
+        away = np.asarray(rank) - cluster_rank(frame, self._cluster_dims).reshape(-1, 1)
+        frame.memory[operand.slot].send(frame, operand.index(frame), away, bytes_, operand.slot)
 
 
 def _send_four(place: Pointer, a: Any, b: Any, c: Any, d: Any, barrier: RemoteBarrier, rank: Any) -> None:

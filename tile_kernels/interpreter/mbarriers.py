@@ -40,12 +40,15 @@ class Barriers:
             np.add.at(self.expected, _pairs(frame, index), threads * bytes_)
         self.advance(frame)
 
-    def send(self, frame: Frame, index: Any, away: np.ndarray, bytes_: int) -> None:
+    def send(self, frame: Frame, index: Any, away: np.ndarray, bytes_: int, slot: Any) -> None:
         """Count bytes of every active thread at a barrier of the block `away` blocks further on."""
         shape = (frame.blocks, frame.threads)
         lanes = np.ones(shape, bool) if frame.mask is None else np.broadcast_to(frame.mask, shape)
-        blocks = np.broadcast_to(np.arange(frame.blocks)[:, None] + away, shape)
-        np.add.at(self.sent, (blocks[lanes], np.broadcast_to(index, shape)[lanes]), bytes_)
+        blocks = np.broadcast_to(np.arange(frame.blocks)[:, None] + away, shape)[lanes]
+        numbers = np.broadcast_to(index, shape)[lanes]
+        np.add.at(self.sent, (blocks, numbers), bytes_)
+        if frame.clock is not None:
+            frame.clock.count_sent(slot, numbers, blocks)
         self.advance(frame)
 
     def advance(self, frame: Frame) -> None:

@@ -21,6 +21,7 @@ from .memory import ByteMemory, Place, any_over, gather, scatter
 
 NOBODY = -1
 SEVERAL = -2
+ANOTHER_BLOCK = -3
 _SEVERAL_OF_WARP = -10  # minus the warp: several threads, all of that warp
 _TILE = 1 << 40  # agents of tiles and parallel loops start here
 
@@ -37,7 +38,8 @@ class Clock:
     """What is ordered before what: barriers of blocks and warps passed, and what each warp knows of the others.
 
     Every access of a warp carries the warp's current stamp; `seen[block, warp, other]` is the last stamp of another
-    warp that a barrier, an mbarrier or a barrier of its role has ordered before the warp's next access.
+    warp that a barrier, an mbarrier or a barrier of its role has ordered before the warp's next access. The last of the
+    others stands for all that blocks of the cluster send: who waits at the mbarrier that counts it has seen it.
     """
 
     def __init__(self, frame: Frame) -> None:
@@ -45,7 +47,8 @@ class Clock:
         self.blocks = np.zeros(frame.blocks, np.int64)
         self.warps = np.zeros((frame.blocks, warps), np.int64)
         self.stamps = np.ones((frame.blocks, warps), np.int64)
-        self.seen = np.zeros((frame.blocks, warps, warps), np.int64)
+        self.seen = np.zeros((frame.blocks, warps, warps + 1), np.int64)
+        self.sent = np.ones(frame.blocks, np.int64)  # stamps of what is sent to a block
         self.published: dict[Any, np.ndarray] = {}
         self.threads = frame.threads
         self.alone = False  # barriers surround the current statement, so only its own lanes can race
@@ -78,7 +81,18 @@ class Clock:
     def _knowledge(self, active: np.ndarray) -> np.ndarray:
         """Per block and warp, the last stamp that some active warp has made or seen."""
         known = np.where(active[:, :, None], self.seen, 0).max(axis=1)
-        return np.maximum(known, np.where(active, self.stamps, 0))
+        known[:, :-1] = np.maximum(known[:, :-1], np.where(active, self.stamps, 0))
+        return known
+
+    def count_sent(self, barrier: Any, numbers: np.ndarray, blocks: np.ndarray) -> None:
+        """What was sent to `blocks` is counted at these barriers of theirs."""
+        for number in np.unique(numbers):
+            here = np.unique(blocks[numbers == number])
+            known = np.zeros((len(self.blocks), self.seen.shape[2]), np.int64)
+            known[here, -1] = self.sent[here]
+            key = (barrier, int(number))
+            self.published[key] = np.maximum(self.published.get(key, 0), known)
+        self.sent[np.unique(blocks)] += 1
 
     def acquire(self, barrier: Any, index: Any, mask: Mask) -> None:
         """The active warps learn what was published at a barrier."""
@@ -216,6 +230,19 @@ class SharedMarks:
         )
         self._report(frame, access, lost, lanes, shape, self.writes, 'writes', 'wrote')
 
+    def note_sent(self, frame: Frame, access: Access, place: Place, mask: Mask, away: np.ndarray) -> None:
+        """Note what goes to the block `away` blocks further on: a read must come after a wait for its barrier."""
+        lanes, shape = self._lanes(frame, access, place, mask)
+        if lanes is None:
+            return
+        rows = np.broadcast_to(away, shape).reshape(-1)[lanes.position]
+        lanes.block = lanes.block + rows
+        lanes.cell = lanes.cell - rows * self.writes.agent.shape[1]
+        lanes.agent = np.full_like(lanes.agent, ANOTHER_BLOCK)
+        lanes.warp = np.full_like(lanes.warp, frame.clock.seen.shape[1])
+        lanes.now, lanes.stamp = frame.clock.blocks[lanes.block], frame.clock.sent[lanes.block]
+        self.writes.note(lanes, merge=False)
+
     def _all_keep(self, access: Access, place: Place, mask: Mask, value: Any) -> bool:
         """Whether after a trial store every lane finds its own value: then no two lanes disagree about an element."""
         dtype = access.buffer.dtype
@@ -294,6 +321,8 @@ class SharedMarks:
 def _agent_name(agent: int, verb: str) -> str:
     if agent >= _TILE:
         return f'another thread {verb}' if verb in ('wrote', 'read') else f'one thread {verb}'
+    if agent == ANOTHER_BLOCK:
+        return 'another block sent'
     if agent < 0:
         return f'other threads {verb}'
     return f'thread {agent} {verb}'
