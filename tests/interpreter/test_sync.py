@@ -404,40 +404,50 @@ def test_blocks_of_a_cluster_send_to_each_other(sent):
         assert torch.equal(y[:, ::4], torch.tensor([[10.0, 11], [0, 1], [30, 31], [20, 21]]))
 
 
-@pytest.mark.parametrize('waits', [True, False])
-def test_what_another_block_sends_is_read_after_a_wait_for_its_barrier(waits):
+@pytest.mark.parametrize(
+    ('left_out', 'match'),
+    [
+        ('nothing', None),
+        ('beginning', "sends to another block's there before a barrier of the cluster says that the block has begun"),
+        ('wait', r'thread 32 reads there\[0\], which another block sent without a barrier between'),
+        ('answer', r"thread 0 sends to another block's there\[0\], which .* without a barrier between"),
+        ('last wait', 'a block can end before all that other blocks send to it has come'),
+    ],
+)
+def test_what_is_sent_comes_to_a_free_place_and_is_waited_for(left_out, match):
+    @T.macro
+    def send(value, there, arrived, rank):
+        T.mbarrier_arrive_expect_tx(arrived[0], 16)
+        four = (value, value, value, value)
+        T.call_extern('handle', 'send_four', T.address_of(there[0]), *four, T.address_of(arrived[0]), rank)
+
     @T.prim_func
     def swap(y: T.Tensor((4, 4), 'float32')):
         with T.ClusterKernel(4, threads=64, cluster_dims=(2, 1, 1)) as pid:
             there = T.alloc_shared((4,), 'float32')
             arrived = T.alloc_barrier([1])
             thread = T.get_thread_binding()
-            T.cluster_sync()
+            if left_out != 'beginning':
+                T.cluster_sync()
             if thread == 0:
-                T.mbarrier_arrive_expect_tx(arrived[0], 16)
-                value = T.cast(pid, 'float32')
-                T.call_extern(
-                    'handle',
-                    'send_four',
-                    T.address_of(there[0]),
-                    value,
-                    value,
-                    value,
-                    value,
-                    T.address_of(arrived[0]),
-                    1 - pid % 2,
-                )
-            if waits and thread >= 32:
+                send(T.cast(pid, 'float32'), there, arrived, 1 - pid % 2)
+            if left_out != 'wait' and thread >= 32:
                 T.mbarrier_wait_parity(arrived[0], 0)
             if thread >= 32 and thread < 36:
                 y[pid, thread - 32] = there[thread - 32]
+            if left_out != 'answer':
+                T.cluster_sync()
+            if thread == 0:
+                send(T.float32(0), there, arrived, 1 - pid % 2)
+            if left_out != 'last wait' and thread >= 32:
+                T.mbarrier_wait_parity(arrived[0], 1)
 
     y = torch.zeros(4, 4)
-    if waits:
+    if match is None:
         interpret(swap, y, checks='all')
         assert torch.equal(y[:, 0], torch.tensor([1.0, 0, 3, 2]))
     else:
-        with pytest.raises(DataRace, match=r'reads there\[0\], which another block sent without a barrier between'):
+        with pytest.raises(DataRace, match=match):
             interpret(swap, y, checks='all')
 
 

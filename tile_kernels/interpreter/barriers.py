@@ -9,7 +9,7 @@ import numpy as np
 
 from .compiler import Closure, Compiler, op
 from .errors import BarrierDivergence, Site
-from .frame import Frame
+from .frame import Frame, cluster_of, cluster_rank
 from .lanes import expand, splits_warps
 from .roles import Waiting, wait_until
 from .statements import marked
@@ -165,6 +165,8 @@ def _cluster_sync(compiler: Compiler, call: Any) -> Closure:
 
     def run(frame: Frame) -> None:
         barrier(frame)
+        if frame.clock is not None:
+            frame.clock.cluster_sync()
         frame.shared.grid_sync()
 
     return run
@@ -220,8 +222,7 @@ class ClusterBarrier:
     """
 
     def __init__(self, frame: Frame, dims: tuple[int, ...]) -> None:
-        places = np.stack([ids // extent for ids, extent in zip(frame.block_ids, dims, strict=False)])
-        self.cluster = np.unique(places.reshape(len(places), -1), axis=1, return_inverse=True)[1].reshape(-1)
+        self.cluster = cluster_of(frame, dims)
         self.size = np.bincount(self.cluster)[self.cluster] * frame.threads
         self.missing = self.size.copy()
         self.generation = np.zeros(frame.blocks, np.int64)
@@ -247,13 +248,3 @@ def _cluster_rank(compiler: Compiler, call: Any) -> Closure:
     compiler.whole_grid = True
     ndim = compiler.ndim
     return lambda frame: expand(cluster_rank(frame, compiler.cluster_dims).reshape(-1, 1), ndim)
-
-
-def cluster_rank(frame: Frame, dims: tuple[int, ...]) -> np.ndarray:
-    """Rank of every block of the batch within its cluster."""
-    rank = np.zeros(frame.blocks, np.int32)
-    scale = 1
-    for ids, extent in zip(frame.block_ids, dims, strict=False):
-        rank += (ids % extent * scale).astype(np.int32)
-        scale *= extent
-    return rank

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .barriers import cluster_rank
-from .frame import Frame
+from .frame import Frame, cluster_rank
 
 _MODELS: dict[str, Callable[..., Any]] = {}
 
@@ -38,12 +37,12 @@ class Pointer:
         access = self._accesses(offset)
         away = np.asarray(rank) - cluster_rank(self._frame, self._cluster_dims).reshape(-1, 1)
         access.row_shift = lambda frame: away
-        access.atomic = True  # that its place is free is not checked
+        access.atomic = True  # it is checked as what it is
         access.store(self._frame, value, self._frame.mask)
         marks = access.memory(self._frame).race
         if marks is not None:
             place = access.locate(self._frame, self._frame.mask)
-            marks.note_sent(self._frame, access, place, self._frame.mask, away)
+            marks.send(self._frame, access, place, self._frame.mask, away)
 
 
 class RemoteBarrier:

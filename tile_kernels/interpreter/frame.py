@@ -116,3 +116,19 @@ def agreed(frame: Frame, value: Any) -> Any:
         return value
     spread = np.broadcast_to(value, (frame.blocks, *value.shape[1:]))
     return spread[np.arange(frame.blocks), first_thread(frame)][:, None]
+
+
+def cluster_rank(frame: Frame, dims: tuple[int, ...]) -> np.ndarray:
+    """Rank of every block of the batch within its cluster."""
+    rank = np.zeros(frame.blocks, np.int32)
+    scale = 1
+    for ids, extent in zip(frame.block_ids, dims, strict=False):
+        rank += (ids % extent * scale).astype(np.int32)
+        scale *= extent
+    return rank
+
+
+def cluster_of(frame: Frame, dims: tuple[int, ...]) -> np.ndarray:
+    """Number of the cluster of every block of the batch."""
+    places = np.stack([ids // extent for ids, extent in zip(frame.block_ids, dims, strict=False)])
+    return np.unique(places.reshape(len(places), -1), axis=1, return_inverse=True)[1].reshape(-1)

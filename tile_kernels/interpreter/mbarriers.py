@@ -44,11 +44,12 @@ class Barriers:
         """Count bytes of every active thread at a barrier of the block `away` blocks further on."""
         shape = (frame.blocks, frame.threads)
         lanes = np.ones(shape, bool) if frame.mask is None else np.broadcast_to(frame.mask, shape)
-        blocks = np.broadcast_to(np.arange(frame.blocks)[:, None] + away, shape)[lanes]
+        to = np.broadcast_to(np.arange(frame.blocks)[:, None] + away, shape)[lanes]
         numbers = np.broadcast_to(index, shape)[lanes]
-        np.add.at(self.sent, (blocks, numbers), bytes_)
+        np.add.at(self.sent, (to, numbers), bytes_)
         if frame.clock is not None:
-            frame.clock.count_sent(slot, numbers, blocks)
+            senders, threads = np.nonzero(lanes)
+            frame.clock.send(slot, numbers, senders, threads // 32, to)
         self.advance(frame)
 
     def advance(self, frame: Frame) -> None:

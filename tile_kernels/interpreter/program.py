@@ -18,13 +18,14 @@ from . import (  # noqa: F401  (importing them registers the meaning of every co
     tile_ops,
     warp_ops,
 )
+from .clock import Clock
 from .compiler import Compiler, Options, Storage
 from .dtypes import DType, constant, dtype_of
 from .errors import Deadlock, Site, UnwrittenOutput
 from .frame import Frame
 from .mbarriers import new_barriers
 from .memory import ByteMemory, LocalMemory, Place, bytes_of, workspace
-from .race_checks import Clock, GlobalMarks, SharedMarks
+from .race_checks import GlobalMarks, SharedMarks, check_all_arrived
 from .roles import run_blocks
 from .statements import Run, waits
 
@@ -320,7 +321,7 @@ def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
     threads = int(np.prod(compiler.thread_dims))
     tags = sorted(variables)
     bytes_per_block = _footprint(storages, threads)
-    whole_grid = compiler.whole_grid
+    whole_grid, site = compiler.whole_grid, compiler.site
     if whole_grid and compiler.spins:
         raise compiler.unsupported('a loop that waits for other blocks together with barriers of the grid')
 
@@ -331,8 +332,8 @@ def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
             frame = host.batch_for(compiler.num_slots, compiler.num_memories)
             frame.blocks, frame.threads, frame.barriers = count, threads, {}
             frame.first_block = start
-            frame.clock = Clock(frame) if compiler.options.races else None
             frame.block_ids = _coordinates(start, count, grid)
+            frame.clock = Clock(frame, compiler.cluster_dims) if compiler.options.races else None
             for tag, ids in zip(tags, frame.block_ids, strict=True):
                 frame.env[slots[tag]] = int(ids[0]) if count == 1 else ids.astype(np.int32).reshape(-1, 1)
             for storage in storages:
@@ -342,6 +343,8 @@ def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
     def run_grid(host: Frame, grid: list[int], batch: int) -> None:
         for frame in batches(host, grid, batch):
             run_all(body, [frame])
+            if frame.clock is not None:
+                check_all_arrived(frame, site)
 
     def run(host: Frame) -> None:
         grid = [int(extents[tag](host)) for tag in tags]

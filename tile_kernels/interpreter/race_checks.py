@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from .access import Access
+from .clock import Clock
 from .dtypes import encoder
-from .errors import DataRace
+from .errors import DataRace, Site
 from .frame import Frame, first_thread
 from .lanes import Mask, expand
 from .memory import ByteMemory, Place, any_over, gather, scatter
@@ -32,92 +33,6 @@ def _unlike(stored: Any, written: Any) -> Any:
     if np.asarray(stored).dtype.kind == 'f':
         different &= ~((stored != stored) & (written != written))
     return different
-
-
-class Clock:
-    """What is ordered before what: barriers of blocks and warps passed, and what each warp knows of the others.
-
-    Every access of a warp carries the warp's current stamp; `seen[block, warp, other]` is the last stamp of another
-    warp that a barrier, an mbarrier or a barrier of its role has ordered before the warp's next access. The last of the
-    others stands for all that blocks of the cluster send: who waits at the mbarrier that counts it has seen it.
-    """
-
-    def __init__(self, frame: Frame) -> None:
-        warps = -(-frame.threads // 32)
-        self.blocks = np.zeros(frame.blocks, np.int64)
-        self.warps = np.zeros((frame.blocks, warps), np.int64)
-        self.stamps = np.ones((frame.blocks, warps), np.int64)
-        self.seen = np.zeros((frame.blocks, warps, warps + 1), np.int64)
-        self.sent = np.ones(frame.blocks, np.int64)  # stamps of what is sent to a block
-        self.published: dict[Any, np.ndarray] = {}
-        self.threads = frame.threads
-        self.alone = False  # barriers surround the current statement, so only its own lanes can race
-
-    def block_sync(self, mask: Mask) -> None:
-        """A barrier of the block: everything before it is ordered before everything after."""
-        if mask is None:
-            self.blocks += 1
-        else:
-            self.blocks += np.broadcast_to(mask.any(axis=tuple(range(1, mask.ndim))), self.blocks.shape)
-
-    def warp_sync(self, mask: Mask) -> None:
-        """A barrier of each active warp."""
-        self.warps += self._active_warps(mask)
-
-    def role_sync(self, mask: Mask) -> None:
-        """A barrier of the active warps among themselves."""
-        active = self._active_warps(mask)
-        known = self._knowledge(active)
-        self.seen = np.where(active[:, :, None], np.maximum(self.seen, known[:, None, :]), self.seen)
-        self.stamps = self.stamps + active
-
-    def release(self, barrier: Any, index: Any, mask: Mask) -> None:
-        """The active warps publish what they did and know at a barrier."""
-        for number, active in self._by_barrier(index, mask):
-            key = (barrier, number)
-            self.published[key] = np.maximum(self.published.get(key, 0), self._knowledge(active))
-            self.stamps = self.stamps + active
-
-    def _knowledge(self, active: np.ndarray) -> np.ndarray:
-        """Per block and warp, the last stamp that some active warp has made or seen."""
-        known = np.where(active[:, :, None], self.seen, 0).max(axis=1)
-        known[:, :-1] = np.maximum(known[:, :-1], np.where(active, self.stamps, 0))
-        return known
-
-    def count_sent(self, barrier: Any, numbers: np.ndarray, blocks: np.ndarray) -> None:
-        """What was sent to `blocks` is counted at these barriers of theirs."""
-        for number in np.unique(numbers):
-            here = np.unique(blocks[numbers == number])
-            known = np.zeros((len(self.blocks), self.seen.shape[2]), np.int64)
-            known[here, -1] = self.sent[here]
-            key = (barrier, int(number))
-            self.published[key] = np.maximum(self.published.get(key, 0), known)
-        self.sent[np.unique(blocks)] += 1
-
-    def acquire(self, barrier: Any, index: Any, mask: Mask) -> None:
-        """The active warps learn what was published at a barrier."""
-        for number, active in self._by_barrier(index, mask):
-            known = self.published.get((barrier, number))
-            if known is not None:
-                self.seen = np.where(active[:, :, None], np.maximum(self.seen, known[:, None, :]), self.seen)
-
-    def _by_barrier(self, index: Any, mask: Mask) -> list[tuple[int, np.ndarray]]:
-        """(barrier number, active warps) for every barrier that active threads address."""
-        if not isinstance(index, np.ndarray):
-            return [(int(index), self._active_warps(mask))]
-        found = []
-        for number in np.unique(index):
-            here = index == number
-            found.append((int(number), self._active_warps(here if mask is None else here & mask)))
-        return found
-
-    def _active_warps(self, mask: Mask) -> Any:
-        if mask is None:
-            return np.ones(self.warps.shape, bool)
-        lanes = np.broadcast_to(mask, (len(self.blocks), self.threads))
-        padded = np.zeros((len(self.blocks), self.warps.shape[1] * 32), bool)
-        padded[:, : self.threads] = lanes
-        return padded.reshape(len(self.blocks), -1, 32).any(axis=2)
 
 
 @dataclass
@@ -155,7 +70,7 @@ class Trace:
         """Lanes that nothing orders after the last access of another thread to their element."""
         spot = lanes.block, lanes.cell
         other = self.agent[spot]
-        clash: Any = (self.at[spot] == lanes.now) & (other != lanes.agent)
+        clash: Any = ((self.at[spot] == lanes.now) | (other == ANOTHER_BLOCK)) & (other != lanes.agent)
         if not clash.any():
             return clash
         # a barrier of the warp lies between two of its threads
@@ -166,7 +81,7 @@ class Trace:
         )
         # an mbarrier or a barrier of a role lies between two warps; of several warps nothing is known
         warp = self.warp[spot]
-        seen = clock.seen[lanes.block, lanes.warp, np.maximum(warp, 0)]
+        seen = clock.seen[lanes.block, lanes.warp, clock.other(lanes.block, np.maximum(warp, 0))]
         clash &= ~((warp >= 0) & (seen >= self.stamp[spot])) & ~((warp < 0) & bool(clock.published))
         return clash
 
@@ -193,10 +108,11 @@ class SharedMarks:
         self.unit = unit
         self.memory = memory
         self.writes, self.reads = Trace(shape), Trace(shape)
+        self.readers: np.ndarray | None = None  # stamp of the last read of every warp, once a block has sent here
 
     def read(self, frame: Frame, access: Access, place: Place, mask: Mask) -> None:
         """Note reads; a read of what another thread wrote since the last barrier is a race."""
-        if frame.clock.alone and not access.contended:
+        if frame.clock.alone and not access.contended and self.readers is None:
             return
         lanes, shape = self._lanes(frame, access, place, mask)
         if lanes is None:
@@ -205,6 +121,8 @@ class SharedMarks:
             frame, access, self.writes.unordered(frame.clock, lanes), lanes, shape, self.writes, 'reads', 'wrote'
         )
         self.reads.note(lanes, merge=True)
+        if self.readers is not None:
+            self.readers[lanes.block, lanes.cell, lanes.warp] = lanes.stamp
 
     def before_write(self, frame: Frame, access: Access, place: Place, mask: Mask, value: Any) -> Any:
         """Check writes against earlier accesses; gives what `after_write` needs."""
@@ -230,18 +148,39 @@ class SharedMarks:
         )
         self._report(frame, access, lost, lanes, shape, self.writes, 'writes', 'wrote')
 
-    def note_sent(self, frame: Frame, access: Access, place: Place, mask: Mask, away: np.ndarray) -> None:
-        """Note what goes to the block `away` blocks further on: a read must come after a wait for its barrier."""
+    def send(self, frame: Frame, access: Access, place: Place, mask: Mask, away: np.ndarray) -> None:
+        """Check and note what goes to the block `away` blocks further on.
+
+        What was read and written there must be ordered before; a read must come after a wait for the barrier that
+        counts what is sent.
+        """
         lanes, shape = self._lanes(frame, access, place, mask)
         if lanes is None:
             return
+        clock, cells = frame.clock, self.writes.agent.shape
+        if self.readers is None:
+            self.readers = np.zeros((*cells, clock.seen.shape[1]), np.int64)
         rows = np.broadcast_to(away, shape).reshape(-1)[lanes.position]
-        lanes.block = lanes.block + rows
-        lanes.cell = lanes.cell - rows * self.writes.agent.shape[1]
+        sender, lanes.block, lanes.cell = lanes.block, lanes.block + rows, lanes.cell - rows * cells[1]
+        spot = lanes.block, lanes.cell
+        there = clock.other(lanes.block, 0)[:, None] + np.arange(clock.others)
+        known = clock.seen[sender[:, None], lanes.warp[:, None], there]  # of the block it goes to
+        verb = "sends to another block's"
+        if not known[:, :-1].any(axis=1).all():
+            text = f'{verb} {access.buffer.name} before a barrier of the cluster says that the block has begun'
+            raise frame.error(DataRace, text, access.site, buffer=access.buffer.name)
+        wrote = self.writes.warp[spot]
+        clash = (wrote >= 0) & (self.writes.stamp[spot] > known[np.arange(len(wrote)), np.maximum(wrote, 0)])
+        self._report(frame, access, clash, lanes, shape, self.writes, verb, 'wrote')
+        clash = (self.readers[spot] > known[:, :-1]).any(axis=1)
+        self._report(frame, access, clash, lanes, shape, self.reads, verb, 'read')
         lanes.agent = np.full_like(lanes.agent, ANOTHER_BLOCK)
-        lanes.warp = np.full_like(lanes.warp, frame.clock.seen.shape[1])
-        lanes.now, lanes.stamp = frame.clock.blocks[lanes.block], frame.clock.sent[lanes.block]
+        lanes.warp = np.full_like(lanes.warp, clock.others - 1)
+        lanes.now, lanes.stamp = clock.blocks[lanes.block], clock.sent[lanes.block]
         self.writes.note(lanes, merge=False)
+        meet = np.ones(len(lanes.block), bool)
+        meet[np.unique(lanes.block * cells[1] + lanes.cell, return_index=True)[1]] = False
+        self._report(frame, access, meet, lanes, shape, self.writes, verb, 'wrote')
 
     def _all_keep(self, access: Access, place: Place, mask: Mask, value: Any) -> bool:
         """Whether after a trial store every lane finds its own value: then no two lanes disagree about an element."""
@@ -349,6 +288,15 @@ def _merge(before: np.ndarray, agent: np.ndarray) -> np.ndarray:
     one_warp = (agent >= 0) & (agent < _TILE) & (before < _TILE) & (before != SEVERAL) & (warp_before == agent // 32)
     several = np.where(one_warp, _SEVERAL_OF_WARP - agent // 32, SEVERAL)
     return np.where((before == NOBODY) | (before == agent), agent, several)
+
+
+def check_all_arrived(frame: Frame, site: Site) -> None:
+    """Nothing may be on its way to a block that ends: it must have waited for all that was sent to it."""
+    clock, block = frame.clock, np.arange(frame.blocks)
+    late = clock.sent - 1 > clock.seen[block, :, clock.other(block, clock.others - 1)].max(axis=1)
+    if late.any():
+        text = 'a block can end before all that other blocks send to it has come'
+        raise frame.error(DataRace, text, site, (int(np.argmax(late)), -1))
 
 
 class GlobalMarks:

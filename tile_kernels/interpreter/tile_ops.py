@@ -11,10 +11,9 @@ import torch
 from .access import Access, Dim
 from .accumulate import contribute, identity, pair, reduce_axes
 from .async_ops import async_copy_hook, async_gemm_hook
-from .barriers import cluster_rank
 from .compiler import Closure, Compiler, is_const, op
 from .dtypes import caster, dtype_of, rounder
-from .frame import Frame, agreed
+from .frame import Frame, agreed, cluster_rank
 from .lanes import Mask, expand
 
 # Annotations of copies that choose an instruction, not a result.
