@@ -16,6 +16,7 @@ from tile_kernels.mhc.norm_fn import norm_fn_bwd
 from tile_kernels.mhc.post import post_bwd
 from tile_kernels.mhc.pre_device import goes_in_one_pass, pre_streams_kernel
 from tile_kernels.mhc.recompute import mhc_multilayer_recompute
+from tile_kernels.mhc.reduce_parts import reduce_parts_bwd_kernel, reduce_parts_kernel
 from tile_kernels.testing.numeric import assert_equal
 from tile_kernels.testing.poison import poisoned
 
@@ -241,7 +242,7 @@ def test_mixes_in_memory_of_the_caller():
 
 
 def test_a_projection_from_outside_continues_in_big_fuse():
-    n, hidden, num_tokens = 4, 64, 6
+    n, hidden, num_tokens = 4, 192, 33  # 1 / (n hidden) is not a float
     residual, fn, scale, base = pre_inputs(num_tokens, hidden, n)
     from tile_kernels.torch import mhc_pre_norm_fn_partials_ref
 
@@ -268,6 +269,10 @@ def test_a_projection_from_outside_continues_in_big_fuse():
         4,
     )
     torch.testing.assert_close(out, mhc.norm_fn(residual, fn)[0], rtol=1e-3, atol=2e-3)
+    pre, post_alone, z = mhc.split_mixes(out, scale, base, n, 1.0, 1e-6)
+    assert_equal(post_mix, post_alone.squeeze(-1))
+    assert_equal(comb, mhc.sinkhorn(z, 10, 1e-6).flatten(1))
+    assert_equal(layer_input, mhc.apply_mix(residual, pre))
     dmul, dsquare = torch.empty_like(out_mul), torch.empty_like(sqrsum)
     mhc.mhc_reduce_partials_and_rmsnorm_bwd(out, out_mul, sqrsum, dmul, dsquare, n * hidden, 1e-6)
     assert torch.isfinite(dmul).all() and torch.isfinite(dsquare).all()
@@ -278,6 +283,12 @@ def test_a_projection_from_outside_continues_in_big_fuse():
     dfn, dweight = torch.zeros_like(fn), torch.zeros_like(weight)
     mhc.mhc_fn_normw_merge_bwd(fn, weight, merged, dfn, dweight)
     torch.testing.assert_close(dweight, (merged * fn).sum(0))
+
+
+def test_no_compiler_rounds_the_norm_of_parts_differently():
+    """The interpreter does not fuse a product with a sum; nvcc would."""
+    for kernel in (reduce_parts_kernel, reduce_parts_bwd_kernel):
+        assert 'rsqrtf(__fadd_rn(__fmul_rn(' in kernel.source((1, 24))
 
 
 def test_equal_calls_give_equal_bits():

@@ -6,7 +6,8 @@ import torch
 import tile_kernels.torch as reference
 from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.knobs import knobs
-from tile_kernels.mhc import mhc_mix_split, sinkhorn_normalize
+from tile_kernels.mhc import expand, mhc_mix_split, sinkhorn_normalize
+from tile_kernels.mhc.sinkhorn import sinkhorn_bwd
 from tile_kernels.testing.poison import poisoned
 from tile_kernels.torch.mhc import sinkhorn as twin
 
@@ -66,3 +67,18 @@ def test_what_it_refuses():
         sinkhorn_normalize(torch.randn(4, 4, dtype=torch.float64))
     with pytest.raises(ArgumentError, match='the number of streams must be one of 2, 4, 8, got 3'):
         mhc_mix_split(torch.randn(5, 15), torch.ones(3), torch.ones(15), 3)
+    with pytest.raises(ArgumentError, match='repeat must be at most 200 for gradients of 4 x 4 matrices, got 201'):
+        sinkhorn_bwd(torch.randn(3, 4, 4), torch.randn(3, 4, 4), 201)
+    with pytest.raises(ArgumentError, match='hidden must be at least 64, got 0'):
+        expand(torch.empty(3, 0, dtype=torch.bfloat16), 4)
+
+
+@pytest.mark.parametrize(('shape', 'repeat'), [((64, 8), 30), ((8, 8), 170), ((16, 100), 90)])
+def test_gradients_of_many_steps(shape, repeat):
+    """The divisors of rows then wait once for all lanes of a matrix."""
+    x, dy = (torch.randn(3, *shape, device=DEVICE) for _ in range(2))
+    with knobs(interpret=True, checks='all'):
+        dx = sinkhorn_bwd(dy, x, repeat)
+    exact = x.double().requires_grad_()
+    twin(exact, repeat).backward(dy.double())
+    torch.testing.assert_close(dx.double(), exact.grad, rtol=1e-3, atol=1e-5)

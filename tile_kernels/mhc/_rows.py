@@ -48,6 +48,7 @@ def lead_of(x: Tensor, name: str, spec: str, dtype: torch.dtype, lead: tuple | N
 def check_streams(num_streams: int, hidden: int) -> None:
     """What the kernels are built for."""
     check.one_of(num_streams, STREAMS, 'the number of streams')
+    check.at_least(hidden, HIDDEN_MULTIPLE, 'hidden')
     check.multiple(hidden, HIDDEN_MULTIPLE, 'hidden')
 
 

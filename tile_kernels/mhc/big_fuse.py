@@ -153,7 +153,7 @@ def mix_and_apply_kernel(
                         mix_local[i] = mul_shared[slot, num_streams + i]
                         for c in T.unroll(held):
                             k_local[i, c] = mul_shared[slot, 2 * num_streams + i * num_streams + first + c]
-                    factor = rstd_from(square_shared[slot], num_streams * hidden, eps)
+                    factor = rstd_from(square_shared[slot], T.float32(1.0 / (num_streams * hidden)), eps)
                     for i in T.unroll(num_streams):
                         mix_local[i] = T.ieee_mul(mix_local[i], factor)
                         share_local[i] = T.ieee_mul(share_local[i], factor)
@@ -195,7 +195,8 @@ def mix_and_apply_kernel(
                         splits,
                         in_flight,
                     )
-                    factor = rstd_from(T.shfl_sync(total, num_streams), num_streams * hidden, eps)
+                    inverse = T.float32(1.0 / (num_streams * hidden))
+                    factor = rstd_from(T.shfl_sync(total, num_streams), inverse, eps)
                     if tx < num_streams:
                         z = affine(T.ieee_mul(total, factor), scale[0], base[j])
                         pre_shared[tx] = T.ieee_add(sigmoid(z), pre_eps)

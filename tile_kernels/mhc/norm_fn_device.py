@@ -151,9 +151,9 @@ def project_kernel(k: int, num_mixes: int, *, block_m: int, splits: int, num_sta
 
 
 @macro
-def rstd_from(square_sum, k, eps):
-    """`rsqrt(sum of squares / k + eps)`."""
-    return T.rsqrt(T.ieee_add(T.ieee_mul(square_sum, T.float32(1.0 / k)), eps))
+def rstd_from(square_sum, inverse, eps):
+    """`rsqrt(sum of squares * inverse + eps)`, rounded after each step: the same bits in every kernel."""
+    return T.rsqrt(T.ieee_add(T.ieee_mul(square_sum, inverse), eps))
 
 
 @macro
@@ -199,7 +199,7 @@ def normalise_kernel(k: int, num_mixes: int, *, num_threads: int, in_flight: int
             if tx < rows * num_mixes and token < num_tokens:
                 square = sum_parts(lambda s: square_parts[s, token], splits, in_flight)
                 mul = sum_parts(lambda s: mul_parts[s, token, j], splits, in_flight)
-                factor = rstd_from(square, k, eps)
+                factor = rstd_from(square, T.float32(1.0 / k), eps)
                 mixes[token, j] = T.ieee_mul(mul, factor)
                 if j == 0:
                     rstd[token] = factor

@@ -563,7 +563,7 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str,
                                 place = shift + (q * at_once + p) * count
                                 token = (group + i * groups) * tile + place
                                 square = T.shfl_sync(total_local[p], columns)
-                                factor = rstd_from(square, num_streams * hidden, eps)
+                                factor = rstd_from(square, T.float32(1.0 / (num_streams * hidden)), eps)
                                 mix = T.ieee_mul(total_local[p], factor)
                                 z = affine(mix, own_scale, own_base)
                                 gate = sigmoid(z)

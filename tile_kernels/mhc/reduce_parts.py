@@ -19,6 +19,7 @@ from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import Out, op
+from tile_kernels.mhc.norm_fn_device import rstd_from
 
 F32 = torch.float32
 
@@ -56,7 +57,7 @@ def reduce_parts_kernel(num_groups: int, num_mixes: int, *, num_threads: int):
                     mul[token, g, j] = product
                     if j == 0:
                         square[token, g] = squares
-                    total = total + product * T.rsqrt(squares * group_inv + eps)
+                    total = T.ieee_fmaf(product, rstd_from(squares, group_inv, eps), total)
                 y[token, j] = total
 
     return reduce_parts
@@ -81,7 +82,7 @@ def reduce_parts_bwd_kernel(num_groups: int, num_mixes: int, *, num_threads: int
             index = pid * num_threads + T.get_thread_binding()
             token, g = index // num_groups, index % num_groups
             if token < num_tokens:
-                rstd = T.rsqrt(square[token, g] * group_inv + eps)
+                rstd = rstd_from(square[token, g], group_inv, eps)
                 total = T.alloc_var(T.float32, init=0.0)
                 for j in T.unroll(num_mixes, unroll_factor=8):
                     dmul[token, g, j] = dy[token, j] * rstd

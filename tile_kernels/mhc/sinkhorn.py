@@ -64,6 +64,11 @@ def share_of(num_columns: int, lanes: int, width: int) -> tuple[int, int]:
     return held, math.gcd(held, width)
 
 
+def history_bytes(num_rows: int, held: int, repeat: int, num_threads: int, sharing: int) -> int:
+    """Bytes for the divisors of all steps, if so many lanes share those of rows."""
+    return 4 * repeat * (num_rows * num_threads // sharing + held * num_threads)
+
+
 # Kernels ------------------------------------------------------------------------------------
 
 
@@ -276,9 +281,13 @@ def unscale_rows(k_local, g_local, a_local, u_local, v_local, lanes):
 
 @kernel(choose=choose_bwd, space=dict(lanes=LANES, num_threads=(32, 64, 128)))
 def sinkhorn_bwd_kernel(num_rows: int, num_columns: int, width: int, repeat: int, *, lanes: int, num_threads: int):
-    """Forward once more, then back; divisors of all steps wait in shared memory, each lane's beside its neighbours'."""
+    """Forward once more, then back; divisors of all steps wait in shared memory, each lane's beside its neighbours'.
+
+    Those of rows are the same in all lanes of a matrix, which keep one for all if there are too many steps.
+    """
     held, width = share_of(num_columns, lanes, width)
     matrices = num_threads // lanes
+    sharing = lanes if history_bytes(num_rows, held, repeat, num_threads, 1) > MAX_HISTORY else 1
     ratio = num_rows / num_columns
     num_matrices = T.dynamic('num_matrices')
 
@@ -296,7 +305,7 @@ def sinkhorn_bwd_kernel(num_rows: int, num_columns: int, width: int, repeat: int
             b_local = T.alloc_local((held,), T.float32)
             u_local = T.alloc_local((num_rows,), T.float32)
             v_local = T.alloc_local((held,), T.float32)
-            rows_shared = T.alloc_shared((repeat, num_rows, num_threads), T.float32)
+            rows_shared = T.alloc_shared((repeat, num_rows, num_threads // sharing), T.float32)
             columns_shared = T.alloc_shared((repeat, held, num_threads), T.float32)
             tx = T.get_thread_binding()
             matrix = T.min(pid * matrices + tx // lanes, num_matrices - 1)  # shuffles need all lanes
@@ -311,7 +320,7 @@ def sinkhorn_bwd_kernel(num_rows: int, num_columns: int, width: int, repeat: int
             start_scaling(a_local, b_local, u_local, v_local, ratio)
             for step in T.serial(repeat):
                 for i in T.unroll(num_rows):
-                    rows_shared[step, i, tx] = a_local[i]
+                    rows_shared[step, i, tx // sharing] = a_local[i]
                 for c in T.unroll(held):
                     columns_shared[step, c, tx] = b_local[c]
                 if step > 0:
@@ -324,7 +333,7 @@ def sinkhorn_bwd_kernel(num_rows: int, num_columns: int, width: int, repeat: int
                 unscale_columns(k_local, g_local, u_local, b_local, v_local, columns, ratio)
                 if back < repeat - 1:
                     for i in T.unroll(num_rows):
-                        a_local[i] = rows_shared[repeat - 1 - back, i, tx]
+                        a_local[i] = rows_shared[repeat - 1 - back, i, tx // sharing]
                     unscale_rows(k_local, g_local, a_local, u_local, v_local, lanes)
 
             for i in T.unroll(num_rows):
@@ -377,8 +386,8 @@ def sinkhorn_bwd_(dy: Tensor, x: Tensor, dx: Out, repeat: int = 10, eps: float =
     check.same_device(x=x, dy=dy, dx=dx)
     dy_flat, x_flat, dx_flat = (flat(t, lead, num_rows, num_columns) for t in (dy, x, dx))
     static = _static(num_rows, num_columns, dy_flat, x_flat, dx_flat)
-    divisors = num_rows + -(-num_columns // lanes_for(num_rows, num_columns))  # of a lane and a step
-    most = MAX_HISTORY // (4 * WARP * divisors)
+    lanes = lanes_for(num_rows, num_columns)
+    most = MAX_HISTORY // history_bytes(num_rows, -(-num_columns // lanes), 1, WARP, lanes)
     if repeat > most:
         check.fail(
             'repeat', f'must be at most {most} for gradients of {num_rows} x {num_columns} matrices', str(repeat)
@@ -427,8 +436,9 @@ def sinkhorn(x: Tensor, repeat: int = 10, eps: float = 1e-6) -> Tensor:
 
     Args:
         x: (..., num_rows, num_columns) float32, contiguous; up to 64 x 32, 32 x 64, 8 x 256 elements.
-        repeat: how often columns are scaled, at least once; rows once less, besides the softmax.
-        eps: added to the softmax and to every sum.
+        repeat: how often columns are scaled, at least once; rows once less, besides the softmax. Gradients go
+            through about 200 times at most, through fewer of very wide matrices.
+        eps: added to the softmax and to every sum; far below 1e-12 very unequal elements can give NaN.
 
     Returns:
         Shape of x, float32: rows sum to 1, columns to num_rows / num_columns, nearly.
