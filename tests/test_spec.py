@@ -129,6 +129,8 @@ def test_layers_name_themselves():
 def test_settings_are_checked():
     with pytest.raises(ArgumentError, match=r'^config.set_amax_clamp_for_quant: clamp_min_value must be at least'):
         config.set_amax_clamp_for_quant('e4m3', False, -1.0)
+    with pytest.raises(ArgumentError, match=r'clamp_min_value must be at least 5\.26'):
+        config.set_amax_clamp_for_quant('e4m3', False, 1e-37)  # the scale factor of zeros would be no normal number
     if not torch.cuda.is_available():
         with pytest.raises(UnsupportedError, match=r'^config.get_device_num_sms: needs a GPU, found none$'):
             config.get_num_sms()

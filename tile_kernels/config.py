@@ -7,7 +7,7 @@ import torch
 from tile_kernels.core import check
 from tile_kernels.core.device import num_sms_of
 from tile_kernels.core.errors import UnsupportedError
-from tile_kernels.core.formats import AMAX_FLOOR, AMAX_FLOOR_E4M3_SF
+from tile_kernels.core.formats import AMAX_FLOOR, AMAX_FLOOR_E4M3_SF, ELEMENTS
 from tile_kernels.core.knobs import KNOBS, knobs
 
 #: Settings that are accepted for TileKernels' users and change nothing here.
@@ -111,7 +111,8 @@ def get_amax_clamp_for_quant(fmt: str, use_e4m3_sf: bool) -> float:
 def set_amax_clamp_for_quant(fmt: str, use_e4m3_sf: bool, clamp_min_value: float) -> None:
     """Change the smallest amax a block of `fmt` is scaled by; takes effect at the next call, nothing is recompiled."""
     check.one_of(fmt, ('e4m3', 'e2m1'), 'fmt')
-    check.at_least(clamp_min_value, torch.finfo(torch.float32).tiny, 'clamp_min_value')
+    smallest_sf = 2.0**-9 if use_e4m3_sf else torch.finfo(torch.float32).tiny
+    check.at_least(clamp_min_value, ELEMENTS[fmt].max * smallest_sf, 'clamp_min_value')  # or factors become 0
     (AMAX_FLOOR_E4M3_SF if use_e4m3_sf else AMAX_FLOOR)[fmt] = clamp_min_value
     knobs.touch()
 

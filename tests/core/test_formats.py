@@ -31,6 +31,7 @@ def test_name_round_trip(name):
         ('e4m3_1x128_ue8m0x4', 5, 1300, (5, 3), (3, 1), torch.int32),
         ('e4m3_1x128_ue8m0x4_col', 5, 1300, (5, 3), (1, 8), torch.int32),
         ('e4m3_1x128_ue8m0x4_col', 8, 128, (8, 1), (1, 8), torch.int32),
+        ('e4m3_1x128_f32_col', 0, 300, (0, 3), (1, 1), torch.float32),
         ('e2m1_1x16_e4m3_col', 5, 64, (5, 4), (1, 16), torch.float8_e4m3fn),
         ('e4m3_128x128_f32', 300, 300, (3, 3), (3, 1), torch.float32),
         ('e4m3_128x1_ue8m0x4', 700, 64, (2, 64), (64, 1), torch.int32),

@@ -140,6 +140,20 @@ def test_plain_pairs_are_read_by_dtype_and_stride(shape, flags):
     assert_equal(front.per_token_cast_back(tuple(y), 'bf16', 128), expected.bfloat16())
 
 
+@pytest.mark.parametrize('interpret', [False, True])
+def test_rows_of_scale_factors_may_lie_apart(interpret):
+    x = torch.randn(5, 256)
+    data, sf = per_token_cast(x, QuantFormat.parse('e4m3_1x128_f32'))
+    apart = torch.full((5, 8), float('nan'))[:, :2].copy_(sf)
+    with knobs(interpret=interpret):
+        assert_equal(front.cast_back((data, apart), 'fp32', (1, 128)), front.cast_back((data, sf), 'fp32', (1, 128)))
+        assert_equal(quant.per_token_cast_with_precomputed_sf(x, 'e4m3', 128, apart), data)
+        dy, psum = torch.randn(5, 128).bfloat16(), torch.tensor([5], dtype=torch.int32)
+        options = dict(psum_num_tokens_per_expert=psum, num_per_channels=128)
+        dx = [quant.swiglu_backward_and_per_token_cast((data, f), dy, 'e4m3', **options)[0] for f in (apart, sf)]
+        assert_equal(*dx)
+
+
 @pytest.mark.parametrize('block', [(128, 1), (128, 128), (32, 32), (1, 264)])
 @pytest.mark.parametrize('fmt', ['e4m3', 'e2m1'])
 def test_blocks_of_the_reference_come_back(block, fmt):

@@ -161,6 +161,8 @@ class QuantFormat:
             return torch.empty((height, width), dtype=self.sf_dtype, device=device)
         aligned = 16 // self.sf_dtype.itemsize
         pitch = _ceil_div(height, aligned) * aligned
+        if isinstance(height, int) and height == 0:
+            pitch = 1  # there is nothing to align, and a stride of 0 would say that columns are one
         columns = torch.empty_strided((pitch, width), (1, pitch), dtype=self.sf_dtype, device=device)
         # a symbolic height is always sliced: comparing it would specialise the graph
         return columns if isinstance(height, int) and height == pitch else columns.narrow(0, 0, height)

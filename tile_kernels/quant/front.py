@@ -53,7 +53,12 @@ def _quantised(
     if cols not in (1, *GROUPS) and cols == data.shape[-1] * 8 // ELEMENTS[name].bits:
         cols = 0  # the whole row
     fmt = QuantFormat.from_flags(name, (rows, cols), column_major, packed, packed, sf.dtype is torch.float8_e4m3fn)
-    return QuantTensor(data, sf, fmt)
+    return QuantTensor(data, sf if column_major else dense_rows(sf), fmt)
+
+
+def dense_rows(sf: Tensor) -> Tensor:
+    """Row-major scale factors, copied if there is something between the rows; others as they are."""
+    return sf.contiguous() if sf.dim() == 2 and sf.stride(1) == 1 else sf
 
 
 def _check_same_blocks(x: QuantTensor, block: Block, name: str) -> None:
@@ -180,7 +185,7 @@ def per_token_cast_with_precomputed_sf(
     """
     x, sf = _input(x, x_block_size), check.tensor(sf, 'sf')
     flags = use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_e4m3_sf
-    layout = _format(x, fmt, num_per_channels, *flags)
+    layout, sf = _format(x, fmt, num_per_channels, *flags), dense_rows(sf)
     if sf.dtype in (torch.float32, torch.float8_e4m3fn) and sf.is_contiguous():
         e4m3_sf = sf.dtype is torch.float8_e4m3fn
         layout = QuantFormat.from_flags(layout.data.name, layout.sf_block, use_e4m3_sf=e4m3_sf)

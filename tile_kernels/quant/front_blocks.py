@@ -11,7 +11,7 @@ from tile_kernels.core import check
 from tile_kernels.core.formats import QuantFormat, QuantTensor
 from tile_kernels.quant.convert import convert
 from tile_kernels.quant.dequantise import dequantise
-from tile_kernels.quant.front import FP8_NAMES, Block, Pair, _into, _quantised
+from tile_kernels.quant.front import FP8_NAMES, Block, Pair, _into, _quantised, dense_rows
 from tile_kernels.quant.per_block_cast import per_block_cast as block_op
 from tile_kernels.quant.per_block_cast import per_block_cast_with_precomputed_sf as block_data_op
 from tile_kernels.quant.per_block_cast import per_block_cast_with_sf_only as block_sf_op
@@ -101,7 +101,7 @@ def per_block_cast_with_precomputed_sf(
 
     The flags describe `sf`, except that row-major float32 factors are accepted with any of them.
     """
-    sf = check.tensor(sf, 'sf')
+    sf = dense_rows(check.tensor(sf, 'sf'))
     layout = _block_format(fmt, block_size, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
     if sf.dtype is torch.float32 and sf.is_contiguous():
         layout = QuantFormat.from_flags(layout.data.name, layout.sf_block)

@@ -15,6 +15,7 @@ from tile_kernels.core import check
 from tile_kernels.core.formats import QuantFormat, QuantTensor
 from tile_kernels.core.forms import shown_as
 from tile_kernels.core.knobs import knobs
+from tile_kernels.quant.front import dense_rows
 from tile_kernels.quant.swiglu_backward import swiglu_backward as backward_op
 from tile_kernels.quant.swiglu_backward_and_per_token_cast import swiglu_backward_and_per_token_cast as backward_cast_op
 from tile_kernels.quant.swiglu_forward import swiglu_forward as forward_op
@@ -74,7 +75,7 @@ def _quantised(x: tuple[Tensor, Tensor], num_per_channels: int | None) -> QuantT
     check.one_of(num_per_channels, GROUPS, 'num_per_channels')
     if data.dim() > 2:
         data, sf = data.flatten(0, -2), sf.flatten(0, -2)
-    return QuantTensor(data, sf, QuantFormat.from_flags(FP8_NAMES[data.dtype], (1, num_per_channels)))
+    return QuantTensor(data, dense_rows(sf), QuantFormat.from_flags(FP8_NAMES[data.dtype], (1, num_per_channels)))
 
 
 # Forward ------------------------------------------------------------------------------------
