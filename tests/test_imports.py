@@ -1,10 +1,13 @@
 """What importing costs, what it must not touch, and which way imports point."""
 
 import ast
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 PACKAGE = Path(__file__).parent.parent / 'tile_kernels'
 
@@ -48,6 +51,30 @@ def test_importing_costs_little_more_than_torch():
     code = f'import gc, time, torch; gc.disable(); t = {clock}; import tile_kernels; print({clock} - t)'
     run(code)  # writes bytecode
     assert min(float(run(code)) for _ in range(3)) < 0.3
+
+
+#: Packages a user imports from, and the modules `dir()` shows besides their names.
+SHOWN_MODULES = {
+    'tile_kernels': {'config', 'distributed', 'interpreter', 'modeling', 'testing', 'torch', 'utils'},
+    'tile_kernels.modeling': {'engram', 'mhc', 'moe'},
+}
+PUBLIC = ['tile_kernels', *(f'tile_kernels.{part}' for part in (*ALLOWED, 'testing') if part != 'core')]
+
+
+@pytest.mark.parametrize('name', PUBLIC)
+def test_dir_shows_public_names_only(name):
+    module = importlib.import_module(name)
+    shown = set(dir(module))
+    assert shown == {*module.__all__, *SHOWN_MODULES.get(name, ())}
+    assert all(hasattr(module, attribute) for attribute in shown)
+
+
+@pytest.mark.parametrize('name', PUBLIC)
+def test_importing_everything_replaces_no_family_and_no_torch(name):
+    scope = {}
+    exec('import torch; from tile_kernels import engram, mhc, moe; own = torch, engram, mhc, moe', scope)
+    exec(f'from {name} import *', scope)
+    assert all(scope[module.__name__.rpartition('.')[2]] is module for module in scope['own'])
 
 
 def imported_parts(path: Path) -> set[str]:

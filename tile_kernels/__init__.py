@@ -26,7 +26,7 @@ __version__ = '0.1.0'
 #: Subpackages that hold ops.
 FAMILIES = ('engram', 'gemm', 'mhc', 'moe', 'quant', 'rand', 'transform', 'transpose')
 
-#: Loaded when first used.
+#: Loaded when first used, and left out of `import *`, which must not load them nor replace PyTorch's own `torch`.
 _LAZY = ('config', 'distributed', 'modeling', 'utils', 'torch', 'testing', 'interpreter')
 
 _CONFIG = (
@@ -71,13 +71,12 @@ __all__ = [
     'rand',
     'transform',
     'transpose',
-    *_LAZY,
     *_CONFIG,
 ]
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, *_LAZY]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,3 +3,7 @@
 from tile_kernels.distributed.moe import MoEDistributed, PendingTokens, RoutedTokens
 
 __all__ = ['MoEDistributed', 'PendingTokens', 'RoutedTokens']
+
+
+def __dir__() -> list[str]:
+    return __all__

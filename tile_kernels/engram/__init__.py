@@ -29,3 +29,7 @@ __all__ = [
     'grad_w_reduce',
     'short_conv',
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -15,3 +15,7 @@ __all__ = [
     'grouped_gemm_fp8_swiglu_cast',
     'grouped_gemm_swiglu',
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

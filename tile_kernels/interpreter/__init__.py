@@ -40,6 +40,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def interpreting(checks: str = 'memory') -> Any:
     """A context in which `@tilelang.jit` functions run on CPU tensors through the interpreter.
 

@@ -69,3 +69,7 @@ __all__ = [
     'sinkhorn_normalize',
     'split_mixes',
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

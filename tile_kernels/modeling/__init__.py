@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 _HOMES = {'Engram': 'engram', 'EngramGateLayer': 'engram', 'MHCPipeline': 'mhc.pipeline', 'MoELayer': 'moe'}
 _MODULES = ('engram', 'mhc', 'moe')
 
-__all__ = [*_HOMES, *_MODULES]
+#: Without the modules: `import *` must not put them in the place of the families of the same names.
+__all__ = [*_HOMES]
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, *_MODULES]
 
 
 def __getattr__(name: str) -> Any:

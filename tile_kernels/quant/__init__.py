@@ -69,3 +69,7 @@ __all__ = [
     'swiglu_forward_and_per_token_cast',
     'unpack_from_e2m1fn_x2',
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

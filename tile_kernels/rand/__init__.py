@@ -17,6 +17,10 @@ from tile_kernels.rand.normal import normal_
 __all__ = ['randn', 'randn_like', 'set_seed']
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 class _Stream:
     """The seed of the process and how many groups of four numbers have been taken."""
 

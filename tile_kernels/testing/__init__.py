@@ -46,6 +46,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     """Load the modules at the first use of any name."""
     if name not in __all__ and name not in _MODULES:

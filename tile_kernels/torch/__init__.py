@@ -152,3 +152,7 @@ __all__ = [
     'unpack_from_e2m1fn_x2',
     'weight_normalize',
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

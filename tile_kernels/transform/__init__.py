@@ -8,6 +8,10 @@ from tile_kernels.transform.rotary import rotary_embedding as rotary_op
 __all__ = ['apply_rotary', 'rotary_embedding']
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def apply_rotary(
     query: Tensor,
     cos_sin_cache: Tensor,

@@ -8,6 +8,10 @@ from tile_kernels.transpose.batched_transpose import batched_transpose, batched_
 __all__ = ['batched_transpose', 'batched_transpose_bwd', 'transpose']
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def transpose(x: Tensor) -> Tensor:
     """Transpose a matrix: `batched_transpose` for a batch of one.
 
