@@ -123,3 +123,26 @@ def test_long_lists_of_values_are_cut_with_their_count():
 def test_every_setting_is_on_the_settings_page():
     page = docs.settings_page()
     assert all(f'`{knob.env}`' in page and knob.doc in page for knob in KNOBS.values())
+
+
+def test_the_page_of_the_layer_shows_the_last_records():
+    page = (docs.ROOT / 'docs' / 'moe-layer.md').read_text()
+    lines = (docs.ROOT / 'benchmarks' / 'results' / 'layer' / 'h200.jsonl').read_text().splitlines()
+    last = {(r['num_tokens'], r['layer']): r for r in map(json.loads, lines)}
+    for num_tokens in (4096, 64):
+        table = page.partition(f'| {num_tokens} tokens |')[2].partition('\n\n')[0].splitlines()[2:]
+        shown = [[cell.strip() for cell in row.strip('|').split('|')][1:] for row in table]
+        expected = [
+            [
+                f'{r["us"]:.0f}',
+                '' if r['graph_us'] is None else f'{r["graph_us"]:.0f}',
+                f'{r["host_us"]:.0f}',
+                f'{r["launches"]}',
+                f'{r["error"]:.1%}'.replace('%', ' %'),
+            ]
+            for (tokens, _), r in last.items()
+            if tokens == num_tokens
+        ]
+        assert sorted(shown) == sorted(expected)
+    (commit,) = {r['commit'] for r in last.values()}
+    assert f'commit {commit}' in page
