@@ -1,10 +1,11 @@
+import inspect
 import json
 import re
 
 import pytest
 import torch
 
-from tile_kernels import docs
+from tile_kernels import docs, quant
 from tile_kernels.cli.bench import GPU_TIMER
 from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.knobs import KNOBS
@@ -146,3 +147,20 @@ def test_the_page_of_the_layer_shows_the_last_records():
         assert sorted(shown) == sorted(expected)
     (commit,) = {r['commit'] for r in last.values()}
     assert f'commit {commit}' in page
+
+
+def test_the_page_of_formats_says_which_functions_take_a_name():
+    page = (docs.ROOT / 'docs' / 'formats.md').read_text()
+    taking, others = page.partition('## Who takes a name')[2].partition('## Scale blocks')[0].split('The other casts')
+    functions = {name: inspect.signature(getattr(quant, name)) for name in quant.__all__ if name[0].islower()}
+    formats = {name: str(found.parameters['fmt']) for name, found in functions.items() if 'fmt' in found.parameters}
+    for name, annotation in formats.items():
+        assert f'`{name}`' in (taking if 'QuantFormat' in annotation else others), name
+
+
+def test_readme_names_the_torch_that_was_tested_and_the_one_that_was_measured():
+    text = (docs.ROOT / 'README.md').read_text()
+    (pinned,) = re.findall('^torch==(.*)$', (docs.ROOT / 'constraints.txt').read_text(), re.MULTILINE)
+    lines = (docs.ROOT / 'benchmarks' / 'results' / 'h200.jsonl').read_text().splitlines()
+    for version in {pinned, *(json.loads(line)['torch'] for line in lines)}:
+        assert version in text
