@@ -7,6 +7,9 @@ import torch
 
 from tile_kernels import docs, quant
 from tile_kernels.cli.bench import GPU_TIMER
+from tile_kernels.cli.explain import explain_case
+from tile_kernels.cli.selection import load_ops
+from tile_kernels.core.cases import case_id
 from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.knobs import KNOBS
 
@@ -156,6 +159,15 @@ def test_the_page_of_formats_says_which_functions_take_a_name():
     formats = {name: str(found.parameters['fmt']) for name, found in functions.items() if 'fmt' in found.parameters}
     for name, annotation in formats.items():
         assert f'`{name}`' in (taking if 'QuantFormat' in annotation else others), name
+
+
+def test_no_recorded_product_is_faster_than_its_floor():
+    recorded = {(r['op'], r['case']): r['us'] for r in docs.measured(docs.ROOT / 'benchmarks' / 'results')}
+    products = [op for op in load_ops().values() if op.family == 'gemm']
+    found = [(op, case) for op in products for case in op.case_set.bench if (op.name, case_id(case)) in recorded]
+    assert found
+    for op, case in found:
+        assert explain_case(op, case).floor_us < recorded[op.name, case_id(case)]
 
 
 def test_readme_names_the_torch_that_was_tested_and_the_one_that_was_measured():

@@ -3,6 +3,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from tile_kernels import ArgumentError, QuantFormat, QuantTensor, knobs
+from tile_kernels.core.cost import Cost
 from tile_kernels.core.replay import MISS
 
 FMT = QuantFormat.parse('e4m3_1x32_f32')
@@ -149,6 +150,12 @@ def test_dry_run_gives_launches_and_cost_without_a_gpu(sample):
     assert launch.cost.bytes == 4096 * 32 * 4 * 5
     assert launch.cost.floor_us() < launch.cost.copy_us()
     assert sample.spread.cost(torch.randn(2, 32), 4).bytes == 2 * 32 * 4 * 5
+
+
+def test_a_floor_is_the_longer_of_moving_and_multiplying():
+    assert Cost(48 * 10**6).floor_us() == pytest.approx(10)
+    assert Cost(48 * 10**6, 2 * 989 * 10**7).floor_us() == pytest.approx(20)
+    assert Cost(48 * 10**6, 2 * 989 * 10**7, operand_bytes=1).floor_us() == pytest.approx(10, rel=1e-3)
 
 
 def test_format_survives_compile(sample):

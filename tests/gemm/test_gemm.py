@@ -27,6 +27,19 @@ def interpreting():
         yield
 
 
+def test_floors_count_the_operations_of_products():
+    a, b = torch.randn(2, 64, 128).to(torch.bfloat16)
+    ends, dd = torch.tensor([10, 64], dtype=torch.int32), torch.randn(64, 64).to(torch.bfloat16)
+    for op, arguments, products in (
+        (gemm, (a, b), 1),
+        (grouped_gemm, (a, torch.stack((b, b)), ends), 1),
+        (grouped_gemm_bwd, (dd, a, torch.stack((b, b)), ends), 2),
+    ):
+        assert sum(launch.cost.flops for launch in op.trace(*arguments)) == products * 2 * 64 * 64 * 128
+    (launch,) = gemm_fp8.trace_case({'m': 8192, 'n': 2048, 'k': 7168})
+    assert launch.cost.floor_us() == pytest.approx(2 * 8192 * 2048 * 7168 / 1979e12 * 1e6)
+
+
 def test_dense_is_a_group_of_all_rows():
     torch.manual_seed(0)
     a = torch.randn(200, 72, device=DEVICE, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What the library knows about GPUs: architecture names and memory speeds. Nothing here runs at import."""
+"""What the library knows about GPUs: architectures, speeds of memory and of products. Nothing here runs at import."""
 
 from __future__ import annotations
 
@@ -13,18 +13,23 @@ from tile_kernels.core.errors import ArgumentError, UnsupportedError
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """The numbers a cost floor needs: datasheet bandwidth and the one a large copy reaches (bytes per second)."""
+    """The numbers a cost floor needs: datasheet bandwidth and the one a large copy reaches (bytes per second).
+
+    `flops` are the operations per second of dense products on tensor cores, by the bytes of an operand's element.
+    """
 
     name: str
     bandwidth: float
     copy_bandwidth: float
+    flops: dict[int, float]
 
 
-#: Copy bandwidth is measured where a device is listed in benchmarks/results, else 88 % of the datasheet.
+#: Copy bandwidth is measured where a device is listed in benchmarks/results, else 88 % of the datasheet. Operations per
+#: second are the published peaks without sparsity, of the SXM modules: bf16 and fp16, and fp8.
 DEVICES: dict[str, DeviceSpec] = {
-    'h200': DeviceSpec('H200', 4.8e12, 4.24e12),
-    'h100': DeviceSpec('H100', 3.35e12, 2.95e12),
-    'b200': DeviceSpec('B200', 8.0e12, 7.0e12),
+    'h200': DeviceSpec('H200', 4.8e12, 4.24e12, {2: 989e12, 1: 1979e12}),
+    'h100': DeviceSpec('H100', 3.35e12, 2.95e12, {2: 989e12, 1: 1979e12}),
+    'b200': DeviceSpec('B200', 8.0e12, 7.0e12, {2: 2250e12, 1: 4500e12}),
 }
 
 #: Architectures kernels are lowered for in the tests; others of the same families work as well.

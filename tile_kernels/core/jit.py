@@ -61,6 +61,7 @@ def kernel(
     pass_configs: dict[str, Any] | None = None,
     min_arch: int = MIN_ARCH,
     max_arch: int | None = None,
+    flops: Callable[[tuple, tuple], int] | None = None,
 ) -> Callable[[Callable], Kernel]:
     """Declare a kernel builder.
 
@@ -70,10 +71,11 @@ def kernel(
         pass_configs: names of `PassConfigKey` members on top of the house defaults.
         min_arch: lowest compute capability (90 for Hopper) the kernel supports.
         max_arch: highest one, for a kernel made of instructions that only one generation has.
+        flops: `(static, arguments) -> operations` of a kernel made of matrix products, for its floor.
     """
 
     def declare(builder: Callable) -> Kernel:
-        made = Kernel(builder, choose, space or {}, pass_configs or {}, min_arch, max_arch)
+        made = Kernel(builder, choose, space or {}, pass_configs or {}, min_arch, max_arch, flops)
         kernels[made.name] = made
         return made
 
@@ -91,6 +93,7 @@ class Kernel:
         pass_configs: dict[str, Any],
         min_arch: int,
         max_arch: int | None,
+        flops: Callable[[tuple, tuple], int] | None = None,
     ) -> None:
         self.__doc__ = builder.__doc__
         self.__module__ = builder.__module__
@@ -100,6 +103,7 @@ class Kernel:
         self.pass_configs = pass_configs
         self.min_arch = min_arch
         self.max_arch = max_arch
+        self.flops = flops
         self.name = builder.__name__
         #: (static, size, device index) -> bound function, the table `launch` looks into.
         self.bound: dict[tuple, Callable] = {}

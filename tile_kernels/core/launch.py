@@ -39,8 +39,11 @@ class Launch:
 
     @property
     def cost(self) -> Cost:
-        """Every tensor once."""
-        return Cost(sum(touched_bytes(a) for a in self.args if isinstance(a, Tensor)))
+        """Every tensor once, and the products the kernel declares."""
+        moved = sum(touched_bytes(a) for a in self.args if isinstance(a, Tensor))
+        if self.kernel.flops is None:
+            return Cost(moved)
+        return Cost(moved, self.kernel.flops(self.static, self.args), self.args[0].element_size())
 
 
 class _State(threading.local):

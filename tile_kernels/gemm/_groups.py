@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tile_kernels.core.cost import count_product
 from tile_kernels.core.lang import T, macro
 
 FP8 = torch.float8_e4m3fn
@@ -35,6 +36,7 @@ WARPGROUP_ROLES: dict[str, Any] = dict(
     },
     min_arch=HOPPER,
     max_arch=HOPPER,
+    flops=count_product,
 )
 
 

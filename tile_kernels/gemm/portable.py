@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
+from tile_kernels.core.cost import count_product
 from tile_kernels.core.jit import PLAIN_PRODUCTS, kernel
 from tile_kernels.core.lang import T, macro
 from tile_kernels.core.launch import launch
@@ -120,19 +121,19 @@ def build_product(n: int, k: int, num_groups: int, b_is_nk: bool, dtype: torch.d
     return portable_product
 
 
-@kernel(pass_configs=PLAIN_PRODUCTS)
+@kernel(pass_configs=PLAIN_PRODUCTS, flops=count_product)
 def portable_product_kernel(n: int, k: int, num_groups: int, b_is_nk: bool, dtype: torch.dtype):
     """The product alone."""
     return build_product(n, k, num_groups, b_is_nk, dtype)
 
 
-@kernel(pass_configs=PLAIN_PRODUCTS)
+@kernel(pass_configs=PLAIN_PRODUCTS, flops=count_product)
 def portable_swiglu_kernel(n: int, k: int, num_groups: int, dtype: torch.dtype):
     """The product with SwiGLU behind it."""
     return build_product(n, k, num_groups, True, dtype, swiglu=True).with_attr('global_symbol', 'portable_swiglu')
 
 
-@kernel(pass_configs=PLAIN_PRODUCTS)
+@kernel(pass_configs=PLAIN_PRODUCTS, flops=count_product)
 def portable_dw_kernel(n: int, k: int, num_groups: int, dtype: torch.dtype):
     """A thread block owns a tile of one matrix and walks the rows of its group; rows of others count as 0."""
     num_rows = T.dynamic('num_rows')
@@ -173,7 +174,7 @@ def portable_dw_kernel(n: int, k: int, num_groups: int, dtype: torch.dtype):
     return portable_dw
 
 
-@kernel(pass_configs=PLAIN_PRODUCTS)
+@kernel(pass_configs=PLAIN_PRODUCTS, flops=count_product)
 def portable_fp8_kernel(n: int, k: int, num_groups: int, swiglu: bool):
     """A thread block owns 128 columns of d; with SwiGLU it multiplies with those rows of gate and of up.
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
+from tile_kernels.core.cost import count_product
 from tile_kernels.core.jit import PLAIN_PRODUCTS, kernel
 from tile_kernels.core.lang import T
 from tile_kernels.core.launch import launch
@@ -158,7 +159,7 @@ def build_gate_logits(
     return gate_logits
 
 
-@kernel(choose=choose, space=TILES_K, pass_configs=TMA)
+@kernel(choose=choose, space=TILES_K, pass_configs=TMA, flops=count_product)
 def gate_logits_kernel(
     num_experts: int,
     hidden: int,
@@ -174,7 +175,7 @@ def gate_logits_kernel(
     return build_gate_logits(num_experts, hidden, num_parts, 8, packed, block_m, block_n, block_k, num_stages)
 
 
-@kernel(choose=choose_unaligned, space=TILES_K, pass_configs=PLAIN_PRODUCTS)
+@kernel(choose=choose_unaligned, space=TILES_K, pass_configs=PLAIN_PRODUCTS, flops=count_product)
 def gate_logits_unaligned_kernel(
     num_experts: int,
     hidden: int,
@@ -216,6 +217,7 @@ def gate_logits_halve_kernel(*, num_threads: int):
     choose=choose_dhidden,
     space=TILES,
     pass_configs=PLAIN_PRODUCTS,
+    flops=count_product,
 )
 def gate_logits_dhidden_kernel(num_experts: int, hidden: int, *, block_m: int, block_n: int, num_stages: int):
     """A tile of tokens and channels, summed over experts."""
@@ -256,6 +258,7 @@ def gate_logits_dhidden_kernel(num_experts: int, hidden: int, *, block_m: int, b
     choose=choose_dweight,
     space=dict(**TILES, num_steps=(4, 16)),
     pass_configs=PLAIN_PRODUCTS,
+    flops=count_product,
 )
 def gate_logits_dweight_kernel(
     num_experts: int,
