@@ -21,8 +21,9 @@ from tile_kernels.cli import console
 from tile_kernels.cli.bench import GPU_TIMER, read_records
 from tile_kernels.cli.catalog import headline
 from tile_kernels.cli.explain import config_words, explain_case
-from tile_kernels.cli.selection import load_ops
+from tile_kernels.cli.selection import all_cases, load_ops
 from tile_kernels.core.cases import Case, case_id
+from tile_kernels.core.device import DEVICES
 from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.knobs import KNOBS
 from tile_kernels.core.op import Op
@@ -47,11 +48,14 @@ README_OPS = ('engram.gate', 'engram.gate_bwd_partial')
 #: Smaller problems are bound by latency, and a share of a copy says little about them.
 LARGE_BYTES = 32 << 20
 
+#: Who is faster did not move all that was counted: an input of which only the shape matters, or what L2 held.
+BANDWIDTH = DEVICES[README_DEVICE.lower()].bandwidth
+
 
 def pages(root: Path = ROOT) -> dict[Path, str]:
     """Every generated file with its text."""
-    records = measured(root / 'benchmarks' / 'results')
     ops = sorted(load_ops().values(), key=lambda op: op.name)
+    records = current(measured(root / 'benchmarks' / 'results'), ops)
     made = {root / 'docs' / 'ops' / f'{op.name}.md': op_page(op, records) for op in ops}
     made[root / 'docs' / 'ops' / 'README.md'] = index_page(ops, records)
     made[root / 'docs' / 'settings.md'] = settings_page()
@@ -85,6 +89,12 @@ def measured(folder: Path) -> list[Record]:
         if record.get('timer') == GPU_TIMER and 'sweep' not in record:
             last[record['op'], record['case'], record['device']] = record
     return list(last.values())
+
+
+def current(records: Iterable[Record], ops: Iterable[Op]) -> list[Record]:
+    """The records of cases that ops still have: others cannot be measured again."""
+    cases = {(op.name, case_id(case)) for op in ops for case in all_cases(op)}
+    return [record for record in records if (record['op'], record['case']) in cases]
 
 
 # One op -------------------------------------------------------------------------------------
@@ -255,11 +265,11 @@ def settings_page() -> str:
 
 
 def index_page(ops: Sequence[Op], records: Sequence[Record]) -> str:
-    """All ops that are no other's backward, with the worst and the best that was measured."""
+    """All ops, with the worst and the best that was measured."""
     heading = ('op', 'what it does', 'backward', f'% of copy, {README_DEVICE}', 'least, µs')
     rows = [
         (f'[{op.name}]({op.name}.md)', headline(op), 'yes' if op.backward is not None else '', *shares([op], records))
-        for op in _leading(ops)
+        for op in ops
     ]
     return f'{GENERATED}\n\n# Ops\n\n{markdown(heading, rows)}\n\n{occasion(ops, records)}\n'
 
@@ -272,19 +282,29 @@ def readme(path: Path, ops: Sequence[Op], records: Sequence[Record]) -> str:
             f'{path} must hold one {BEGIN} and one {END}, got {text.count(BEGIN)} and {text.count(END)}'
         )
     families: dict[str, list[Op]] = {}
-    for op in _leading(ops):
+    for op in ops:
         families.setdefault(op.family, []).append(op)
-    rows = [(f'`{name}`', _purpose(own[0]), len(own), *shares(own, records)) for name, own in families.items()]
-    heading = ('family', 'what it does', 'ops', f'% of copy, {README_DEVICE}', 'least, µs')
+    rows = [
+        (
+            f'`{name}`',
+            _purpose(own[0]),
+            len(own),
+            shares([op for op in own if not is_gradient(op)], records)[0],
+            shares([op for op in own if is_gradient(op)], records)[0],
+            shares(own, records)[1],
+        )
+        for name, own in families.items()
+    ]
+    share = f'% of copy, {README_DEVICE}'
+    heading = ('family', 'what it does', 'ops', share, f'{share}, gradients', 'least, µs')
     head, rest = text.split(BEGIN)
     tables = f'{markdown(heading, rows)}\n\n{occasion(ops, records)}\n{side_by_side(records)}'
     return f'{head}{BEGIN}\n{tables}{END}{rest.split(END)[1]}'
 
 
-def _leading(ops: Sequence[Op]) -> list[Op]:
-    """The ops that are no other's backward."""
-    gradients = [op.backward for op in ops]
-    return [op for op in ops if op not in gradients]
+def is_gradient(op: Op) -> bool:
+    """Whether an op finds gradients; its name says so."""
+    return 'bwd' in op.name or 'backward' in op.name
 
 
 def _purpose(op: Op) -> str:
@@ -296,17 +316,21 @@ def _purpose(op: Op) -> str:
 def shares(ops: Sequence[Op], records: Iterable[Record]) -> tuple[str, str]:
     """Worst and best share of a copy over the cases that move enough bytes, and the least time in a CUDA graph.
 
-    Of ops that are bound by arithmetic, the best rate of operations instead.
+    Of ops that are made of products, their worst and best rate of operations as well.
     """
     names = {op.name for op in ops}
     own = [r for r in records if r['op'] in names and README_DEVICE in r['device'] and r['pct_of_copy'] is not None]
-    large = sorted(r['pct_of_copy'] for r in own if r['gbps'] * r['us'] * 1e3 >= LARGE_BYTES)
-    rates = {r['tflops']: r['op'].partition('.')[2] for r in own if r.get('tflops') is not None}
-    if rates:
-        which = f' ({rates[max(rates)]})' if len(ops) > 1 else ''
-        return f'up to {max(rates):.0f} TFLOP/s{which}', f'{min(r["graph_us"] for r in own):.1f}'
-    span = '' if not large else f'{large[0]:.0f}' if len(large) == 1 else f'{large[0]:.0f}–{large[-1]:.0f}'
+    large = [r for r in own if r['gbps'] * r['us'] * 1e3 >= LARGE_BYTES and r['gbps'] * 1e9 <= BANDWIDTH]
+    span = _span(r['pct_of_copy'] for r in large)
+    if rates := _span(r['tflops'] for r in large if r.get('tflops') is not None):
+        span += f' ({rates} TFLOP/s)'
     return span, f'{min(r["graph_us"] for r in own):.1f}' if own else ''
+
+
+def _span(values: Iterable[float]) -> str:
+    """`90–98`, the least and the most; one number if they are the same, nothing of none."""
+    found = [f'{value:.0f}' for value in values]
+    return '–'.join(dict.fromkeys((min(found, key=float), max(found, key=float)))) if found else ''
 
 
 def side_by_side(records: Iterable[Record]) -> str:
@@ -333,7 +357,8 @@ def occasion(ops: Sequence[Op], records: Iterable[Record]) -> str:
     done = cases & {(r['op'], r['case']) for r in own}
     commits = list(dict.fromkeys(r['commit'][:7] for r in own))
     return (
-        f'Worst and best case that moves at least {LARGE_BYTES >> 20} MB; least time of any case in a CUDA graph. '
+        f'Worst and best case of any op that moves at least {LARGE_BYTES >> 20} MB, but for counts beyond the '
+        f'{BANDWIDTH / 1e12:.1f} TB/s of the memory; least time of any case in a CUDA graph. '
         f'{own[0]["device"]}, {own[0]["date"][:10]}, commit{"s" * (len(commits) > 1)} {", ".join(commits)}; '
         f'{len(done)} of {len(cases)} benchmark cases measured, each on the page of its op.'
     )

@@ -65,7 +65,7 @@ def test_readme_states_what_was_measured_and_keeps_the_rest(root):
     docs.write(root)
     text = (root / 'README.md').read_text()
     assert text.startswith('before\n') and text.endswith('after\n') and 'old' not in text
-    assert re.search(r'\| `tests` \| .* \| 1 \|  \| 1.5 \|', text)
+    assert re.search(r'\| `tests` \| .* \| 1 \|  \|  \| 1.5 \|', text)
     index = (root / 'docs' / 'ops' / 'README.md').read_text()
     assert '| [tests.double](tests.double.md) | Twice the input. |  |  | 1.5 |' in index
     assert '2026-02-02, commit def5678' in text
@@ -76,6 +76,31 @@ def test_small_problems_have_no_share_of_a_copy(root):
     record = {'op': op.name, 'device': 'NVIDIA H200', 'pct_of_copy': 98.4, 'us': 20.0, 'gbps': 4000.0, 'graph_us': 18.0}
     assert docs.shares([op], [record, record | {'pct_of_copy': 90.0}]) == ('90–98', '18.0')
     assert docs.shares([op], [record | {'us': 2.0}]) == ('', '18.0')
+
+
+def test_shares_state_worst_and_best_and_leave_out_what_no_memory_can_move():
+    op = docs.load_ops()['gemm.gemm']
+    record = {'op': op.name, 'device': 'NVIDIA H200', 'us': 20.0, 'gbps': 4000.0, 'graph_us': 18.0}
+    slow, fast = record | {'pct_of_copy': 7.0, 'tflops': 790.0}, record | {'pct_of_copy': 97.0, 'tflops': 15.0}
+    assert docs.shares([op], [slow, fast]) == ('7–97 (15–790 TFLOP/s)', '18.0')
+    assert docs.shares([op], [slow, fast | {'gbps': 5000.0}]) == ('7 (790 TFLOP/s)', '18.0')
+
+
+def test_readme_counts_every_op_with_gradients_apart(root, toy, monkeypatch):
+    records = [RECORD | {'pct_of_copy': share, 'us': 20.0, 'gbps': 4000.0} for share in (81.0, 60.0)]
+    monkeypatch.setattr(toy, 'name', 'tests.double_bwd')
+    text = docs.readme(root / 'README.md', [toy], [record | {'op': toy.name} for record in records])
+    assert re.search(r'\| `tests` \| .* \| 1 \|  \| 60–81 \| 1.5 \|', text)
+
+
+def test_the_index_lists_every_op():
+    index = (docs.ROOT / 'docs' / 'ops' / 'README.md').read_text()
+    assert not [name for name in docs.load_ops() if f'[{name}]({name}.md)' not in index]
+
+
+def test_records_of_cases_that_are_gone_are_not_shown(toy):
+    gone = RECORD | {'case': 'num_tokens=3-hidden=128-bfloat16'}
+    assert docs.current([RECORD, gone], [toy]) == [RECORD]
 
 
 def test_readme_needs_its_marks(root):
