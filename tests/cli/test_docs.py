@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from tile_kernels import docs, quant
+from tile_kernels import FAMILIES, docs, docs_api, quant
 from tile_kernels.cli.bench import GPU_TIMER
 from tile_kernels.cli.explain import explain_case
 from tile_kernels.cli.selection import load_ops
@@ -29,8 +29,10 @@ RECORD = {
 
 
 @pytest.fixture
-def root(toy, tmp_path):
+def root(toy, tmp_path, monkeypatch):
     """A project with a README and results."""
+    for module in (docs, docs_api):
+        monkeypatch.setattr(module, 'LAYERS', ())
     (tmp_path / 'README.md').write_text(f'before\n{docs.BEGIN}\nold\n{docs.END}\nafter\n')
     results = tmp_path / 'benchmarks' / 'results'
     results.mkdir(parents=True)
@@ -67,7 +69,7 @@ def test_readme_states_what_was_measured_and_keeps_the_rest(root):
     assert text.startswith('before\n') and text.endswith('after\n') and 'old' not in text
     assert re.search(r'\| `tests` \| .* \| 1 \|  \|  \| 1.5 \|', text)
     index = (root / 'docs' / 'ops' / 'README.md').read_text()
-    assert '| [tests.double](tests.double.md) | Twice the input. |  |  | 1.5 |' in index
+    assert '| [tests.double](tests.double.md) | Twice the input. | internal |  |  | 1.5 |' in index
     assert '2026-02-02, commit def5678' in text
 
 
@@ -123,7 +125,7 @@ def test_the_page_of_an_op_says_all_there_is(root):
         assert part in text
 
 
-def test_a_long_signature_takes_a_line_per_parameter(toy, monkeypatch):
+def test_a_long_signature_takes_a_line_per_parameter():
     def gate(
         x: torch.Tensor,
         top_k: int = 8,
@@ -134,8 +136,7 @@ def test_a_long_signature_takes_a_line_per_parameter(toy, monkeypatch):
     ):
         pass
 
-    monkeypatch.setattr(toy, 'fn', gate)
-    assert docs.signature(toy).splitlines()[:5] == [
+    assert docs.signature(gate).splitlines()[:5] == [
         'gate(',
         '    x: Tensor,',
         '    top_k: int = 8,',
@@ -201,3 +202,65 @@ def test_readme_names_the_torch_that_was_tested_and_the_one_that_was_measured():
     lines = (docs.ROOT / 'benchmarks' / 'results' / 'h200.jsonl').read_text().splitlines()
     for version in {pinned, *(json.loads(line)['torch'] for line in lines)}:
         assert version in text
+
+
+#: Public names that are plain PyTorch, compute nothing, or reach their ops through an object they are given.
+WITHOUT_OPS = {
+    'distributed.PendingTokens',
+    'distributed.RoutedTokens',
+    'engram.engram_gate_backward',
+    'engram.engram_gate_forward',
+    'engram.engram_weight_grad',
+    'modeling.EngramGateLayer',
+    'moe.RoutingMap',
+    'moe.ScoringFunc',
+    'quant.QuantFormat',
+    'quant.QuantTensor',
+    'rand.set_seed',
+}
+
+#: Ops that nothing public calls: the kernels for other GPUs, under names of their own.
+FOR_TESTS = {name for name in docs.load_ops() if name.startswith('gemm.portable_')}
+
+
+def test_every_public_name_is_on_a_page_with_its_own_signature():
+    for part in (*FAMILIES, *docs.LAYERS):
+        page = (docs.ROOT / 'docs' / 'api' / f'{part}.md').read_text()
+        names = [name.partition('.')[2] for name in docs_api.public_names() if name.startswith(f'{part}.')]
+        assert re.findall('^## (.*)$', page, re.MULTILINE) == names
+    page = (docs.ROOT / 'docs' / 'api' / 'quant.md').read_text()
+    cast = page.partition('\n## per_token_cast\n')[2].partition('\n## ')[0]
+    assert 'stochastic_cast: bool = False' in cast and '(../ops/quant.per_token_recast.md)' in cast
+
+
+def test_every_public_name_is_traced_to_its_ops():
+    assert {name for name, value in docs_api.public_names().items() if not docs_api.called(value)} == WITHOUT_OPS
+    assert docs_api.callers(docs.load_ops()['quant.dequantise'])[:2] == ['quant.cast_back', 'quant.per_token_cast_back']
+    assert docs_api.callers(docs.load_ops()['gemm.gemm']) == ['gemm.gemm']
+
+
+def test_every_op_says_how_it_is_called():
+    ops = docs.load_ops()
+    gradients = {op.backward for op in ops.values()}
+    left = [op for op in ops.values() if not docs_api.callers(op) and op not in gradients]
+    assert {op.name for op in left if not docs_api.layers_with(op)} <= FOR_TESTS
+    assert 'Call [`quant.per_token_cast`](../api/quant.md#per_token_cast)' in docs.calling(ops['quant.per_token_cast'])
+    assert docs.calling(ops['gemm.gemm']) == 'Called as [`gemm.gemm`](../api/gemm.md#gemm).'
+    assert 'Autograd calls it for [mhc.pre](mhc.pre.md)' in docs.calling(ops['mhc.pre_bwd'])
+    assert 'used in [`modeling.MHCPipeline`]' in docs.calling(ops['mhc.norm_fn_bwd_'])
+
+
+def test_gradients_that_no_op_finds_are_said():
+    ops = docs.load_ops()
+    assert all(ops[name].backward is None for name in docs.OTHER_GRADIENTS)
+    assert '**Backward** in the public function' in docs.relations(ops['quant.fake_quantise'])
+
+
+def test_links_between_pages_lead_somewhere():
+    pages = [docs.ROOT / 'README.md', *(docs.ROOT / 'docs').rglob('*.md')]
+    headings = {page: {h.lower() for h in re.findall('^## (.*)$', page.read_text(), re.MULTILINE)} for page in pages}
+    for page in pages:
+        for target, anchor in re.findall(r'\]\((?!http)([^)#]+)(?:#([^)]+))?\)', page.read_text()):
+            found = (page.parent / target).resolve()
+            assert found.exists(), f'{page}: {target}'
+            assert not anchor or anchor in headings[found], f'{page}: {target}#{anchor}'
