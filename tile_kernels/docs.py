@@ -203,14 +203,21 @@ def _listed(values: list[str]) -> str:
 
 def cost_table(op: Op) -> str:
     """Launches, bytes and floor of the benchmark cases."""
-    rows = []
+    rows, products = [], False
     for case in op.case_set.bench:
         found = explain_case(op, case)
         kernels = ', '.join(f'{launch.kernel.name} {config_words(launch.config)}' for launch in found.launches)
+        products = products or any(launch.cost.flops for launch in found.launches)
         rows.append(
             (case_id(case), kernels, console.size(found.bytes), f'{found.floor_us:.1f}', f'{found.copy_us:.1f}')
         )
-    return markdown(('case', 'launches', 'moves', 'floor on H200, us', 'copy on H200, us'), rows)
+    table = markdown(('case', 'launches', 'moves', 'floor on H200, us', 'copy on H200, us'), rows)
+    peaks = DEVICES['h200'].flops
+    rule = (
+        'Floor: the bytes at the published bandwidth, or the products at the published dense peak of '
+        f'{peaks[2] / 1e12:.0f} TFLOP/s (fp8: {peaks[1] / 1e12:.0f}), whichever takes longer.\n\n'
+    )
+    return rule + table if products else table
 
 
 def measured_section(op: Op, records: Iterable[Record]) -> str:

@@ -187,6 +187,16 @@ def test_the_page_of_formats_says_which_functions_take_a_name():
         assert f'`{name}`' in (taking if 'QuantFormat' in annotation else others), name
 
 
+def test_pages_of_products_say_what_their_floor_counts():
+    pages = (docs.ROOT / 'docs' / 'ops').glob('*.md')
+    found = {page.stem for page in pages if '989 TFLOP/s (fp8: 1979)' in page.read_text()}
+    assert found == {
+        'moe.gate_logits',
+        'moe.gate_logits_bwd',
+        *(name for name in load_ops() if name.startswith('gemm.')),
+    }
+
+
 def test_no_recorded_product_is_faster_than_its_floor():
     recorded = {(r['op'], r['case']): r['us'] for r in docs.measured(docs.ROOT / 'benchmarks' / 'results')}
     products = [op for op in load_ops().values() if op.family == 'gemm']
