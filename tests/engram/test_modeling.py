@@ -89,6 +89,22 @@ def test_state_dict_round_trip():
     assert_equal(other(x, embeddings), layer(x, embeddings))
 
 
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16, torch.float64])
+def test_cast_layers_compute_what_their_parameters_hold(dtype):
+    torch.manual_seed(0)
+    x, embeddings = torch.randn(1, 3, 4, 64, dtype=torch.bfloat16), torch.randn(1, 3, 16)
+    for make, given in (
+        (lambda: modeling.Engram(64, 16), (x, embeddings)),
+        (lambda: modeling.EngramGateLayer(64, 8, gated=True), (x,)),
+    ):
+        cast, plain = make().to(dtype), make()
+        plain.load_state_dict(cast.state_dict())
+        y = cast(*given)
+        assert_equal(y, plain(*given))
+        y.float().square().sum().backward()
+        assert all(p.grad is not None and p.grad.dtype is dtype for p in cast.parameters())
+
+
 def gate_inputs():
     torch.manual_seed(0)
     x, k = (torch.randn(2, 5, 4, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))

@@ -237,6 +237,36 @@ def test_a_wrong_number_of_streams_is_named():
         mhc_pre(residual, fn, scale, base, mhc_mult=8)
 
 
+@pytest.mark.parametrize('dtype', [BF16, torch.float16, torch.float64])
+def test_a_cast_module_computes_in_float32_and_its_parameters_get_gradients(dtype):
+    residual, *_ = inputs()
+    cast = MHCPipeline(4, 64).to(DEVICE, dtype)
+    plain = MHCPipeline(4, 64).to(DEVICE)
+    plain.load_state_dict(cast.state_dict())
+    results = [module.head(module(residual, nn.Identity())) for module in (cast, plain)]
+    assert_equal(*results)
+    compiled = torch.compile(lambda x: cast.head(cast(x, nn.Identity())), fullgraph=True, backend='aot_eager')
+    torch.testing.assert_close(compiled(residual), results[0])
+    for result in results:
+        result.float().square().sum().backward()
+    for name, parameter in cast.named_parameters():
+        assert_equal(parameter.grad, plain.get_parameter(name).grad.to(dtype))
+
+
+def test_main_grad_takes_the_gradient_of_a_cast_parameter():
+    residual, *_ = inputs()
+    module = MHCPipeline(4, 64).to(DEVICE, BF16)
+    taking = (module.fn, module.norm_weight, module.head_fn)
+    module.head(module(residual, nn.Identity())).float().square().sum().backward()
+    expected = [parameter.grad.clone() for parameter in taking]
+    for parameter in taking:
+        parameter.grad, parameter.main_grad = None, torch.zeros_like(parameter, dtype=torch.float32)
+    module.head(module(residual, nn.Identity())).float().square().sum().backward()
+    for parameter, gradient in zip(taking, expected, strict=True):
+        assert parameter.grad is None
+        assert_equal(parameter.main_grad.to(BF16), gradient)
+
+
 # Training -----------------------------------------------------------------------------------
 
 

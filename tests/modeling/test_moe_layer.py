@@ -152,6 +152,24 @@ def test_the_bias_moves_against_the_load_and_not_the_weights():
     assert not layer.tokens_per_expert.any()
 
 
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16, torch.float64])
+def test_a_cast_layer_keeps_its_bias_in_float32(dtype):
+    layer, x = make(balance_rate=0.001)
+    layer.gate.e_score_correction_bias.copy_(torch.linspace(0.1, 0.9, 6))
+    bias = layer.gate.e_score_correction_bias.clone()
+    layer.to(dtype)
+    assert torch.equal(layer.gate.e_score_correction_bias, bias)
+    layer(x).float().sum().backward()
+    layer.update_bias()
+    assert layer.gate.weight.grad.dtype is dtype and not torch.equal(layer.gate.e_score_correction_bias, bias)
+
+
+def test_a_bias_of_a_checkpoint_in_bfloat16_is_read():
+    layer, x = make(balance_rate=0.5)
+    layer.load_state_dict({name: value.bfloat16() for name, value in layer.state_dict().items()}, assign=True)
+    assert layer(x).shape == x.shape
+
+
 def test_compiles_without_graph_breaks_for_any_number_of_tokens():
     layer, x = make()
     layer.eval()

@@ -23,6 +23,7 @@ from tile_kernels.engram import (
     grad_w_reduce,
     short_conv,
 )
+from tile_kernels.modeling._parameters import float32_of
 
 
 class EngramGateFn(torch.autograd.Function):
@@ -201,16 +202,10 @@ class Engram(nn.Module):
         """
         check.shape(hidden_states, 'hidden_states', 'batch num_tokens num_streams hidden', dtype=torch.bfloat16)
         kv = functional.linear(embeddings.to(hidden_states.dtype), self.kv_proj.weight.to(hidden_states.dtype))
-        value = engram_gate(
-            hidden_states,
-            kv,
-            self.weight_hidden,
-            self.weight_embed,
-            self.clamp_value,
-            self.eps,
-            image_token_mask,
-            False,
-        )
+        weights = self.weight_hidden, self.weight_embed
+        if weights[0].dtype is not torch.bfloat16:  # which the gate reads as it is
+            weights = float32_of(weights[0]), float32_of(weights[1])
+        value = engram_gate(hidden_states, kv, *weights, self.clamp_value, self.eps, image_token_mask, False)
         norm = functional.rms_norm(value.float(), value.shape[-1:], eps=self.eps) * self.norm_weight
         seen = short_conv(norm.to(value.dtype).flatten(2), self.conv_weight.float(), self.dilation)
         return hidden_states + (value + seen.view(value.shape))
@@ -236,5 +231,7 @@ class EngramGateLayer(nn.Module):
         """Scores of each token, (..., num_experts), for (..., hidden_size)."""
         if check.tensor(hidden, 'hidden').shape[-1:] != self.weight.shape[1:]:
             check.fail('hidden', f'must be (..., {self.weight.shape[1]})', check.describe(hidden))
-        output, _ = engram_gate_forward(hidden.reshape(-1, hidden.shape[-1]), self.weight, self.gate_weight, self.eps)
+        weight = self.weight.to(hidden.dtype)
+        gate_weight = None if self.gate_weight is None else self.gate_weight.to(hidden.dtype)
+        output, _ = engram_gate_forward(hidden.reshape(-1, hidden.shape[-1]), weight, gate_weight, self.eps)
         return output.view(*hidden.shape[:-1], -1)

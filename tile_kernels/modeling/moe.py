@@ -47,7 +47,8 @@ class MoEGate(nn.Module):
     """Scores of all experts for every token, and the choice of the best.
 
     `weight` is (num_experts, hidden_dim). `e_score_correction_bias` moves the choice, never the weights; it exists if
-    the layer balances its load by it.
+    the layer balances its load by it, and stays float32 whatever the layer is cast to: in bfloat16 its small steps
+    would be lost.
     """
 
     def __init__(
@@ -64,7 +65,17 @@ class MoEGate(nn.Module):
         """Weights (num_tokens, topk) float32 and experts (num_tokens, topk) int64."""
         weight = self.weight if weight is None else weight
         logits = gate_logits(x, weight.to(x.dtype))
-        return topk_gating(logits, self.topk, bias=self.e_score_correction_bias, **self.options)
+        bias = self.e_score_correction_bias
+        bias = None if bias is None else bias.float()  # a checkpoint may have brought another dtype (`assign=True`)
+        return topk_gating(logits, self.topk, bias=bias, **self.options)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoEGate:
+        bias = self.e_score_correction_bias
+        super()._apply(fn, recurse)
+        moved = self.e_score_correction_bias
+        if bias is not None and moved.dtype is not torch.float32:
+            self.e_score_correction_bias = bias.to(moved.device)
+        return self
 
 
 class Experts(nn.Module):

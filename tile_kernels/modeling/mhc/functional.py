@@ -13,13 +13,13 @@ from tile_kernels.mhc.norm_weight import merge_norm_weight, merge_norm_weight_bw
 from tile_kernels.mhc.post_pre import post_pre, post_pre_bwd, pre, pre_bwd
 from tile_kernels.mhc.sinkhorn import sinkhorn_bwd
 from tile_kernels.mhc.split_mixes import split_mixes, split_mixes_bwd
+from tile_kernels.modeling._parameters import into_main_grad
 from tile_kernels.modeling.mhc.ops import (
     expand_to_mhc,
     mhc_head_compute_mix,
     mhc_pre_apply_mix,
     mhc_pre_norm_fn,
 )
-from tile_kernels.modeling.mhc.ops.norm_fn import into_main_grad
 from tile_kernels.modeling.mhc.ops.post import handed_over
 
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from tile_kernels.core import check
 from tile_kernels.mhc._rows import STREAMS, check_streams
+from tile_kernels.modeling._parameters import float32_of
 from tile_kernels.modeling.mhc.functional import expand_from_embedding, mhc_head, mhc_pre
 from tile_kernels.modeling.mhc.ops.post import mhc_post
 
@@ -21,6 +22,7 @@ class MHCPipeline(nn.Module):
     torch.Size([2, 5, 64])
 
     A new module mixes streams hardly at all: a layer reads their mean and adds its output to each of them.
+    Mixes are found in float32, also where `.to()` has cast the parameters; streams are bfloat16.
 
     Args:
         num_connections: number of residual streams n: 2, 4 or 8.
@@ -62,10 +64,10 @@ class MHCPipeline(nn.Module):
         """The residual streams after `layer`, which maps (..., hidden) to (..., hidden)."""
         layer_input, (post_mix, comb_mix) = mhc_pre(
             residual,
-            self.fn,
-            self.scale,
-            self.base,
-            norm_weight=self.norm_weight,
+            float32_of(self.fn),
+            self.scale.float(),
+            self.base.float(),
+            norm_weight=float32_of(self.norm_weight),
             norm_eps=self.eps,
             mhc_mult=self.num_connections,
             post_mult_value=self.post_mult_value,
@@ -79,9 +81,9 @@ class MHCPipeline(nn.Module):
         """Hidden states (..., hidden) from residual streams."""
         return mhc_head(
             residual,
-            self.head_fn,
-            self.head_scale,
-            self.head_base,
+            float32_of(self.head_fn),
+            self.head_scale.float(),
+            self.head_base.float(),
             norm_eps=self.eps,
             mhc_mult=self.num_connections,
             pre_eps=self.eps,

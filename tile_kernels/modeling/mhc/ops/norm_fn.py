@@ -7,16 +7,8 @@ from torch import Tensor
 
 from tile_kernels.mhc.norm_fn import norm_fn, norm_fn_bwd, norm_fn_bwd_
 from tile_kernels.mhc.norm_weight import merge_norm_weight, merge_norm_weight_bwd
+from tile_kernels.modeling._parameters import into_main_grad
 from tile_kernels.modeling.mhc.ops.post import handed_over
-
-
-def into_main_grad(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """Add a gradient to the `main_grad` of a parameter that has one; otherwise it is returned."""
-    main_grad = getattr(parameter, 'main_grad', None)
-    if main_grad is None or gradient is None:
-        return gradient
-    main_grad.add_(gradient)
-    return None
 
 
 class _NormFn(torch.autograd.Function):
