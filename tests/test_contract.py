@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 import tile_kernels
+from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.op import ops
 from tile_kernels.testing import contract
 
@@ -18,6 +20,10 @@ def first_and_last(op):
     """Two cases of an op, the emptiest and the last: opcheck traces and compiles, and they see all of a schema."""
     own = [case for case in CASES if case.op is op]
     return own[:1] + own[1:][-1:]
+
+
+def quantised(x):
+    return torch.quantize_per_tensor(x, 1.0, 0, torch.quint8)
 
 
 OPCHECK = [case for op in ops.values() for case in first_and_last(op)]
@@ -37,6 +43,16 @@ def test_gradient_equals_autograd_of_the_twin(case):
 def test_operator_and_fake_tell_the_same(case):
     contract.check_operator(case.op, case.case, DEVICE)
     contract.check_fake(case.op, case.case, DEVICE)
+
+
+@pytest.mark.parametrize('op', [op for op in ops.values() if op.case_set is not None], ids=lambda op: op.name)
+@pytest.mark.parametrize('make', [Tensor.to_sparse, quantised], ids=['sparse', 'quantised'])
+def test_a_tensor_that_is_no_plain_memory_is_refused(op, make):
+    given = op.case_set.arguments(op.name, op.case_set.smoke[-1])
+    for name, value in given.items():
+        if isinstance(value, Tensor) and value.numel() > 0:
+            with pytest.raises(ArgumentError, match='must be a plain dense tensor, got'):
+                op(**given | {name: make(torch.zeros(value.shape))})
 
 
 @pytest.mark.parametrize('case', OPCHECK, ids=str)

@@ -33,6 +33,35 @@ def test_one_sentence_form(call, sentence):
         call()
 
 
+@pytest.mark.parametrize(
+    ('make', 'fact'),
+    [
+        (lambda x: x.to_sparse(), r'float32\[4, 6\] on cpu, layout sparse_coo; pass x.to_dense\(\)'),
+        (lambda x: x.to_sparse_csr(), r'float32\[4, 6\] on cpu, layout sparse_csr; pass x.to_dense\(\)'),
+        (lambda x: x.to_mkldnn(), r'float32\[4, 6\] on cpu, layout mkldnn; pass x.to_dense\(\)'),
+        (
+            lambda x: torch.quantize_per_tensor(x, 1.0, 0, torch.qint8),
+            r'qint8\[4, 6\] on cpu; pass x.dequantize\(\)',
+        ),
+        (
+            lambda x: torch.nested.nested_tensor([x, x[1:]]),
+            r'a nested tensor of float32; pass x.to_padded_tensor\(0.0\)',
+        ),
+    ],
+    ids=['sparse', 'csr', 'mkldnn', 'quantised', 'nested'],
+)
+@pytest.mark.filterwarnings('ignore::UserWarning')  # that PyTorch's support is a prototype
+def test_what_is_no_plain_memory_is_refused(make, fact):
+    x = make(torch.ones(4, 6))
+    for call in (
+        lambda: check.tensor(x, 'x'),
+        lambda: check.shape(x, 'x', 'a b'),
+        lambda: check.dtype(x, 'x', torch.float32),
+    ):
+        with pytest.raises(ArgumentError, match=f'x must be a plain dense tensor, got {fact}'):
+            call()
+
+
 def test_passing_checks_return_the_extents():
     assert check.shape(X, 'x', 'a b', dtype=(torch.bfloat16, torch.float32), a=4) == (4, 6)
 

@@ -232,9 +232,17 @@ def test_both_sides_of_memory_see_sixteen_bytes(dtype, aligned):
             lambda: batched_transpose(torch.zeros(2, 3, 4, dtype=torch.complex128)),
             'transpose.batched_transpose: x must have elements of 1, 2, 4 or 8 bytes, got complex128[2, 3, 4] on cpu',
         ),
+        (
+            lambda: transpose(torch.zeros(2, 3, dtype=torch.complex128)),
+            'transpose.transpose: x must have elements of 1, 2, 4 or 8 bytes, got complex128[2, 3] on cpu',
+        ),
         (lambda: batched_transpose([1, 2]), 'transpose.batched_transpose: x must be a tensor, got list'),
+        (
+            lambda: transpose(torch.quantize_per_tensor(torch.ones(2, 3), 1.0, 0, torch.quint8)),
+            'transpose.transpose: x must be a plain dense tensor, got quint8[2, 3] on cpu; pass x.dequantize()',
+        ),
     ],
-    ids=['rank', 'rank of transpose', 'element size', 'no tensor'],
+    ids=['rank', 'rank of transpose', 'element size', 'element size of transpose', 'no tensor', 'quantised'],
 )
 def test_error_sentences(call, sentence):
     with pytest.raises(ArgumentError) as caught:

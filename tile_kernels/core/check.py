@@ -88,13 +88,17 @@ def fail(argument: str, rule: str, fact: str, hint: str | None = None, op: str =
 
 
 def describe(x: object) -> str:
-    """A tensor in words: dtype, shape, device, and strides when they are not contiguous."""
+    """A tensor in words: dtype, shape, device, and layout or strides when they are not the usual ones."""
     if x is None:
         return 'None'
     if not isinstance(x, Tensor):
         return f'{type(x).__name__} {x!r}' if isinstance(x, (int, float, str, bool)) else type(x).__name__
+    if x.is_nested:  # has no shape to speak of
+        return f'a nested tensor of {_dtype_names(x.dtype)}'
     shape = ', '.join(str(extent) for extent in x.shape)
-    text = f'{str(x.dtype).removeprefix("torch.")}[{shape}] on {x.device}'
+    text = f'{_dtype_names(x.dtype)}[{shape}] on {x.device}'
+    if x.layout is not torch.strided:
+        return f'{text}, layout {str(x.layout).removeprefix("torch.").lstrip("_")}'
     return text if x.is_contiguous() else f'{text}, strides {tuple(x.stride())}'
 
 
@@ -104,9 +108,12 @@ def _dtype_names(dtypes: torch.dtype | Collection[torch.dtype]) -> str:
 
 
 def tensor(x: object, name: str) -> Tensor:
-    """`x` must be a tensor."""
+    """`x` must be a tensor, its elements numbers in memory with strides between them: all that kernels can read."""
     if not isinstance(x, Tensor):
         fail(name, 'must be a tensor', describe(x))
+    if x.layout is not torch.strided or x.is_quantized or x.is_nested:
+        way = 'to_padded_tensor(0.0)' if x.is_nested else 'dequantize()' if x.is_quantized else 'to_dense()'
+        fail(name, 'must be a plain dense tensor', describe(x), hint=f'pass {name}.{way}')
     return x
 
 
@@ -114,9 +121,7 @@ def shape(
     x: Tensor, name: str, spec: str, dtype: torch.dtype | Collection[torch.dtype] | None = None, **known: int
 ) -> tuple[int, ...]:
     """`x` must have the dimensions named in `spec`, those given by keyword with that extent; returns the extents."""
-    if not isinstance(x, Tensor):
-        fail(name, 'must be a tensor', describe(x))
-    names, extents = spec.split(), x.shape
+    names, extents = spec.split(), tensor(x, name).shape
     if len(extents) != len(names):
         fail(name, f'must be ({", ".join(names)})', describe(x))
     for dim, extent in known.items():

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from tile_kernels.core import check
-from tile_kernels.transpose.batched_transpose import batched_transpose, batched_transpose_bwd
+from tile_kernels.transpose.batched_transpose import batched_transpose, batched_transpose_bwd, bits_of
 
 __all__ = ['batched_transpose', 'batched_transpose_bwd', 'transpose']
 
@@ -22,4 +22,5 @@ def transpose(x: Tensor) -> Tensor:
         (num_cols, num_rows), contiguous, never sharing memory with `x`.
     """
     check.shape(x, 'x', 'num_rows num_cols')
+    bits_of(x, 'x')  # while it is the matrix that was given
     return batched_transpose(x.unsqueeze(0)).squeeze(0)

@@ -225,6 +225,14 @@ def batched_transpose_kernel(
 # Op -----------------------------------------------------------------------------------------
 
 
+def bits_of(x: Tensor, name: str) -> torch.dtype:
+    """The integer dtype of the size of the elements of `x`, which must have one."""
+    bits = BITS.get(x.dtype.itemsize)
+    if bits is None:
+        check.fail(name, 'must have elements of 1, 2, 4 or 8 bytes', check.describe(x))
+    return bits
+
+
 def _transpose(x: Tensor, name: str) -> Tensor:
     batch, num_rows, num_cols = check.shape(x, name, 'batch num_rows num_cols')
     dtype = x.dtype
@@ -253,10 +261,7 @@ def _transpose(x: Tensor, name: str) -> Tensor:
 
 def _transpose_as_bits(x: Tensor, name: str) -> Tensor:
     """Dtypes the kernel language does not know (bool, complex) travel as integers of their size."""
-    bits = BITS.get(x.dtype.itemsize)
-    if bits is None:
-        check.fail(name, 'must have elements of 1, 2, 4 or 8 bytes', check.describe(x))
-    return _transpose(x.resolve_conj().resolve_neg().view(bits), name).view(x.dtype)
+    return _transpose(x.resolve_conj().resolve_neg().view(bits_of(x, name)), name).view(x.dtype)
 
 
 @op(outputs='dx')
