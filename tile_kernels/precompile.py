@@ -99,7 +99,7 @@ class Precompiled:
 
 def precompile(
     ops: Mapping[str, Iterable[Mapping[str, Any]]] | Iterable[str] | None = None,
-    archs: Sequence[str] = ('sm_90a',),
+    archs: str | Sequence[str] = ('sm_90a',),
     out: str | Path | None = None,
     jobs: int | None = None,
     progress: bool = True,
@@ -110,7 +110,7 @@ def precompile(
         ops: names of ops or families to compile for their benchmark and smoke cases (default: all ops), or the cases
             themselves: `{'quant.per_token_cast': [dict(num_tokens=64, hidden=7168)]}`. What a case leaves out is that
             of the op's first benchmark case. A backward is an op of its own.
-        archs: architectures to compile for, e.g. `('sm_90a', 'sm_100a')`.
+        archs: architectures to compile for, e.g. `('sm_90a', 'sm_100a')`; `sm_90` means `sm_90a`.
         out: directory to fill, to be named in `TK_CACHE_DIR` where the kernels run (default: the cache directory).
         jobs: compilations at a time (default: one per CPU core).
         progress: show a progress bar when stderr is a terminal.
@@ -133,13 +133,12 @@ def precompile(
 
 
 def find_variants(
-    ops: Mapping[str, Iterable[Mapping[str, Any]]] | Iterable[str] | None, archs: Sequence[str]
+    ops: Mapping[str, Iterable[Mapping[str, Any]]] | Iterable[str] | None, archs: str | Sequence[str]
 ) -> list[Variant]:
     """The distinct kernels that the cases of `ops` launch, on the architectures they support."""
     from tile_kernels.cli.selection import find_op, find_ops, launches_of, typical_case
 
-    for arch in archs:
-        check_arch(arch)
+    targets = list(dict.fromkeys(check_arch(arch) for arch in ([archs] if isinstance(archs, str) else archs)))
     if isinstance(ops, str):
         ops = [ops]
     cases: list[tuple[Op, Any]] = []
@@ -152,7 +151,7 @@ def find_variants(
             if op.case_set is not None:
                 cases += [(op, case) for case in op.case_set.bench + op.case_set.smoke]
     variants = []
-    for arch in archs:
+    for arch in targets:
         with meant_for(arch):
             launches = [launch for op, case in cases for launch in launches_of(op, case)]
         variants += [

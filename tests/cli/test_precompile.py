@@ -7,6 +7,7 @@ import tile_kernels
 from tile_kernels.cli.explain import explain
 from tile_kernels.cli.selection import load_ops
 from tile_kernels.core.cases import case_id
+from tile_kernels.core.device import arch_of
 from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.jit import compile_count
 from tile_kernels.core.knobs import knobs
@@ -97,9 +98,23 @@ def test_every_architecture_gets_the_kernels_it_runs():
     assert found == {'sm_90a': 'grouped_gemm_kernel', 'sm_100a': 'portable_product_kernel'}
 
 
+def test_an_architecture_is_that_of_its_devices(toy, monkeypatch):
+    for given, found in (
+        ('sm_90', {'sm_90a'}),
+        (['sm_90', 'sm_90a'], {'sm_90a'}),
+        (('sm_100f', 'sm_120'), {'sm_100a', 'sm_120a'}),
+        ('sm_89', {'sm_89'}),
+    ):
+        assert {variant.arch for variant in find_variants([NAME], given)} == found
+    monkeypatch.setattr('torch.cuda.get_device_capability', lambda index: (12, 1))
+    assert find_variants([NAME], 'sm_121')[0].arch == arch_of.__wrapped__(0)
+
+
 def test_bad_arguments_are_named(toy, tmp_path):
     with pytest.raises(ArgumentError, match="arch must be a name like sm_90a, sm_80 or newer, got 'hopper'"):
-        precompile(archs=('hopper',), out=tmp_path)
+        precompile(archs='hopper', out=tmp_path)
+    with pytest.raises(ArgumentError, match='arch must be a name like sm_90a, sm_80 or newer, got 90'):
+        precompile(archs=[90], out=tmp_path)
     with pytest.raises(ArgumentError, match='jobs must be at least 1, got 0'):
         precompile(jobs=0, out=tmp_path)
     (tmp_path / 'file').touch()

@@ -26,20 +26,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the parts asked for, of every kernel the case launches."""
-    check_arch(args.arch)
+    arch = check_arch(args.arch)
     op, case = selected_case(args)
     out = console.output()
-    with meant_for(args.arch):
+    with meant_for(arch):
         launches = launches_of(op, case)
     for launch in launches:
         static = ', '.join(str(s).removeprefix('torch.') for s in launch.static)
-        heading = f'{launch.kernel.name}({static})  {config_words(launch.config)}  {args.arch}'
+        heading = f'{launch.kernel.name}({static})  {config_words(launch.config)}  {arch}'
         for part in args.what or PARTS:
             if out.is_terminal:
                 out.rule(f'{part}: {heading}')
             else:
                 out.out(f'=== {part}: {heading}')
-            text = RENDER[part](launch, args.arch)
+            text = RENDER[part](launch, arch)
             if out.is_terminal and part != 'resources':
                 out.print(Syntax(text, {'tilelang': 'python', 'cuda': 'cuda', 'ptx': 'gas'}[part], theme='ansi_dark'))
             else:

@@ -44,15 +44,22 @@ def arch_number(arch: str) -> int:
     return int(arch.removeprefix('sm_').rstrip('af'))
 
 
-def check_arch(arch: str) -> None:
-    """Refuse what is no architecture, or an old one."""
-    if re.fullmatch('sm_[0-9]+[af]?', arch) is None or arch_number(arch) < MIN_ARCH:
+def arch_name(number: int) -> str:
+    """90 -> `'sm_90a'`: from Hopper on the `a` variant, which wgmma and setmaxnreg need."""
+    return f'sm_{number}a' if number >= 90 else f'sm_{number}'
+
+
+def check_arch(arch: str) -> str:
+    """Refuse what is no architecture, or an old one; returns the name its devices look for kernels under."""
+    named = isinstance(arch, str) and re.fullmatch('sm_[0-9]+[af]?', arch) is not None
+    if not named or arch_number(arch) < MIN_ARCH:
         raise ArgumentError(f'arch must be a name like sm_90a, sm_{MIN_ARCH} or newer, got {arch!r}')
+    return arch_name(arch_number(arch))
 
 
 @functools.cache
 def arch_of(device_index: int) -> str:
-    """Target architecture of a CUDA device; from Hopper on the `a` variant, which wgmma and setmaxnreg need."""
+    """Target architecture of a CUDA device."""
     major, minor = torch.cuda.get_device_capability(device_index)
     number = 10 * major + minor
     if number < MIN_ARCH:
@@ -60,7 +67,7 @@ def arch_of(device_index: int) -> str:
         raise UnsupportedError(
             f'device: {name} (sm_{number}) is not supported; needs compute capability 8.0 (Ampere) or newer'
         )
-    return f'sm_{number}a' if major >= 9 else f'sm_{number}'
+    return arch_name(number)
 
 
 @functools.cache
