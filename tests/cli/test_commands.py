@@ -128,6 +128,19 @@ def test_bench_without_a_gpu_writes_nothing_that_looks_like_a_gpu_result(toy, cl
         assert not record.keys() & {'us', 'graph_us', 'gbps', 'pct_of_copy', 'host_us'}
 
 
+@pytest.mark.parametrize('name', ['', 'file/bench.jsonl'])
+def test_bench_refuses_a_file_it_cannot_write_before_it_runs(toy, cli, tmp_path, name, monkeypatch):
+    monkeypatch.setattr(bench, 'measure_all', None)
+    (tmp_path / 'file').touch()
+    status, _, said = cli('bench', '--json', str(tmp_path / name))
+    assert status == 1 and said.startswith('tile-kernels bench: --json must be a file that can be written, got ')
+
+
+def test_bench_without_records_leaves_no_file(toy, cli, tmp_path):
+    assert cli('bench', '--json', str(tmp_path / 'bench.jsonl'), '--level', 'full')[0] == 1
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_bench_refuses_an_op_that_disagrees_with_its_twin(toy, cli, monkeypatch):
     monkeypatch.setattr(toy, 'twin', lambda x: x * 3)
     with knobs(interpret=True):

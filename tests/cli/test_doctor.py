@@ -26,6 +26,7 @@ HEALTHY = Facts(
     gpus=(Gpu('NVIDIA H200', 90, 139.0),),
     cache=Cache('/home/user/.cache/tile_kernels', 12, 3_000_000, True),
     settings={},
+    settings_error=None,
     probe_error=None,
 )
 
@@ -120,6 +121,12 @@ CASES = {
     ),
     'cache not writable': ({'cache': EMPTY}, 'warning', '/opt/kernels is not writable', 'TK_CACHE_DIR'),
     'cache read-only': ({'cache': READ_ONLY}, 'note', '/opt/kernels is read-only', 'precompile for your shapes'),
+    'setting': (
+        {'settings_error': "knobs: TK_NUM_SMS must be positive, got 'abc'"},
+        'error',
+        "TK_NUM_SMS must be positive, got 'abc'",
+        'correct or unset it',
+    ),
     'nothing to run': (
         {'cache': EMPTY, 'settings': JIT_OFF},
         'error',
@@ -170,6 +177,11 @@ def test_this_machine_can_be_looked_at(toy, tmp_path):
     assert facts.settings == {'TK_CACHE_DIR': str(tmp_path), 'TK_NUM_SMS': '8'}
     assert facts.gpus == () and facts.probe_error is None
     assert (facts.toolkit is None) == (shutil.which('nvcc') is None)
+
+
+def test_a_setting_that_means_nothing_is_a_fact(toy, monkeypatch):
+    monkeypatch.setenv('TK_NUM_SMS', 'abc')
+    assert 'TK_NUM_SMS' in doctor.gather().settings_error
 
 
 def test_a_probe_that_fails_is_a_fact_not_a_crash():

@@ -23,8 +23,25 @@ def test_a_family_is_not_one_op(toy):
 
 def test_a_case_that_cannot_be_made_is_a_sentence(toy):
     case = selection.typical_case(toy, {'num_tokens': '-5'})
-    with pytest.raises(ArgumentError, match=r'tests\.double: no arguments can be made for num_tokens=-5-'):
+    with pytest.raises(ArgumentError) as caught:
         selection.launches_of(toy, case)
+    assert str(caught.value) == (
+        'tests.double: no arguments can be made for num_tokens=-5-hidden=128-bfloat16: '
+        'in the cases of the op num_tokens is 64, 4096, 0, 5'
+    )
+
+
+@pytest.mark.parametrize(
+    ('given', 'possible'),
+    [
+        ({'layout': 'foo'}, 'layout is padded, odd, sparse, columns, dense'),
+        ({'shape': '2'}, 'shape is 64x4096x4096, 32x2048x7168, '),
+    ],
+)
+def test_values_no_case_has_are_told_with_those_there_are(given, possible):
+    op = selection.find_op('transpose.batched_transpose')
+    with pytest.raises(ArgumentError, match=f'in the cases of the op {possible}'):
+        selection.launches_of(op, selection.typical_case(op, given))
 
 
 def test_a_case_is_the_first_benchmark_with_changes(toy):
@@ -48,6 +65,9 @@ def test_a_case_by_id(toy):
         ('softmax', 'sigmoid', 'softmax'),
         ('bf16', torch.float32, torch.bfloat16),
         ('128x64', (1, 1), (128, 64)),
+        ('(128, 64)', (1, 1), (128, 64)),
+        ('[128,]', (1, 1), (128,)),
+        ('128,64', (1, 1), (128, 64)),
         ('e4m3_1x32_f32', QuantFormat.parse('e4m3_1x128_f32'), QuantFormat.parse('e4m3_1x32_f32')),
     ],
 )
@@ -55,7 +75,9 @@ def test_spelled_values_become_what_the_case_holds(text, like, value):
     assert selection._value('name', text, like) == value
 
 
-@pytest.mark.parametrize(('text', 'like'), [('many', 1), ('maybe', True), ('float31', torch.float32), ('3x', (1, 1))])
+@pytest.mark.parametrize(
+    ('text', 'like'), [('many', 1), ('maybe', True), ('float31', torch.float32), ('3x', (1, 1)), ('10.5', 64)]
+)
 def test_a_misspelled_value_is_named(text, like):
     with pytest.raises(ArgumentError, match=f"name must be like .*, got '{text}'"):
         selection._value('name', text, like)

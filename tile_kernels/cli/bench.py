@@ -53,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; 1 if an op disagreed with its twin."""
+    if args.json is not None:
+        check_writable(args.json)
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
     level = args.level or ('bench' if device == 'cuda' else 'smoke')
     chosen = [
@@ -127,6 +129,18 @@ def git(*words: str, root: Path = ROOT) -> str | None:
     except OSError:
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+def check_writable(path: Path) -> None:
+    """Records can be appended to `path`: better known before anything is measured."""
+    there = path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open('a').close()
+    except OSError as error:
+        raise ArgumentError(f'--json must be a file that can be written, got {path} ({error.strerror})') from error
+    if not there:
+        path.unlink()  # a run without records leaves no file
 
 
 def write_records(path: Path, records: Iterable[Record]) -> None:

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from tile_kernels.core import compiler
 from tile_kernels.core.device import MIN_ARCH
 from tile_kernels.core.errors import TileKernelsError
 from tile_kernels.core.jit import cache_dir
-from tile_kernels.core.knobs import KNOBS, knobs
+from tile_kernels.core.knobs import KNOBS, Knobs, knobs
 
 PYTHON_MIN, TORCH_MIN = (3, 10), (2, 10)
 
@@ -79,6 +80,7 @@ class Facts:
     gpus: tuple[Gpu, ...]
     cache: Cache
     settings: dict[str, str]
+    settings_error: str | None
     probe_error: str | None
 
     @property
@@ -229,6 +231,13 @@ def cache_unusable(facts: Facts) -> Diagnosis | None:
     return Diagnosis('warning', cause, 'set TK_CACHE_DIR to a writable directory')
 
 
+def setting_wrong(facts: Facts) -> Diagnosis | None:
+    """An environment variable has a value that means nothing."""
+    if facts.settings_error is None:
+        return None
+    return Diagnosis('error', facts.settings_error.removeprefix('knobs: '), 'correct or unset it')
+
+
 def probe_failed(facts: Facts) -> Diagnosis | None:
     """An op that was tried on the GPU failed: shared memory, resources, compiler or result."""
     if facts.probe_error is None:
@@ -249,6 +258,7 @@ DIAGNOSES: tuple[Callable[[Facts], Diagnosis | None], ...] = (
     fp8_unknown,
     driver_too_old,
     cache_unusable,
+    setting_wrong,
     probe_failed,
 )
 
@@ -281,9 +291,8 @@ def gather() -> Facts:
         driver_cuda=driver_cuda,
         gpus=gpus,
         cache=_cache(cache_dir()),
-        settings={
-            knob.env: str(getattr(knobs, name)) for name, knob in KNOBS.items() if getattr(knobs, name) != knob.default
-        },
+        settings=_settings(),
+        settings_error=_error_of(_read_settings),
         probe_error=_error_of(_probe) if gpus and (healthy or knobs.disable_jit) else None,
     )
 
@@ -327,6 +336,24 @@ def _cache(folder: Path) -> Cache:
     return Cache(
         str(folder), len(libraries), sum(library.stat().st_size for library in libraries), os.access(existing, os.W_OK)
     )
+
+
+def _settings() -> dict[str, str]:
+    """What differs from its default, by environment variable."""
+    found = {}
+    for name, knob in KNOBS.items():
+        with suppress(TileKernelsError):  # a value that means nothing, which `settings_error` tells
+            value = getattr(knobs, name)
+            if value != knob.default:
+                found[knob.env] = str(value)
+    return found
+
+
+def _read_settings() -> None:
+    """Read every setting from the environment, as a new process does."""
+    fresh = Knobs()
+    for name in KNOBS:
+        getattr(fresh, name)
 
 
 def _probe() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib
+import re
 from collections.abc import Iterable, Mapping
+from types import NoneType
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from tile_kernels.core.launch import Launch
 from tile_kernels.core.op import Op, ops
 
 _DTYPES = {'bf16': 'bfloat16', 'fp16': 'float16', 'f16': 'float16', 'fp32': 'float32', 'f32': 'float32'}
+#: Values of an entry that an error lists.
+MAX_LISTED = 8
 _FLAGS = {'1': True, 'true': True, 'yes': True, '0': False, 'false': False, 'no': False}
 
 
@@ -96,8 +100,19 @@ def launches_of(op: Op, case: Case) -> list[Launch]:
     except TileKernelsError:
         raise
     except Exception as error:
-        reason = str(error).partition('\n')[0]
+        reason = _unusual(op, case) or str(error).partition('\n')[0]
         raise ArgumentError(f'{op.name}: no arguments can be made for {case_id(case)}: {reason}') from error
+
+
+def _unusual(op: Op, case: Case) -> str:
+    """The entries of a case that no case of the op has, with those there are; empty if each is known."""
+    words = []
+    for name, value in case.items():
+        known = [other[name] for other in all_cases(op) if name in other]
+        if value not in known:
+            listed = list(dict.fromkeys(case_id({'': one}).removeprefix('=') or "''" for one in known))
+            words.append(f'{name} is {", ".join(listed[:MAX_LISTED])}{" ..." if len(listed) > MAX_LISTED else ""}')
+    return f'in the cases of the op {" and ".join(words)}' if words else ''
 
 
 def words_to_case(words: Iterable[str]) -> dict[str, str]:
@@ -113,8 +128,13 @@ def words_to_case(words: Iterable[str]) -> dict[str, str]:
 
 def _value(name: str, value: Any, like: Any) -> Any:
     """`value` as the case has it: a string is read as the kind of thing `like` is."""
-    if not isinstance(value, str) or isinstance(like, str):
-        return value
+    read = _read(name, value, like) if isinstance(value, str) and not isinstance(like, str) else value
+    if isinstance(like, (int, float)) and not isinstance(read, (type(like), int, NoneType)):
+        raise ArgumentError(f'{name} must be like {like}, got {value!r}')
+    return read
+
+
+def _read(name: str, value: str, like: Any) -> Any:
     try:
         if isinstance(like, torch.dtype):
             return _dtype(value)
@@ -123,7 +143,7 @@ def _value(name: str, value: Any, like: Any) -> Any:
         if isinstance(like, bool):
             return _FLAGS[value.lower()]
         if isinstance(like, (tuple, list)):
-            return type(like)(int(extent) for extent in value.split('x'))
+            return type(like)(int(extent) for extent in re.split('[x,]', value.strip('()[] ').removesuffix(',')))
         return ast.literal_eval(value)
     except (KeyError, ValueError, SyntaxError) as error:
         raise ArgumentError(f'{name} must be like {like}, got {value!r}') from error
