@@ -255,6 +255,22 @@ def test_a_compiled_layer_is_one_graph_for_all_lengths():
         assert counter.frame_count == frames
 
 
+@pytest.mark.parametrize(
+    ('make', 'sentence'),
+    [
+        (lambda: modeling.Engram(64.0, 16), 'Engram: hidden_size must be an integer, got float 64.0'),
+        (lambda: modeling.Engram(65, 16), 'Engram: hidden_size must be a multiple of 64, got 65'),
+        (lambda: modeling.Engram(64, 16, num_streams=9), 'Engram: num_streams must be at most 8, got 9'),
+        (lambda: modeling.Engram(64, 16, taps=0), 'Engram: taps must be at least 1, got 0'),
+        (lambda: modeling.Engram(64, 16, eps='a'), "Engram: eps must be a number, got str 'a'"),
+        (lambda: modeling.EngramGateLayer(64, 2.5), 'EngramGateLayer: num_experts must be an integer, got float 2.5'),
+    ],
+)
+def test_bad_arguments_of_the_layers_are_told(make, sentence):
+    with pytest.raises(ArgumentError, match=f'^{sentence}$'):
+        make()
+
+
 def test_wrong_arguments_of_the_gate_are_named():
     x = torch.zeros(2, 4, 64, dtype=torch.bfloat16)
     with pytest.raises(

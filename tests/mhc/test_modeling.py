@@ -217,6 +217,10 @@ def test_the_head_closes_any_number_of_streams():
             'fn must be (num_mixes, num_streams*hidden)',
         ),
         (
+            lambda x, y: mhc_pre(y, torch.ones(256, 24), torch.ones(3), torch.ones(24)),
+            'fn must be (num_mixes, num_streams*hidden) with num_streams*hidden = 256, got float32[256, 24]',
+        ),
+        (
             lambda x, y: ops.mhc_head_compute_mix(torch.ones(3, 4), torch.ones(2), torch.ones(4), 0.0),
             'mhc_scale must be',
         ),
@@ -229,6 +233,22 @@ def test_the_head_closes_any_number_of_streams():
 def test_errors_call_arguments_as_the_function_does(call, sentence):
     with pytest.raises(ArgumentError, match=re.escape(sentence)):
         call(torch.zeros(3, 64, dtype=torch.bfloat16), torch.zeros(3, 4, 64, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'sentence'),
+    [
+        (dict(num_connections=4.0), 'num_connections must be one of 2, 4, 8, got 4.0'),
+        (dict(hidden_size=64.0), 'hidden_size must be an integer, got float 64.0'),
+        (dict(hidden_size=0), 'hidden_size must be at least 1, got 0'),
+        (dict(sinkhorn_repeat=0), 'sinkhorn_repeat must be at least 1, got 0'),
+        (dict(post_mult_value=None), 'post_mult_value must be a number, got None'),
+        (dict(eps='a'), "eps must be a number, got str 'a'"),
+    ],
+)
+def test_bad_arguments_of_the_module_are_told(arguments, sentence):
+    with pytest.raises(ArgumentError, match=f'^MHCPipeline: {sentence}$'):
+        MHCPipeline(**dict(num_connections=4, hidden_size=64) | arguments)
 
 
 def test_a_wrong_number_of_streams_is_named():

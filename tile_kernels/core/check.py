@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Collection
-from numbers import Integral
+from numbers import Integral, Real
 from types import FrameType
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -152,8 +152,8 @@ def equal(value: object, expected: object, name: str) -> None:
 
 
 def one_of(value: object, allowed: Collection, name: str) -> None:
-    """`value` must be one of `allowed`."""
-    if isinstance(value, Tensor) or value not in allowed:
+    """`value` must be one of `allowed`; a float is not, even if it equals an integer."""
+    if isinstance(value, (Tensor, float)) or value not in allowed:
         fact = describe(value) if isinstance(value, Tensor) else repr(value)
         listed = ', '.join(str(a) or repr(a) for a in allowed)
         fail(name, f'must be one of {listed}', fact)
@@ -179,10 +179,18 @@ def at_most(value: float, bound: float, name: str) -> None:
         fail(name, f'must be at most {bound}', str(value))
 
 
-def integer(value: object, name: str) -> None:
+def integer(value: object, name: str, least: int | None = None) -> None:
     """`value` must be an integer; what is computed before an op looks at its arguments needs to know."""
     if not isinstance(value, (Integral, torch.SymInt)):
         fail(name, 'must be an integer', describe(value))
+    if least is not None:
+        at_least(cast('int', value), least, name)
+
+
+def number(value: object, name: str) -> None:
+    """`value` must be a number."""
+    if not isinstance(value, (Real, torch.SymInt, torch.SymFloat)):
+        fail(name, 'must be a number', describe(value))
 
 
 def pair(value: object, name: str, parts: str = 'data, sf') -> tuple[Tensor, Tensor]:

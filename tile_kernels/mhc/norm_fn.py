@@ -44,8 +44,8 @@ def check_projection(residual: Tensor, fn: Tensor) -> tuple[tuple, int, int]:
     lead = lead_of(residual, 'residual', 'num_streams hidden', BF16)
     num_streams, hidden = residual.shape[-2:]
     check_streams(num_streams, hidden)
-    num_mixes, k = check.shape(fn, 'fn', 'num_mixes num_streams*hidden', dtype=F32)
-    check.equal(k, num_streams * hidden, 'the rows of fn')
+    known = {'num_streams*hidden': num_streams * hidden}
+    num_mixes, k = check.shape(fn, 'fn', 'num_mixes num_streams*hidden', dtype=F32, **known)
     check.at_least(num_mixes, 1, 'the number of mixes')
     check.at_most(num_mixes, MAX_MIXES, 'the number of mixes')
     check.contiguous(fn, 'fn')

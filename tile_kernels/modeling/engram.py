@@ -23,6 +23,8 @@ from tile_kernels.engram import (
     grad_w_reduce,
     short_conv,
 )
+from tile_kernels.engram._gate import MAX_STREAMS
+from tile_kernels.engram.short_conv import MAX_TAPS
 from tile_kernels.modeling._parameters import float32_of
 
 
@@ -182,6 +184,16 @@ class Engram(nn.Module):
         clamp_value: float = 1e-6,
     ) -> None:
         super().__init__()
+        check.integer(hidden_size, 'hidden_size', 1)
+        check.multiple(hidden_size, 64, 'hidden_size')
+        check.integer(embed_size, 'embed_size', 1)
+        check.integer(num_streams, 'num_streams', 1)
+        check.at_most(num_streams, MAX_STREAMS, 'num_streams')
+        check.integer(taps, 'taps', 1)
+        check.at_most(taps, MAX_TAPS, 'taps')
+        check.integer(dilation, 'dilation', 1)
+        check.at_least(eps, 0, 'eps')
+        check.at_least(clamp_value, 0, 'clamp_value')
         self.dilation, self.eps, self.clamp_value = dilation, eps, clamp_value
         self.kv_proj = nn.Linear(embed_size, (num_streams + 1) * hidden_size, bias=False)
         self.weight_hidden = nn.Parameter(torch.ones(num_streams, hidden_size))
@@ -223,6 +235,9 @@ class EngramGateLayer(nn.Module):
 
     def __init__(self, hidden_size: int = 2048, num_experts: int = 256, gated: bool = False, eps: float = 1e-6) -> None:
         super().__init__()
+        check.integer(hidden_size, 'hidden_size', 1)
+        check.integer(num_experts, 'num_experts', 1)
+        check.at_least(eps, 0, 'eps')
         self.eps = eps
         self.weight = nn.Parameter(torch.randn(num_experts, hidden_size) * hidden_size**-0.5)
         self.gate_weight = nn.Parameter(torch.randn(num_experts, hidden_size) * hidden_size**-0.5) if gated else None

@@ -250,17 +250,21 @@ class MoELayer(nn.Module):
     ) -> None:
         super().__init__()
         intermediate_dim = hidden_dim if intermediate_dim is None else intermediate_dim
-        check.at_least(num_experts, 1, 'num_experts')
+        check.integer(num_experts, 'num_experts', 1)
         check.at_most(num_experts, MAX_EXPERTS, 'num_experts')
-        check.at_least(topk, 1, 'topk')
+        check.integer(topk, 'topk', 1)
         check.at_most(topk, min(num_experts, MAX_TOPK), 'topk')
-        check.at_least(num_shared_experts, 0, 'num_shared_experts')
+        check.integer(num_shared_experts, 'num_shared_experts', 0)
+        check.number(routed_scaling_factor, 'routed_scaling_factor')
+        check.at_least(balance_rate, 0, 'balance_rate')
         check.one_of(scoring, SCORINGS, 'scoring')
         check_groups(num_experts, topk, num_groups, num_topk_groups, 'topk')
         check.one_of(compute, ('bf16', 'fp8'), 'compute')
         for name, width in dict(hidden_dim=hidden_dim, intermediate_dim=intermediate_dim).items():
-            check.at_least(width, 1, name)
+            check.integer(width, name, 1)
             check.multiple(width, 128 if compute == 'fp8' else 8, name)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            check.fail('dtype', 'must be a dtype of floating point', repr(dtype))
         factory = dict(dtype=dtype, device=device)
         options = dict(
             scoring=scoring,

@@ -198,9 +198,9 @@ def check_groups(
         return 1, 1
     if num_groups is None or num_topk_groups is None:
         check.fail('num_groups', 'must come with num_topk_groups', f'{num_groups} and {num_topk_groups}')
-    check.at_least(num_groups, 1, 'num_groups')
+    check.integer(num_groups, 'num_groups', 1)
     check.equal(num_experts % num_groups, 0, 'num_experts % num_groups')
-    check.at_least(num_topk_groups, 1, 'num_topk_groups')
+    check.integer(num_topk_groups, 'num_topk_groups', 1)
     check.at_most(num_topk_groups, num_groups, 'num_topk_groups')
     check.at_most(top_k, num_experts // num_groups * num_topk_groups, name)
     return num_groups, num_topk_groups

@@ -43,7 +43,11 @@ class MHCPipeline(nn.Module):
     ) -> None:
         super().__init__()
         check.one_of(num_connections, STREAMS, 'num_connections')
+        check.integer(hidden_size, 'hidden_size', 1)
         check_streams(num_connections, hidden_size)
+        check.integer(sinkhorn_repeat, 'sinkhorn_repeat', 1)
+        check.number(post_mult_value, 'post_mult_value')
+        check.at_least(eps, 0, 'eps')
         n, k = num_connections, num_connections * hidden_size
         self.num_connections, self.hidden_size = n, hidden_size
         self.sinkhorn_repeat, self.post_mult_value, self.eps = sinkhorn_repeat, post_mult_value, eps
