@@ -71,6 +71,36 @@ def test_calls_continue_a_stream_and_a_seed_restarts_it():
     assert torch.initial_seed() == 5
 
 
-def test_other_dtypes_are_refused():
-    with pytest.raises(ArgumentError, match=r'rand\.randn: out must be bfloat16 or float16 or float32'):
-        rand.randn(3, dtype=torch.float64, device='cpu')
+def test_a_compiled_call_continues_the_stream():
+    compiled = torch.compile(lambda x: x + rand.randn_like(x), fullgraph=True, backend='aot_eager', dynamic=True)
+    results = []
+    for add in (compiled, lambda x: x + rand.randn_like(x)):
+        rand.set_seed(5)
+        results.append([add(torch.ones(count, 3)) for count in (5, 5, 7)])
+    assert not torch.equal(*results[0][:2])
+    for actual, expected in zip(*results, strict=True):
+        assert_equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ('call', 'sentence'),
+    [
+        (lambda: rand.randn(2.5), 'rand.randn: size must be an integer, got float 2.5'),
+        (lambda: rand.randn((2, -1)), 'rand.randn: size must be at least 0, got -1'),
+        (
+            lambda: rand.randn(3, dtype=torch.float64, device='cpu'),
+            'rand.randn: dtype must be one of torch.bfloat16, torch.float16, torch.float32, got torch.float64',
+        ),
+        (
+            lambda: rand.randn_like(torch.ones(2, dtype=torch.int32)),
+            'rand.randn_like: t must be bfloat16 or float16 or float32, got int32[2] on cpu',
+        ),
+        (lambda: rand.set_seed(1.5), 'rand.set_seed: seed must be an integer, got float 1.5'),
+        (lambda: rand.set_seed(None), 'rand.set_seed: seed must be an integer, got None'),
+        (lambda: rand.set_seed(1 << 64), 'rand.set_seed: seed must have at most 64 bits, got 18446744073709551616'),
+    ],
+)
+def test_wrong_arguments_are_named(call, sentence):
+    with pytest.raises(ArgumentError) as caught:
+        call()
+    assert str(caught.value) == sentence

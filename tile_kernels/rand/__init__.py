@@ -1,18 +1,19 @@
 """Normal random numbers that are the same on a CPU and on a GPU, for the same seed and the same order of calls.
 
-A call takes the next numbers of one stream for the whole process. The stream is advanced by the host: a call captured
-in a CUDA graph or traced by `torch.compile` gives the same numbers each time it is replayed.
+A call takes the next numbers of one stream for the whole process, also inside `torch.compile`. The stream is advanced
+by the host: a call captured in a CUDA graph gives the same numbers each time it is replayed.
 """
 
 import math
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tile_kernels.core import check
-from tile_kernels.rand.normal import normal_
+from tile_kernels.rand.normal import DTYPES, normal_
 
 __all__ = ['randn', 'randn_like', 'set_seed']
 
@@ -47,6 +48,9 @@ _stream = _Stream()
 
 def set_seed(seed: int) -> None:
     """Begin the stream of `seed`, here and in PyTorch's own generators (`torch.manual_seed`)."""
+    check.integer(seed, 'seed')
+    if not -(1 << 63) <= seed < 1 << 64:
+        check.fail('seed', 'must have at most 64 bits', str(seed))
     torch.manual_seed(seed)
     _stream.restart(seed)
 
@@ -65,14 +69,34 @@ def randn(
         A contiguous tensor; its numbers depend on `set_seed` and on the calls since, not on the device. Without
         `set_seed` the stream is that of `torch.initial_seed()`.
     """
-    shape: Any = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
-    place = device or ('cuda' if torch.cuda.is_available() else 'cpu')
-    out = torch.empty(shape, dtype=dtype or torch.get_default_dtype(), device=place)
-    normal_(out, *_stream.take(math.prod(shape)))
+    shape: Any = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else size
+    for extent in shape:
+        check.integer(extent, 'size', 0)
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    check.one_of(dtype, DTYPES, 'dtype')
+    place = torch.device(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
+    return (_traced_draw if torch.compiler.is_compiling() else _draw)(shape, dtype, place)
+
+
+def _draw(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The next numbers of the stream."""
+    out = torch.empty(size, dtype=dtype, device=device)
+    normal_(out, *_stream.take(math.prod(size)))
     return out
+
+
+#: `_draw` as an operator: a compiled graph calls it each time it runs, and the stream goes on.
+_traced_draw = torch.library.custom_op(
+    'tile_kernels::rand_draw', _draw, mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
+
+
+@_traced_draw.register_fake
+def _(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(size, dtype=dtype, device=device)
 
 
 def randn_like(t: Tensor) -> Tensor:
     """`randn` in the shape and dtype and on the device of `t`."""
-    check.tensor(t, 't')
+    check.dtype(t, 't', DTYPES)
     return randn(t.shape, dtype=t.dtype, device=t.device)
