@@ -69,7 +69,7 @@ REFUSED = {
     ),
     'quant.per_token_cast: fmt must be one of e4m3, e5m2, e2m1, e5m6, got None': lambda: quant.per_token_cast(X, None),
     'quant.per_token_cast: x must be a tensor, got None': lambda: quant.per_token_cast(None, 'e4m3', 128),
-    'quant.per_token_cast: x_block_size must be two numbers, of rows and of channels, got 3': lambda: (
+    'quant.per_token_cast: x_block_size must be two integers, of rows and of channels, got 3': lambda: (
         quant.per_token_cast((X.to(torch.float8_e4m3fn), torch.ones(4, 1)), 'e4m3', 128, 3)
     ),
     r'quant.per_token_cast: out must be a pair \(data, sf\), got int 3': lambda: quant.per_token_cast(

@@ -174,6 +174,10 @@ def test_blocks_of_the_reference_come_back(block, fmt):
             'x.sf must be .* with sf_cols = 1',
         ),
         (dict(x=(torch.zeros(2, 64), torch.ones(2, 1)), x_block_size=(1, 64)), r'x\[0\].dtype must be one of'),
+        (
+            dict(x=(torch.zeros(2, 64).to(torch.float8_e4m3fn), torch.ones(2, 1)), x_block_size=(1.0, 64.0)),
+            r'x_block_size must be two integers, of rows and of channels, got \(1.0, 64.0\)',
+        ),
         (dict(x=(torch.zeros(2, 64), torch.ones(2, 1)), fmt='fp64'), 'fmt must be one of bf16, fp16, fp32'),
     ],
 )
@@ -263,5 +267,7 @@ def test_fake_quantisation_leaves_its_input_alone():
     assert torch.equal(memory, before) and y.is_contiguous()
     with pytest.raises(ArgumentError, match=r'^quant.fake_quantise: fmt.sf must be one of f32, f32p2, e4m3'):
         quant.fake_quantise(x, 'e4m3_1x32_ue8m0x4')
+    with pytest.raises(ArgumentError, match=r'^quant.fake_quantise: fmt must be a whole format .*, got \'e4m3\'$'):
+        quant.fake_quantise(x, 'e4m3')
     with pytest.raises(ArgumentError, match=r'^quant.fake_quantise: x must be a tensor'):
         quant.fake_quantise(None, 'e4m3_1x32_f32')

@@ -145,6 +145,7 @@ def test_friendly_fp8():
     [
         (dict(fmt='e4m3', block_size=(64, 64)), r'block_size must be one of \(32, 32\), .*, got \(64, 64\)'),
         (dict(fmt='e4m3', block_size=128), r'block_size must be one of \(32, 32\), .*, got 128'),
+        (dict(fmt='e4m3', block_size=(128.0, 128)), r'block_size must be two integers, .*, got \(128.0, 128\)'),
         (dict(fmt='e4m3_1x128_f32'), r'fmt.sf_block\[0\] must be one of 32, 128, got 1'),
         (dict(fmt='e5m6', block_size=(128, 128)), "fmt must be one of e4m3, e5m2, e2m1, got 'e5m6'"),
         (dict(fmt='e4m3', block_size=(32, 32), use_packed_ue8m0=True), 'use_packed_ue8m0 must come with round_sf=True'),

@@ -186,6 +186,7 @@ def test_friendly_fp8():
     ('call', 'sentence'),
     [
         (lambda x: front.per_channel_cast(x, 'e4m3', 64), 'num_per_tokens must be one of 32, 128, got 64'),
+        (lambda x: front.per_channel_cast(x, 'e4m3', 128.0), 'num_per_tokens must be one of 32, 128, got 128.0'),
         (lambda x: front.per_channel_cast(x, 'e2m1', 128), "fmt must be one of e4m3, e5m2, got 'e2m1'"),
         (lambda x: front.per_channel_cast((x, x), 'e4m3', 128), 'num_per_channels must be given'),
         (lambda x: front.per_channel_cast(x, 'e4m3', 128, use_packed_ue8m0=True), 'use_packed_ue8m0 must come with'),

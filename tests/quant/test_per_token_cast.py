@@ -307,6 +307,11 @@ def test_results_can_be_written_to_given_tensors():
         ),
         (dict(fmt='e4m3', num_per_channels=128, use_e4m3_sf=True, round_sf=True), 'use_e4m3_sf must not be combined'),
         (dict(fmt='e3m2', num_per_channels=128), "fmt must be one of e4m3, e5m2, e2m1, e5m6, got 'e3m2'"),
+        (
+            dict(fmt=torch.float8_e4m3fn, num_per_channels=128),
+            'fmt must be one of e4m3, e5m2, e2m1, e5m6, got torch.float8_e4m3fn',
+        ),
+        (dict(fmt='e4m3', num_per_channels=128.0), 'num_per_channels must be an integer, got float 128.0'),
         (dict(fmt='e4m3', num_per_channels=48), 'num_per_channels must be one of 16, 32, 64, 128, hidden, got 48'),
         (dict(fmt='e4m3_1x128_f32', num_per_channels=128), 'must be left out when fmt is a whole format'),
         (dict(fmt='e4m3_128x128_f32'), r'fmt.sf_block\[0\] must be 1, got 128'),
@@ -410,7 +415,7 @@ def test_what_is_said_of_a_quantised_tensor_must_be_its_format():
             narrow, 'e4m3', 32, (1, 64)
         ),
         r'x_block_size must be the block of x .*, got \(32, 32\)': lambda: quant.cast_back(narrow, 'bf16', (32, 32)),
-        'x_block_size must be two numbers': lambda: quant.cast_back(narrow, 'bf16', 32),
+        'x_block_size must be two integers': lambda: quant.cast_back(narrow, 'bf16', 32),
         'num_per_channels must be the block of x': lambda: quant.per_token_cast_back(whole, 'bf16', 32),
         "x_special_fmt must be None for data of e4m3_1x32_f32, got 'e5m6'": lambda: quant.cast_back(
             narrow, 'bf16', x_special_fmt='e5m6'

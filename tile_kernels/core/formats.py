@@ -17,13 +17,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from tile_kernels.core import check
-from tile_kernels.core.errors import ArgumentError
 
 
 @dataclass(frozen=True)
@@ -206,7 +205,7 @@ def _from_flags(
         return known
     check.one_of(fmt, ELEMENTS, 'fmt')
     if not isinstance(flags[1], tuple) or len(block) != 2 or not all(isinstance(n, int) and n >= 0 for n in block):
-        check.fail('a scale block', 'must be two numbers, of rows and of channels', repr(block))
+        check.fail('block', 'must be two integers, of rows and of channels', repr(block))
     if packed and not round_sf:
         check.fail(
             'use_packed_ue8m0', 'must come with round_sf=True (an exponent byte holds a power of two)', 'round_sf=False'
@@ -223,21 +222,22 @@ def _define(name: str) -> QuantFormat:
     """Parse, validate and intern a format."""
     match = _NAME.fullmatch(name) if isinstance(name, str) else None
     if match is None:
-        raise ArgumentError(
-            f'format: {name!r} is not a format name; write <data>_<rows>x<cols>_<sf>[_col], e.g. e4m3_1x128_f32'
-        )
+        _fail('be a whole format <data>_<rows>x<cols>_<sf>[_col], e.g. e4m3_1x128_f32', name)
     data, sf = match['data'], match['sf']
     if data not in ELEMENTS:
-        raise ArgumentError(f'{name}: data must be one of {", ".join(ELEMENTS)}, got {data}')
+        _fail(f'have data of {", ".join(ELEMENTS)}', name)
     if sf not in SF_STORAGE:
-        raise ArgumentError(f'{name}: scale factors must be one of {", ".join(SF_STORAGE)}, got {sf}')
+        _fail(f'have scale factors of {", ".join(SF_STORAGE)}', name)
     rows, cols = (0 if extent == 'all' else int(extent) for extent in (match['rows'], match['cols']))
     if '0' in (match['rows'], match['cols']):
-        raise ArgumentError(
-            f'{name}: a scale block has at least one row and one column; write all for the whole extent'
-        )
+        _fail('have a scale block of at least one row and one column, or all for the whole extent', name)
     fmt = QuantFormat(name, ELEMENTS[data], (rows, cols), sf, match['col'] is not None)
     return _formats.setdefault(name, fmt)
+
+
+def _fail(rule: str, name: object) -> NoReturn:
+    """The one error sentence, of the function that was called with this name of a format."""
+    check.fail('fmt', f'must {rule}', repr(name), op='QuantFormat.parse')
 
 
 class QuantTensor(tuple):

@@ -29,6 +29,8 @@ def _quantised(
     Factors are column-major if only their first stride is 1: so are those of a single column, unless it is dense.
     """
     data, sf = check.pair(x, 'x')
+    if block is not None:
+        check_block(block, block_name)
     if isinstance(x, QuantTensor):
         if block is not None and block != x.fmt.sf_block:
             _check_same_blocks(x, block, block_name)
@@ -47,8 +49,6 @@ def _quantised(
     if sf.stride(0) == 1 and sf.stride(1) != 1:  # a branch: torch.compile would keep the expression symbolic
         column_major = True
     name = element or ELEMENT_NAMES[data.dtype]
-    if not isinstance(block, (tuple, list)) or len(block) != 2:
-        check.fail('x_block_size', 'must be two numbers, of rows and of channels', repr(block))
     rows, cols = block
     if cols not in (1, *GROUPS) and cols == data.shape[-1] * 8 // ELEMENTS[name].bits:
         cols = 0  # the whole row
@@ -61,10 +61,14 @@ def dense_rows(sf: Tensor) -> Tensor:
     return sf.contiguous() if sf.dim() == 2 and sf.stride(1) == 1 else sf
 
 
+def check_block(block: object, name: str) -> None:
+    """`block` must be two integers; floats that equal them are no extents."""
+    if not isinstance(block, (tuple, list)) or len(block) != 2 or not all(isinstance(n, int) for n in block):
+        check.fail(name, 'must be two integers, of rows and of channels', repr(block))
+
+
 def _check_same_blocks(x: QuantTensor, block: Block, name: str) -> None:
     """`block` must be that of the format of `x`; what spans a whole extent may do so by any number."""
-    if not isinstance(block, (tuple, list)) or len(block) != 2:
-        check.fail(name, 'must be two numbers, of rows and of channels', repr(block))
     for given, known, size in zip(block, x.fmt.sf_block, x.shape, strict=False):
         if given != known and (given < size or 0 < known < size):
             check.fail(name, f'must be the block of x ({x.fmt}) or be left out', repr(block))
@@ -91,12 +95,14 @@ def _format(
 ) -> QuantFormat:
     """The format that the flags describe; a whole format (object or name) is taken as it is."""
     flags = use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_e4m3_sf
-    if isinstance(fmt, QuantFormat) or '_' in str(fmt):
+    if isinstance(fmt, QuantFormat) or (isinstance(fmt, str) and '_' in fmt):
         if num_per_channels is not None or any(flags):
             check.fail('num_per_channels and the sf flags', 'must be left out when fmt is a whole format', str(fmt))
         return QuantFormat.parse(fmt)
     check.one_of(fmt, ('e4m3', 'e5m2', 'e2m1', 'e5m6'), 'fmt')
     group = num_per_channels
+    if group is not None:
+        check.integer(group, 'num_per_channels')
     if group not in GROUPS[:-1]:
         if len(x.shape) != 2 or group != x.shape[1]:
             check.one_of(group, (16, 32, 64, 128, 'hidden'), 'num_per_channels')

@@ -11,7 +11,7 @@ from tile_kernels.core import check
 from tile_kernels.core.formats import QuantFormat, QuantTensor
 from tile_kernels.quant.convert import convert
 from tile_kernels.quant.dequantise import dequantise
-from tile_kernels.quant.front import FP8_NAMES, Block, Pair, _into, _quantised, dense_rows
+from tile_kernels.quant.front import FP8_NAMES, Block, Pair, _into, _quantised, check_block, dense_rows
 from tile_kernels.quant.per_block_cast import per_block_cast as block_op
 from tile_kernels.quant.per_block_cast import per_block_cast_with_precomputed_sf as block_data_op
 from tile_kernels.quant.per_block_cast import per_block_cast_with_sf_only as block_sf_op
@@ -29,12 +29,13 @@ BACK = {'bf16': torch.bfloat16, 'fp16': torch.float16, 'fp32': torch.float32}
 
 def _block_format(fmt: str | QuantFormat, block_size: Any, *flags: bool) -> QuantFormat:
     """The format that the arguments describe; a whole format (object or name) is taken as it is."""
-    if isinstance(fmt, QuantFormat) or '_' in str(fmt):
+    if isinstance(fmt, QuantFormat) or (isinstance(fmt, str) and '_' in fmt):
         if block_size is not None or any(flags):
             check.fail('block_size and the sf flags', 'must be left out when fmt is a whole format', str(fmt))
         return QuantFormat.parse(fmt)
     check.one_of(fmt, ('e4m3', 'e5m2', 'e2m1'), 'fmt')
     check.one_of(block_size, BLOCKS, 'block_size')
+    check_block(block_size, 'block_size')
     return QuantFormat.from_flags(fmt, block_size, *flags)
 
 
@@ -135,6 +136,7 @@ def per_block_cast_lossless(
     check.equal(fmt, 'e4m3', 'fmt')
     del round_sf
     check.one_of(out_block_size, LOSSLESS_BLOCKS, 'out_block_size')
+    check_block(out_block_size, 'out_block_size')
     x = _quantised(x, x_block_size)
     for extent, part in zip(out_block_size, x.fmt.sf_block, strict=True):
         check.multiple(extent, part or 1, 'out_block_size')
@@ -158,6 +160,7 @@ def per_block_cast_fp8(
     check.one_of(dtype, FP8_NAMES, 'dtype')
     block = (block_size, block_size) if isinstance(block_size, int) else block_size
     check.one_of(block, BLOCKS, 'block_size')
+    check_block(block, 'block_size')
     return block_op(w, QuantFormat.from_flags(FP8_NAMES[dtype], block))
 
 
@@ -231,6 +234,8 @@ def _per_channel(
 
 def _per_token(x: Pair, num_per_channels: int | None, element: str | None = None) -> QuantTensor:
     """A pair with one scale factor for each row and `num_per_channels` channels, with its format."""
+    if num_per_channels is not None:
+        check.integer(num_per_channels, 'num_per_channels')
     block = None if num_per_channels is None else (1, num_per_channels)
     return _quantised(x, block, element, 'num_per_channels')
 

@@ -50,12 +50,14 @@ def _counted_clamp(clamp_value: float | None, clamped_count: Tensor | None) -> f
 
 def _format(fmt: str | QuantFormat, num_per_channels: int | None, width: int, *flags: bool) -> QuantFormat:
     """The per-token format that the flags describe; a whole format (object or name) is taken as it is."""
-    if isinstance(fmt, QuantFormat) or '_' in str(fmt):
+    if isinstance(fmt, QuantFormat) or (isinstance(fmt, str) and '_' in fmt):
         if num_per_channels is not None or any(flags):
             check.fail('num_per_channels and the sf flags', 'must be left out when fmt is a whole format', str(fmt))
         return QuantFormat.parse(fmt)
     check.one_of(fmt, ('e4m3', 'e5m2', 'e2m1'), 'fmt')
     group = num_per_channels
+    if group is not None:
+        check.integer(group, 'num_per_channels')
     if group not in GROUPS:
         if group != width:
             check.one_of(group, (*GROUPS, 'hidden'), 'num_per_channels')
