@@ -195,6 +195,14 @@ def test_bad_input_is_named(inputs, change, words):
         engram_gate_fwd(**given, eps=EPS, clamp_value=CLAMP)
 
 
+@pytest.mark.parametrize('packed', [False, True])
+def test_missing_arguments_are_those_of_the_function_called(inputs, packed):
+    x, k, v, wh, we = inputs
+    sources = (torch.cat([k, v.unsqueeze(1)], 1),) if packed else (k, v)
+    with pytest.raises(TypeError, match=r"^engram_gate_fwd\(\) missing .* 'eps' and 'clamp_value'"):
+        engram_gate_fwd(x, *sources, fused_weight(wh, we))
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
 def test_fifty_runs_give_the_same_bits():
     torch.manual_seed(0)

@@ -68,8 +68,12 @@ def test_a_kernel_object_brings_its_function_and_switches():
 
 
 def test_what_is_no_kernel_is_refused():
-    with pytest.raises(TypeError, match=r'must be a T\.prim_func or a compiled kernel, got <lambda>'):
+    with pytest.raises(
+        TypeError, match=r'must be a T\.prim_func or a compiled kernel, got <lambda>, which may build one'
+    ):
         interpret(lambda: None, torch.ones(1))
+    with pytest.raises(TypeError, match=r'got NoneType$'):
+        interpret(None)
 
 
 def test_unknown_checks_are_refused():

@@ -295,7 +295,7 @@ def _packed_gate_fwd(
     return _gate_fwd(hidden_states, *split_packed(kv, hidden_states), weight_fused, *args, **kwargs)
 
 
-@shown_as(_gate_fwd)
+@shown_as(_gate_fwd, _packed_gate_fwd)
 def engram_gate_fwd(
     hidden_states: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:

@@ -219,7 +219,7 @@ def _packed_gate_bwd(
     return packed_gate_bwd_partial(grad_out, hidden_states, kv, *args, **kwargs)
 
 
-@shown_as(_split_gate_bwd)
+@shown_as(_split_gate_bwd, _packed_gate_bwd)
 def engram_gate_bwd(grad_out: Tensor, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     """Gradients of `engram_gate_fwd`, that of the fused weights as partial sums for `grad_w_reduce`.
 

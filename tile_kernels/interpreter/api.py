@@ -74,9 +74,8 @@ def interpret(kernel: Any, *tensors: Any, checks: str = 'memory', pass_configs: 
     prim_func = getattr(kernel, 'prim_func', kernel)
     if not hasattr(prim_func, 'buffer_map'):
         words = getattr(kernel, '__name__', None) or type(kernel).__name__
-        raise TypeError(
-            f'interpret: kernel must be a T.prim_func or a compiled kernel, got {words}, which may build one'
-        )
+        hint = ', which may build one' if callable(kernel) else ''
+        raise TypeError(f'interpret: kernel must be a T.prim_func or a compiled kernel, got {words}{hint}')
     program = compiled(prim_func, options_of(kernel, pass_configs, checks))
     shared, seconds = program.run(tensors)
     branches = tuple(
