@@ -101,6 +101,18 @@ def test_a_quantised_tensor_is_a_pair():
     assert len(leaves) == 2 and torch.utils._pytree.tree_unflatten(leaves, spec).fmt is q.fmt
 
 
+@pytest.mark.parametrize('name', ['e4m3_1x32_f32', 'e4m3_1x32_ue8m0x4_col', 'e2m1_1x32_f32_col'])
+def test_a_quantised_tensor_moves_with_the_layout_of_its_factors(name):
+    q = QuantFormat.parse(name).empty(5, 256, torch.device('cpu'))
+    assert q.to('cpu') is q and q.cpu() is q
+    moved = q.to('meta')
+    assert moved.fmt is q.fmt and moved.shape == q.shape and moved.device == moved.sf.device == torch.device('meta')
+    assert moved.sf.stride() == q.sf.stride()
+    assert moved.sf.untyped_storage().nbytes() == q.sf.untyped_storage().nbytes()
+    with pytest.raises(ArgumentError, match=r'^QuantTensor\.to: device must be a device, got torch\.float16; quant'):
+        q.to(torch.float16)
+
+
 @pytest.mark.parametrize(('name', 'cols'), [('e2m1_1x32_f32', 63), ('e5m6_1xall_f32', 12)])
 def test_rows_that_do_not_fill_bytes_are_refused(name, cols):
     with pytest.raises(ArgumentError, match='hidden must be a multiple of'):

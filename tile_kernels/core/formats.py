@@ -275,6 +275,27 @@ class QuantTensor(tuple):
         """Device of the data."""
         return self.data.device
 
+    def to(self, device: torch.device | str | int) -> QuantTensor:
+        """The same codes and factors on another device; itself if they are there. `quant.cast_back` gives numbers."""
+        if isinstance(device, (torch.dtype, Tensor)):
+            check.fail('device', 'must be a device', repr(device), 'quant.cast_back gives numbers', 'QuantTensor.to')
+        data = self.data.to(device)
+        if data is self.data and self.sf.device == data.device:
+            return self
+        if not self.fmt.col or self.sf.dim() != 2:
+            return QuantTensor(data, self.sf.to(device), self.fmt)
+        rows, cols = self.shape
+        sf = self.fmt.empty_sf(rows, cols, data.device).copy_(self.sf)  # `to` would drop what pads the columns
+        return QuantTensor(data, sf, self.fmt)
+
+    def cpu(self) -> QuantTensor:
+        """`to('cpu')`."""
+        return self.to('cpu')
+
+    def cuda(self) -> QuantTensor:
+        """`to('cuda')`."""
+        return self.to('cuda')
+
     def __repr__(self) -> str:
         return f'QuantTensor({self.fmt}, shape={tuple(self.shape)}, device={self.device})'
 
