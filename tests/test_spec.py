@@ -99,6 +99,19 @@ def test_what_no_kernel_can_use_is_refused_in_one_sentence(sentence, call):
     assert '\n' not in str(caught.value)
 
 
+def test_layers_have_the_sizes_of_the_specification_unless_told():
+    from tile_kernels.distributed import MoEDistributed
+    from tile_kernels.modeling import EngramGateLayer, MHCPipeline
+
+    for layer, sizes in {
+        EngramGateLayer: dict(hidden_size=2048, num_experts=256),
+        MHCPipeline: dict(num_connections=8, hidden_size=2048),
+        MoEDistributed: dict(num_experts=256, topk=8, strategy='alltoall', group=None),
+    }.items():
+        parameters = inspect.signature(layer).parameters
+        assert {name: parameters[name].default for name in sizes} == sizes
+
+
 def test_numbers_of_numpy_are_numbers():
     np = pytest.importorskip('numpy')
     assert moe.topk_gate(X.float(), np.int64(2)).shape == (4, 2)

@@ -210,6 +210,9 @@ def test_the_head_closes_any_number_of_streams():
             'out must be (..., hidden) with the leading',
         ),
         (lambda x, y: ops.expand_to_mhc(x.T, 4), 'hidden must be contiguous'),
+        (lambda x, y: ops.expand_to_mhc(x, 2, out=y), 'out must be (..., mhc_mult, hidden) with mhc_mult = 2'),
+        (lambda x, y: MHCPipeline(4, 64)(y, print), 'what layer returns must be a tensor, got None'),
+        (lambda x, y: MHCPipeline(4, 128).expand(x), 'x must be (..., 128), got bfloat16[3, 64]'),
         (lambda x, y: ops.mhc_post(x, y, y[..., :1].float(), []), 'comb_res_mix must be a tensor, got list'),
         (lambda x, y: mhc_pre_apply_mix_fwd(y, y[..., 0], x), 'mix must be float32'),
         (

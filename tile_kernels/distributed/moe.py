@@ -169,8 +169,8 @@ class MoEDistributed:
 
     def __init__(
         self,
-        num_experts: int,
-        topk: int,
+        num_experts: int = 256,
+        topk: int = 8,
         strategy: str = 'alltoall',
         group: dist.ProcessGroup | None = None,
         *,

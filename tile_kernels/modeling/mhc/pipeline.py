@@ -34,7 +34,7 @@ class MHCPipeline(nn.Module):
 
     def __init__(
         self,
-        num_connections: int = 4,
+        num_connections: int = 8,
         hidden_size: int = 2048,
         *,
         sinkhorn_repeat: int = 20,
@@ -62,6 +62,8 @@ class MHCPipeline(nn.Module):
 
     def expand(self, x: Tensor) -> Tensor:
         """Residual streams (..., n, hidden) from hidden states (..., hidden), bfloat16."""
+        if check.tensor(x, 'x').shape[-1:] != (self.hidden_size,):
+            check.fail('x', f'must be (..., {self.hidden_size})', check.describe(x))
         return expand_from_embedding(x.contiguous(), self.num_connections)
 
     def forward(self, residual: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
@@ -79,7 +81,8 @@ class MHCPipeline(nn.Module):
             sinkhorn_eps=self.eps,
             sinkhorn_repeat=self.sinkhorn_repeat,
         )
-        return mhc_post(layer(layer_input).contiguous(), residual, post_mix, comb_mix)
+        layer_output = check.tensor(layer(layer_input), 'what layer returns')
+        return mhc_post(layer_output.contiguous(), residual, post_mix, comb_mix)
 
     def head(self, residual: Tensor) -> Tensor:
         """Hidden states (..., hidden) from residual streams."""

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from tile_kernels.core import check
 from tile_kernels.mhc.expand import expand, expand_, expand_bwd
 from tile_kernels.modeling.mhc.ops._write import written
 
@@ -19,4 +20,6 @@ def expand_to_mhc(hidden: Tensor, mhc_mult: int, out: Tensor | None = None) -> T
     """
     if out is None:
         return expand(hidden, mhc_mult)
+    if check.tensor(out, 'out').shape[-2:-1] != (mhc_mult,):
+        check.fail('out', f'must be (..., mhc_mult, hidden) with mhc_mult = {mhc_mult}', check.describe(out))
     return written(expand_, lambda dy, _: expand_bwd(dy), out, hidden)
