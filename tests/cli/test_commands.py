@@ -43,6 +43,11 @@ def test_explain_on_the_command_line(toy, cli):
     assert 'launches nothing' in cli('explain', NAME, 'num_tokens=0')[1]
 
 
+def test_explain_says_what_a_floor_stands_on():
+    assert 'floor 121.5 us on H200 (1979 TFLOP/s)' in str(explain('gemm.gemm_fp8', m=8192, n=2048, k=7168))
+    assert 'us on H200 (4.8 TB/s)' in str(explain('gemm.gemm_fp8', m=16, n=2048, k=7168))
+
+
 def test_explain_knows_its_devices(toy):
     with pytest.raises(ArgumentError, match="device must be one of h200, h100, b200, got 'a100'"):
         explain(NAME, device='a100')

@@ -10,6 +10,7 @@ from typing import Any
 from tile_kernels.cli import console
 from tile_kernels.cli.selection import case_by_id, find_op, launches_of, typical_case, words_to_case
 from tile_kernels.core.cases import Case, case_id
+from tile_kernels.core.cost import Cost
 from tile_kernels.core.device import DEVICES, DeviceSpec
 from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.launch import Launch
@@ -32,7 +33,7 @@ class Explanation:
 
     @property
     def floor_us(self) -> float:
-        """Microseconds the bytes take at the datasheet bandwidth."""
+        """Microseconds that no device of this kind can do without, one launch after the other."""
         return sum(launch.cost.floor_us(self.device) for launch in self.launches)
 
     @property
@@ -47,7 +48,7 @@ class Explanation:
             lines.append(
                 f'  {launch.kernel.name} {config_words(launch.config)} (by {decided_by(launch)})'
                 f' | {console.size(cost.bytes)}'
-                f' | floor {cost.floor_us(device):.1f} us on {device.name} ({device.bandwidth / 1e12:.3g} TB/s)'
+                f' | floor {cost.floor_us(device):.1f} us on {device.name} ({bound(cost, device)})'
                 f', a copy takes {cost.copy_us(device):.1f} us'
             )
         return '\n'.join(lines if self.launches else [*lines, '  launches nothing: the problem is empty'])
@@ -76,6 +77,13 @@ def explain_case(op: Op, case: Case, device: str = 'h200') -> Explanation:
     if device not in DEVICES:
         raise ArgumentError(f'explain: device must be one of {", ".join(DEVICES)}, got {device!r}')
     return Explanation(op, case, tuple(launches_of(op, case)), DEVICES[device])
+
+
+def bound(cost: Cost, device: DeviceSpec) -> str:
+    """What the floor of a launch stands on."""
+    if cost.floor_us(device) > cost.bytes / device.bandwidth * 1e6:
+        return f'{device.flops[cost.operand_bytes] / 1e12:.4g} TFLOP/s'
+    return f'{device.bandwidth / 1e12:.3g} TB/s'
 
 
 def config_words(config: Mapping[str, Any]) -> str:
@@ -121,21 +129,22 @@ def run(args: argparse.Namespace) -> int:
             decided_by(launch),
             console.size(launch.cost.bytes),
             console.number(launch.cost.floor_us(found.device)),
+            bound(launch.cost, found.device),
             console.number(launch.cost.copy_us(found.device)),
         )
         for launch in found.launches
     ]
     if len(rows) > 1:
-        total = console.size(found.bytes), console.number(found.floor_us), console.number(found.copy_us)
+        total = console.size(found.bytes), console.number(found.floor_us), '', console.number(found.copy_us)
         rows.append(('all launches', '', '', *total))
     device = found.device
     out = console.output()
     out.print(f'[bold]{op.name}[/bold]  {case_id(case)}', markup=True)
     if rows:
-        columns = ('kernel', '~config', 'decided by', '>moves', '>floor us', '>copy us')
+        columns = ('kernel', '~config', 'decided by', '>moves', '>floor us', 'bound by', '>copy us')
         out.print(console.table(columns, rows))
         out.print(
-            f'{device.name}: floor at the datasheet bandwidth of {device.bandwidth / 1e12:.2f} TB/s, '
+            f'{device.name}: floor at the published speed of memory or of products, the longer time of the two, '
             f'copy at the {device.copy_bandwidth / 1e12:.2f} TB/s a large copy reaches.'
         )
     else:
