@@ -27,6 +27,7 @@ def quantised(x):
 
 
 OPCHECK = [case for op in ops.values() for case in first_and_last(op)]
+WRITING = [first_and_last(op)[-1] for op in ops.values() if any(param.mutated for param in op.params)]
 
 
 @pytest.mark.parametrize('case', CASES, ids=str)
@@ -58,3 +59,28 @@ def test_a_tensor_that_is_no_plain_memory_is_refused(op, make):
 @pytest.mark.parametrize('case', OPCHECK, ids=str)
 def test_opcheck(case):
     contract.check_opcheck(case.op, case.case, DEVICE)
+
+
+@pytest.mark.parametrize('case', WRITING, ids=str)
+def test_autograd_is_told_what_is_written(case):
+    op, arguments = case.op, case.op.case_set.arguments(case.op.name, case.case, DEVICE)
+    written = [arguments[p.name] for p in op.params if p.mutated and arguments.get(p.name) is not None]
+    for _ in range(3):  # the third call on a GPU is a replay
+        before = [x._version for x in written]
+        with contract._running_kernels(DEVICE):
+            op(**arguments)
+        assert all(x._version > version for x, version in zip(written, before, strict=True))
+
+
+@pytest.mark.parametrize('case', WRITING, ids=str)
+def test_what_is_written_must_not_need_a_gradient(case):
+    op = case.op
+    for param in op.params:
+        arguments = op.case_set.arguments(op.name, case.case, DEVICE)
+        x = arguments.get(param.name)
+        if param.mutated and x is not None and x.is_floating_point():
+            before = x.float().clone()
+            x.requires_grad_()
+            with pytest.raises(ArgumentError, match=f'{op.name}: .* must not require a gradient'):
+                op(**arguments)
+            assert torch.equal(x.detach().float().nan_to_num(), before.nan_to_num())

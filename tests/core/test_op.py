@@ -62,6 +62,18 @@ def test_calls_of_a_kind_are_replayed_however_they_are_written(sample, monkeypat
     assert op(x, 3)[0] is x
 
 
+def test_a_write_learned_without_gradients_is_not_replayed_with_them(sample, monkeypatch):
+    x = torch.ones(3, 2, requires_grad=True)
+    keys = []
+    with monkeypatch.context() as patch:
+        patch.setattr(sample.negate_, '_run', lambda key, given: keys.append(key))
+        with torch.no_grad():
+            sample.negate_(x)
+    monkeypatch.setitem(sample.negate_._replays, keys[0], [lambda x, mask: None])
+    with pytest.raises(ArgumentError, match='x must not require a gradient'):
+        sample.negate_(x)
+
+
 def test_outputs_without_gradient_are_not_differentiable(sample):
     q = sample.unit_cast(torch.randn(5, 32, requires_grad=True), FMT)
     assert not q.data.requires_grad
@@ -122,6 +134,48 @@ def test_in_place_op_writes_its_argument(sample):
     x = torch.ones(3, 2)
     assert sample.negate_(x) is None
     assert torch.equal(x, -torch.ones(3, 2))
+
+
+REFUSED = r'tests.negate_: x must not require a gradient, since it is written in place, got float32\[3, 2\] on cpu'
+
+
+def test_in_place_op_refuses_what_needs_a_gradient(sample):
+    leaf = torch.ones(3, 2, requires_grad=True)
+    for x in (leaf, leaf * 1.0, leaf.view(3, 2)):
+        for call in (sample.negate_, sample.negate_.operator):
+            with pytest.raises(ArgumentError, match=REFUSED):
+                call(x)
+        with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match=REFUSED):
+            torch.compile(lambda t: sample.negate_(t * 1.0), fullgraph=True, backend='aot_eager')(x)
+        assert torch.equal(x, torch.ones(3, 2))
+    with torch._subclasses.FakeTensorMode(), pytest.raises(ArgumentError, match=REFUSED):
+        sample.negate_(torch.empty(3, 2, requires_grad=True))
+    with pytest.raises(ArgumentError, match='x must not require a gradient'):
+        torch.func.grad(lambda t: sample.negate_(t) or t.sum())(torch.ones(3, 2))
+
+
+@pytest.mark.parametrize('mode', [torch.no_grad, torch.inference_mode])
+def test_in_place_op_writes_what_needs_no_gradient_here(sample, mode):
+    x = torch.ones(3, 2, requires_grad=True)
+    with mode():
+        sample.negate_(x)
+        sample.negate_.operator(x)
+        sample.negate_(x)
+        made_here = torch.ones(3, 2)
+        sample.negate_(made_here)
+    assert torch.equal(x, -torch.ones(3, 2)) and torch.equal(made_here, -torch.ones(3, 2))
+
+
+@pytest.mark.parametrize('interpret', [False, True])
+@pytest.mark.parametrize('call', ['op', 'operator'])
+def test_autograd_sees_that_a_saved_tensor_was_written(sample, interpret, call):
+    w = torch.ones(3, 2, requires_grad=True)
+    x = torch.ones(3, 2)
+    loss = (w * x).sum()
+    with knobs(interpret=interpret):
+        (sample.negate_ if call == 'op' else sample.negate_.operator)(x)
+    with pytest.raises(RuntimeError, match='modified by an inplace operation'):
+        loss.backward()
 
 
 def test_cpu_tensors_run_the_checks_then_the_twin(sample):

@@ -198,6 +198,21 @@ def test_padding_and_formats_of_quantised_results_are_kept(sample, stub):
     assert again.sf.untyped_storage().nbytes() >= result.sf.untyped_storage().nbytes()
 
 
+def test_a_replayed_write_is_told_to_autograd(sample, stub):
+    def body(x, y):
+        launch(sample.spread_kernel, (32, 2), x, y, 2.0)
+
+    x, y = torch.randn(3, 32), torch.zeros(3, 2, 32)
+    _, replay = record(body, (x, y), {}, [x, None, y], [y])
+    before = x._version, y._version
+    replay(x, None, y)
+    assert (x._version, y._version - before[1]) == (before[0], 2)  # the stub writes by `copy_`, a kernel would not
+    with torch.inference_mode():  # such tensors have no version
+        y = torch.zeros(3, 2, 32)
+        _, replay = record(body, (x, y), {}, [x, None, y], [y])
+        assert replay(x, None, y) is None and torch.equal(y, sample.spread_twin(x, 2, 2.0))
+
+
 def test_settings_void_what_was_recorded():
     before = knobs.epoch
     with knobs(num_sms=3):

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from tile_kernels.core import check
@@ -110,6 +111,8 @@ class Op(Generic[Args, Result]):
         self.params = [Param.of(p, hints[p.name]) for p in signature.parameters.values()]
         self._returns_quant = hints.get('return') is QuantTensor
         self._names = [p.name for p in self.params]
+        self._written = [p.name for p in self.params if p.mutated]
+        self._body: Callable[..., Any] = self._write if self._written else self.fn
         self._operator_name = self.name.replace('.', '_')
         self._define()
         self.__class__ = type('Op', (Op,), {'__call__': self._front(signature)})
@@ -168,7 +171,7 @@ class Op(Generic[Args, Result]):
                 tensors.append(name)
             else:
                 key.append(name)
-        key += ['_is_grad_enabled()'] if self.backward is not None else []
+        key += ['_is_grad_enabled()'] if self.backward is not None or self._written else []
         same = ', '.join(f'{name}={name}' for name in self._names)
         lines = f"""
 def {self.fn.__name__}({', '.join(head)}):
@@ -184,7 +187,7 @@ def {self.fn.__name__}({', '.join(head)}):
                 for _replay in _ways:
                     _result = _replay({', '.join(tensors)})
                     if _result is not _MISS:
-                        return _op.fn({same}) if _result is _BODY else _result
+                        return _op._body({same}) if _result is _BODY else _result
     return _op._run(_key, dict({same}))
 """
         exec(lines, constants)
@@ -194,6 +197,8 @@ def {self.fn.__name__}({', '.join(head)}):
         """A call that no replay serves, all arguments by name; `key` tells such calls apart, None those of no kind."""
         if torch.compiler.is_compiling() or _dispatch_modes():
             return self._through_operator(given)
+        if self._written:
+            self._refuse_gradients(given)
         if _functorch_active():
             return self._wrap(_Transformable.apply(self, *self._flatten(given)), given)
         tensors: list[Tensor | None] = []
@@ -227,13 +232,37 @@ def {self.fn.__name__}({', '.join(head)}):
                 self._replays.clear()
             self._replays[key] = []
         if ways is None or state.watchers or not on_current_device(first.get_device()):
-            return self.fn(**given)
-        result, replay = record(self.fn, (), given, tensors)
+            return self._body(**given)
+        result, replay = record(self._body, (), given, tensors, self._written_of(given))
         if replay is not None:
             if len(ways) >= _MAX_WAYS:
                 ways.clear()
             ways.append(replay)
         return result
+
+    def _write(self, **given: Any) -> Any:
+        """The body of an op that writes arguments. Autograd is told so: it compares versions of what it has saved."""
+        result = self.fn(**given)
+        increment_version(self._written_of(given))
+        return result
+
+    def _written_of(self, given: dict[str, Any]) -> list[Tensor]:
+        return [given[name] for name in self._written if given[name] is not None]
+
+    def _refuse_gradients(self, given: dict[str, Any]) -> None:
+        """Autograd does not see what a kernel writes: gradients that pass through an argument would be wrong."""
+        if not torch.is_grad_enabled():
+            return
+        for name in self._written:
+            value = given[name]
+            if isinstance(value, Tensor) and value.requires_grad:
+                check.fail(
+                    name,
+                    'must not require a gradient, since it is written in place',
+                    f'{check.describe(value)} that does',
+                    hint=f'call it under torch.no_grad() or give it {name}.detach()',
+                    op=self.name,
+                )
 
     def _check_types(self, given: dict[str, Any]) -> None:
         """Arguments must have the types of the annotations; their shapes and values are the body's to check."""
@@ -248,7 +277,7 @@ def {self.fn.__name__}({', '.join(head)}):
         if type(first) is QuantTensor:
             first = first[0]
         if not isinstance(first, Tensor) or not first.is_cpu or knobs.interpret or state.trace is not None:
-            return self.fn(**given)
+            return self._body(**given)
         with state.set(skip=True):
             self.fn(**given)
         with torch.no_grad(), torch.autocast('cpu', enabled=False):  # a kernel knows no autocast
@@ -284,11 +313,13 @@ def {self.fn.__name__}({', '.join(head)}):
             torch.library.register_autograd(
                 f'tile_kernels::{name}', self._backward, setup_context=self._setup_context, lib=_library
             )
-        elif not any(p.mutated for p in self.params):
+        else:
             _library.impl(name, self._below_autograd, 'Autograd', with_keyset=True)
 
     def _below_autograd(self, keyset: torch._C.DispatchKeySet, *flat: Any) -> Any:
         """Without a backward, results are not differentiable: nothing is recorded."""
+        if self._written:
+            self._refuse_gradients(self._unflatten(flat))
         with torch._C._AutoDispatchBelowAutograd():
             return self.operator.redispatch(keyset & torch._C._after_autograd_keyset, *flat)
 

@@ -24,12 +24,13 @@ several times as much.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
+from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tile_kernels.core.formats import QuantTensor
@@ -89,10 +90,15 @@ class _Watch(TorchDispatchMode):
 
 
 def record(
-    body: Callable, args: tuple, kwargs: dict[str, Any], inputs: list[Tensor | None]
+    body: Callable,
+    args: tuple,
+    kwargs: dict[str, Any],
+    inputs: list[Tensor | None],
+    written: Sequence[Tensor] = (),
 ) -> tuple[Any, Callable | None]:
     """Run `body` once; its result, and a function that repeats the call for tensors like `inputs`.
 
+    Autograd is told that those inputs which `body` has `written` are others now, as `body` itself must do.
     None holds the place of an optional tensor that is not given. There is no function if one tensor was given twice:
     which of the two a launch means would be a guess.
     """
@@ -103,16 +109,23 @@ def record(
         result = body(*args, **kwargs)
     results = () if result is None else result if isinstance(result, tuple) else (result,)
     repeatable = watch.harmless and all(isinstance(r, Tensor) for r in results)
-    writer = _Writer(inputs, results if repeatable else (), watch.allocated)
+    writer = _Writer(inputs, results if repeatable else (), watch.allocated, written)
     return result, writer.function(launches if repeatable else None, result)
 
 
 class _Writer:
     """Writes the replaying function: names for inputs (t), outputs (o) and workspaces (w), lines for what they met."""
 
-    def __init__(self, inputs: list[Tensor | None], outputs: tuple[Tensor, ...], allocated: list[Tensor]) -> None:
+    def __init__(
+        self,
+        inputs: list[Tensor | None],
+        outputs: tuple[Tensor, ...],
+        allocated: list[Tensor],
+        written: Sequence[Tensor],
+    ) -> None:
         self.parameters = [f't{i}' for i in range(len(inputs))]
         self.inputs = {f't{i}': t for i, t in enumerate(inputs) if t is not None}
+        self.written = [name for name, t in self.inputs.items() if any(t is w for w in written)]
         self.outputs = {f'o{i}': t for i, t in enumerate(outputs)}
         taken = {_storage(t) for t in outputs}
         workspaces = [t for t in allocated if t.numel() and _storage(t) not in taken]
@@ -167,7 +180,8 @@ class _Writer:
                 return None
             calls.append(f'    {self._constant(bound, f"f{i}")}({", ".join(words)})')
         back = ['    free.append(s)'] if self.views else []
-        return [*lines, *self._structs(), *calls, *back, f'    return {self._result(result)}']
+        told = [f'    {self._constant(increment_version)}(({", ".join(self.written)},))'] if self.written else []
+        return [*lines, *self._structs(), *calls, *back, *told, f'    return {self._result(result)}']
 
     def _structs(self) -> list[str]:
         """Lines that take the structs of all views, which no other call uses meanwhile, and set their data pointers."""
