@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from tile_kernels import ArgumentError, QuantFormat, QuantTensor, knobs
+from tile_kernels import ArgumentError, QuantFormat, QuantTensor, UnsupportedError, knobs
 from tile_kernels.core.cost import Cost
 from tile_kernels.core.replay import MISS
 
@@ -125,6 +125,26 @@ def test_functorch_gradients(sample):
     assert torch.equal(grad, torch.full_like(x, 2.0))
 
 
+@pytest.mark.parametrize('call', ['op', 'operator', 'compiled'])
+def test_second_derivatives_are_refused(sample, call):
+    spread = {
+        'op': sample.spread,
+        'operator': sample.spread.operator,
+        'compiled': torch.compile(sample.spread, fullgraph=True, backend='eager'),
+    }[call]
+    x = torch.randn(4, 32, requires_grad=True)
+    (grad,) = torch.autograd.grad((spread(x, 2) ** 2).sum(), x, create_graph=True)
+    torch.testing.assert_close(grad, 4 * x)
+    with pytest.raises(UnsupportedError, match=r'tests\.spread: has no second derivative'):
+        grad.sum().backward()
+
+
+def test_second_derivatives_of_functorch_are_refused(sample):
+    gradient = torch.func.grad(lambda t: (sample.spread(t, 2) ** 2).sum())
+    with pytest.raises(UnsupportedError, match=r'tests\.spread: has no second derivative'):
+        torch.func.grad(lambda t: gradient(t).sum())(torch.randn(4, 32))
+
+
 def test_fake_tensors_run_the_body_without_launching(sample):
     with torch._subclasses.FakeTensorMode():
         assert sample.spread(torch.empty(4, 32), 2).shape == (4, 2, 32)
@@ -136,7 +156,7 @@ def test_in_place_op_writes_its_argument(sample):
     assert torch.equal(x, -torch.ones(3, 2))
 
 
-REFUSED = r'tests.negate_: x must not require a gradient, since it is written in place, got float32\[3, 2\] on cpu'
+REFUSED = r'tests\.negate_: x must not require a gradient, since it is written in place, got float32\[3, 2\] on cpu'
 
 
 def test_in_place_op_refuses_what_needs_a_gradient(sample):

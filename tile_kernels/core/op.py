@@ -16,7 +16,7 @@ import importlib
 import inspect
 import typing
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from torch.nn import Parameter
 from tile_kernels.core import check
 from tile_kernels.core.cases import Case, Cases
 from tile_kernels.core.cost import Cost
-from tile_kernels.core.errors import ArgumentError
+from tile_kernels.core.errors import ArgumentError, UnsupportedError
 from tile_kernels.core.formats import QuantFormat, QuantTensor
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.launch import Launch, on_current_device, state, tracing
@@ -390,7 +390,12 @@ def {self.fn.__name__}({', '.join(head)}):
         for name, grad in zip(self.outputs, grads, strict=True):
             if grad is not None:
                 known[f'd{name}'] = grad.contiguous()  # `sum().backward()` hands over a broadcast
-        result = self.backward(**{name: known[name] for name in self.backward._names if name in known})
+        names = tuple(name for name in self.backward._names if name in known)
+        values = [known[name] for name in names]
+        if torch.is_grad_enabled():  # the gradient may be differentiated in turn
+            result = _Gradient.apply(self.name, self.backward, names, *values)
+        else:
+            result = self.backward(**dict(zip(names, values, strict=True)))
         results = result if isinstance(result, tuple) else (result,)
         gradients = dict(zip(self.backward.outputs, results, strict=True))
         gradients |= {f'd{name}': gradients[f'd{other}'] for name, other in self.same_gradient.items()}
@@ -451,7 +456,6 @@ class _Differentiable(torch.autograd.Function):
         return result
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         return (None, *ctx.op._backward(ctx, *grads))
 
@@ -471,3 +475,19 @@ class _Transformable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         return (None, *ctx.op._backward(ctx, *grads))
+
+
+class _Gradient(torch.autograd.Function):
+    """The gradient of an op where it might be differentiated: that has no gradient, which is not the gradient 0."""
+
+    @staticmethod
+    def forward(name: str, gradient: Op, names: tuple[str, ...], *values: Any) -> Any:
+        return gradient(**dict(zip(names, values, strict=True)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.name = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> NoReturn:
+        raise UnsupportedError(f'{ctx.name}: has no second derivative; its gradient cannot be differentiated')
