@@ -145,6 +145,16 @@ def test_second_derivatives_of_functorch_are_refused(sample):
         torch.func.grad(lambda t: gradient(t).sum())(torch.randn(4, 32))
 
 
+def test_other_transforms_are_refused_by_the_name_of_the_op(sample):
+    x, spread = torch.randn(4, 32), lambda t: sample.spread(t, 2)
+    with pytest.raises(UnsupportedError, match=r'^tests\.spread: cannot be batched by torch\.vmap[^\n]*$'):
+        torch.vmap(spread)(torch.stack([x, x]))
+    with pytest.raises(UnsupportedError, match=r'^tests\.spread: cannot be batched by torch\.vmap[^\n]*$'):
+        torch.func.jacrev(spread)(x)
+    with pytest.raises(UnsupportedError, match=r'^tests\.spread: has no forward-mode derivative[^\n]*$'):
+        torch.func.jvp(spread, (x,), (x,))
+
+
 def test_fake_tensors_run_the_body_without_launching(sample):
     with torch._subclasses.FakeTensorMode():
         assert sample.spread(torch.empty(4, 32), 2).shape == (4, 2, 32)

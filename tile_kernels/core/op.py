@@ -55,6 +55,8 @@ _MAX_REPLAYS = 4096
 #: Ways of a kind (strides, alignments, autocast or not) it remembers.
 _MAX_WAYS = 8
 
+_NO_VMAP = '{}: cannot be batched by torch.vmap, nor by jacrev and others that use it; call it once for each element'
+
 
 def op(
     outputs: str = '',
@@ -476,6 +478,14 @@ class _Transformable(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         return (None, *ctx.op._backward(ctx, *grads))
 
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, op: Op, *flat: Any) -> NoReturn:
+        raise UnsupportedError(_NO_VMAP.format(op.name))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> NoReturn:
+        raise UnsupportedError(f'{ctx.op.name}: has no forward-mode derivative; take torch.func.grad or vjp')
+
 
 class _Gradient(torch.autograd.Function):
     """The gradient of an op where it might be differentiated: that has no gradient, which is not the gradient 0."""
@@ -491,3 +501,7 @@ class _Gradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> NoReturn:
         raise UnsupportedError(f'{ctx.name}: has no second derivative; its gradient cannot be differentiated')
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, name: str, *args: Any) -> NoReturn:
+        raise UnsupportedError(_NO_VMAP.format(name))
