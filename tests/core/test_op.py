@@ -1,8 +1,13 @@
+import copy
+import pickle
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from tile_kernels import ArgumentError, QuantFormat, QuantTensor, UnsupportedError, knobs
+from tile_kernels import ArgumentError, QuantFormat, QuantTensor, UnsupportedError, knobs, mhc
 from tile_kernels.core.cost import Cost
 from tile_kernels.core.replay import MISS
 
@@ -240,6 +245,17 @@ def test_a_floor_is_the_longer_of_moving_and_multiplying():
     assert Cost(48 * 10**6).floor_us() == pytest.approx(10)
     assert Cost(48 * 10**6, 2 * 989 * 10**7).floor_us() == pytest.approx(20)
     assert Cost(48 * 10**6, 2 * 989 * 10**7, operand_bytes=1).floor_us() == pytest.approx(10, rel=1e-3)
+
+
+@pytest.mark.parametrize('through', [copy.copy, copy.deepcopy, lambda op: pickle.loads(pickle.dumps(op))])
+def test_copies_and_pickles_of_an_op_are_the_op(through):
+    assert through(mhc.pre) is mhc.pre and through([mhc.sinkhorn])[0] is mhc.sinkhorn
+
+
+def test_an_op_is_pickled_for_a_process_that_has_not_imported_it():
+    program = 'import pickle, sys; print(pickle.load(sys.stdin.buffer))'
+    run = subprocess.run([sys.executable, '-c', program], input=pickle.dumps(mhc.pre), capture_output=True, check=True)
+    assert run.stdout == b'<op mhc.pre>\n'
 
 
 def test_format_survives_compile(sample):

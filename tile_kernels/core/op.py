@@ -443,8 +443,17 @@ def {self.fn.__name__}({', '.join(head)}):
         """Bytes this call must move: every tensor of every launch once."""
         return Cost(sum(launch.cost.bytes for launch in self.trace(*args, **kwargs)))
 
+    def __reduce__(self) -> tuple:
+        """An op is pickled and copied by name: there is one of each."""
+        return _named, (self.__module__, self.name)
+
     def __repr__(self) -> str:
         return f'<op {self.name}>'
+
+
+def _named(module: str, name: str) -> Op:
+    importlib.import_module(module)
+    return ops[name]
 
 
 class _Differentiable(torch.autograd.Function):
