@@ -1,5 +1,7 @@
 import copy
+import inspect
 import pickle
+import pydoc
 import subprocess
 import sys
 
@@ -245,6 +247,20 @@ def test_a_floor_is_the_longer_of_moving_and_multiplying():
     assert Cost(48 * 10**6).floor_us() == pytest.approx(10)
     assert Cost(48 * 10**6, 2 * 989 * 10**7).floor_us() == pytest.approx(20)
     assert Cost(48 * 10**6, 2 * 989 * 10**7, operand_bytes=1).floor_us() == pytest.approx(10, rel=1e-3)
+
+
+def test_help_shows_an_op_as_a_function():
+    shown = pydoc.render_doc(mhc.sinkhorn, renderer=pydoc.plaintext)
+    assert 'sinkhorn(x: torch.Tensor, repeat: int = 10, eps: float = 1e-06) -> torch.Tensor\n    ' in shown
+    assert 'Args:' in shown and '<op' not in shown
+    assert str(inspect.signature(mhc.sinkhorn)).startswith('(x: torch.Tensor, repeat: int = 10')
+
+
+def test_an_op_in_a_class_is_no_method(sample):
+    class Holder:
+        spread = sample.spread
+
+    assert Holder.spread is Holder().spread is sample.spread
 
 
 @pytest.mark.parametrize('through', [copy.copy, copy.deepcopy, lambda op: pickle.loads(pickle.dumps(op))])

@@ -443,6 +443,10 @@ def {self.fn.__name__}({', '.join(head)}):
         """Bytes this call must move: every tensor of every launch once."""
         return Cost(sum(launch.cost.bytes for launch in self.trace(*args, **kwargs)))
 
+    def __get__(self, instance: object, owner: type | None = None) -> Op[Args, Result]:
+        """The op itself, also as an attribute of a class; `help` shows it as a function because this is here."""
+        return self
+
     def __reduce__(self) -> tuple:
         """An op is pickled and copied by name: there is one of each."""
         return _named, (self.__module__, self.name)
