@@ -81,16 +81,16 @@ def test_an_unwritable_cache_is_no_failure(sample, tmp_path, caplog):
 
 
 def test_concurrent_compilations_leave_one_library(sample, tmp_path):
-    with knobs(cache_dir=tmp_path):
-        sample.spread_kernel.tir(24, 4, num_threads=128)
-        work = [
-            threading.Thread(target=sample.spread_kernel.library, args=((24, 4), {'num_threads': 128}, 'sm_90a'))
-            for _ in range(2)
-        ]
-        for thread in work:
-            thread.start()
-        for thread in work:
-            thread.join()
+    def build():
+        with knobs(cache_dir=tmp_path):
+            sample.spread_kernel.library((24, 4), {'num_threads': 128}, 'sm_90a')
+
+    sample.spread_kernel.tir(24, 4, num_threads=128)
+    work = [threading.Thread(target=build) for _ in range(2)]
+    for thread in work:
+        thread.start()
+    for thread in work:
+        thread.join()
     assert len(list(tmp_path.rglob('*.so'))) == 1 and not list(tmp_path.rglob('*.tmp'))
 
 

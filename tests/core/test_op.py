@@ -69,6 +69,18 @@ def test_calls_of_a_kind_are_replayed_however_they_are_written(sample, monkeypat
     assert op(x, 3)[0] is x
 
 
+def test_what_was_learned_holds_under_the_same_settings(sample, monkeypatch):
+    x, keys = torch.randn(5, 32), []
+    monkeypatch.setattr(sample.spread, '_run', lambda key, given: keys.append(key))
+    for settings in ({}, {'num_sms': 3}, {}, {'num_sms': 3}, {'num_sms': 4}):
+        with knobs(**settings):
+            sample.spread(x)
+    assert keys[0] == keys[2] and keys[1] == keys[3] and len(set(keys)) == 3
+    knobs.touch()
+    sample.spread(x)
+    assert keys[-1] not in keys[:-1]
+
+
 def test_a_write_learned_without_gradients_is_not_replayed_with_them(sample, monkeypatch):
     x = torch.ones(3, 2, requires_grad=True)
     keys = []

@@ -1,39 +1,73 @@
 """Every setting of the library: one typed list, read from the environment once, changed in code by `with knobs(...)`.
 
 This is the only file that reads environment variables; `docs/settings.md` is generated from the list below.
+
+The environment and assignments (`knobs.num_sms = 100`) hold for the process. A `with` block holds for its thread, as
+those of PyTorch do, and for the threads in which autograd runs what `backward` was called for in the block.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tile_kernels.core.errors import ArgumentError
 
 
 @dataclass(frozen=True)
+class Kind:
+    """What a setting may be: in words, how text becomes it, and whether a value is one."""
+
+    words: str
+    parse: Callable[[str], Any]
+    accepts: Callable[[Any], bool]
+
+
+@dataclass(frozen=True)
 class Knob:
-    """One setting: environment variable, parser, default and the sentence the docs print."""
+    """One setting: environment variable, kind, default and the sentence the docs print."""
 
     env: str
-    parse: Callable[[str], Any]
+    kind: Kind
     default: Any
     doc: str
+
+    def value_of(self, given: Any, name: str) -> Any:
+        """The value that is given, or that a text means; an error calls the setting `name`."""
+        if given is None and self.default is None:
+            return None
+        try:
+            value = self.kind.parse(given) if isinstance(given, str) else given
+            accepted = self.kind.accepts(value)
+        except ValueError:
+            accepted = False
+        if not accepted:
+            raise ArgumentError(f'knobs: {name} must be {self.kind.words}, got {given!r}')
+        return value
 
 
 def _flag(text: str) -> bool:
     return text.strip().lower() not in ('', '0', 'false', 'no', 'off')
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError('must be at least 1')
-    return value
+_CHECKS = ('none', 'memory', 'races', 'all')
+
+FLAG = Kind('True or False', _flag, lambda value: isinstance(value, bool))
+POSITIVE = Kind(
+    'a positive integer',
+    int,
+    lambda value: isinstance(value, Integral) and not isinstance(value, bool) and int(value) > 0,
+)
+PATH = Kind('a path', Path, lambda value: isinstance(value, Path))
+CHECKS = Kind(f'one of {", ".join(_CHECKS)}', str, lambda value: value in _CHECKS)
 
 
 def default_cache_dir() -> Path:
@@ -44,26 +78,50 @@ def default_cache_dir() -> Path:
 
 KNOBS: dict[str, Knob] = {
     'interpret': Knob(
-        'TK_INTERPRET', _flag, False, 'run kernels on CPU tensors through the interpreter instead of the twin'
+        'TK_INTERPRET', FLAG, False, 'run kernels on CPU tensors through the interpreter instead of the twin'
     ),
-    'checks': Knob('TK_CHECKS', str, 'memory', 'what the interpreter checks: none, memory, races or all'),
-    'num_sms': Knob(
-        'TK_NUM_SMS', _positive, None, 'upper bound on the blocks of persistent kernels (all SMs if unset)'
-    ),
+    'checks': Knob('TK_CHECKS', CHECKS, 'memory', 'what the interpreter checks: none, memory, races or all'),
+    'num_sms': Knob('TK_NUM_SMS', POSITIVE, None, 'upper bound on the blocks of persistent kernels (all SMs if unset)'),
     'token_alignment': Knob(
-        'TK_TOKEN_ALIGNMENT', _positive, 128, 'multiple at which the rows of an expert start in prefix-sum layouts'
+        'TK_TOKEN_ALIGNMENT', POSITIVE, 128, 'multiple at which the rows of an expert start in prefix-sum layouts'
     ),
     'cache_dir': Knob(
-        'TK_CACHE_DIR', Path, None, 'directory of compiled kernels; may be read-only (default ~/.cache/tile_kernels)'
+        'TK_CACHE_DIR', PATH, None, 'directory of compiled kernels; may be read-only (default ~/.cache/tile_kernels)'
     ),
     'disable_jit': Knob(
-        'TK_DISABLE_JIT', _flag, False, 'a kernel missing from the cache is an error instead of a compilation'
+        'TK_DISABLE_JIT', FLAG, False, 'a kernel missing from the cache is an error instead of a compilation'
     ),
-    'print_source': Knob(
-        'TK_PRINT_KERNEL_SOURCE', _flag, False, 'log the CUDA source of every kernel that is compiled'
-    ),
-    'full_test': Knob('TK_FULL_TEST', _flag, False, 'tests also run the `full` cases'),
+    'print_source': Knob('TK_PRINT_KERNEL_SOURCE', FLAG, False, 'log the CUDA source of every kernel that is compiled'),
+    'full_test': Knob('TK_FULL_TEST', FLAG, False, 'tests also run the `full` cases'),
 }
+
+
+#: What blocks override, as pairs in the order of names.
+Overrides = tuple[tuple[str, Any], ...]
+
+#: PyTorch keeps objects under such a name for a thread, and hands them on to the threads of a backward pass.
+_STASH = 'tile_kernels.knobs'
+
+
+class _Thread(threading.local):
+    overrides: Overrides = ()
+
+
+_thread = _Thread()
+
+
+def overrides() -> Overrides:
+    """What the blocks around the caller override."""
+    if torch.compiler.is_compiling():
+        return _thread.overrides  # the tracer can follow this, and puts guards on it
+    if not knobs.had_blocks or not torch._C._is_key_in_tls(_STASH):
+        return ()
+    return torch._C._get_obj_in_tls(_STASH)
+
+
+def _override(values: Overrides) -> None:
+    _thread.overrides = values
+    torch._C._stash_obj_in_tls(_STASH, values)
 
 
 class Knobs:
@@ -84,48 +142,57 @@ class Knobs:
     print_source: bool
     full_test: bool
 
-    #: Changes with every setting; what was decided under other settings is void.
-    epoch: int = 0
-
     def __init__(self) -> None:
+        #: Changes with every setting of the process; what was decided under others is void.
+        self.epoch = 0
+        #: Whether any thread has ever entered a block; until then nobody needs to ask for overrides.
+        self.had_blocks = False
+        self.of_process: dict[str, Any] = {}
         self.reset()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-        self.touch()
 
     def touch(self) -> None:
         """Void what was decided under the settings so far."""
-        object.__setattr__(self, 'epoch', self.epoch + 1)
+        self.epoch += 1
 
     def reset(self) -> None:
         """Read every setting from the environment again."""
-        for name, knob in KNOBS.items():
-            text = os.environ.get(knob.env)
-            if text is None or text == '':
-                setattr(self, name, knob.default)
-                continue
-            try:
-                setattr(self, name, knob.parse(text))
-            except ValueError as error:
-                raise ArgumentError(
-                    f'knobs: {knob.env} must be {knob.parse.__name__.lstrip("_")}, got {text!r}'
-                ) from error
+        found = {name: os.environ.get(knob.env) or knob.default for name, knob in KNOBS.items()}
+        self.of_process = {name: knob.value_of(found[name], knob.env) for name, knob in KNOBS.items()}
+        self.touch()
 
-    @contextmanager
-    def __call__(self, **overrides: Any) -> Iterator[Knobs]:
+    def __call__(self, **values: Any) -> AbstractContextManager[Knobs]:
         """Override settings inside a `with` block."""
-        unknown = set(overrides) - set(KNOBS)
+        unknown = set(values) - set(KNOBS)
         if unknown:
             raise ArgumentError(f'knobs: no setting named {sorted(unknown)[0]!r}; there are {", ".join(KNOBS)}')
-        before = {name: getattr(self, name) for name in overrides}
+        return self._block({name: KNOBS[name].value_of(value, name) for name, value in values.items()})
+
+    @contextmanager
+    def _block(self, values: dict[str, Any]) -> Iterator[Knobs]:
+        self.had_blocks = True
+        before = overrides()
+        _override(tuple(sorted((dict(before) | values).items())))
         try:
-            for name, value in overrides.items():
-                setattr(self, name, value)
             yield self
         finally:
-            for name, value in before.items():
-                setattr(self, name, value)
+            _override(before)
 
+
+def _setting(name: str) -> property:
+    def read(self: Knobs) -> Any:
+        for overridden, value in overrides():
+            if overridden == name:
+                return value
+        return self.of_process[name]
+
+    def assign(self: Knobs, value: Any) -> None:
+        self.of_process[name] = KNOBS[name].value_of(value, name)
+        self.touch()
+
+    return property(read, assign, doc=KNOBS[name].doc)
+
+
+for _name in KNOBS:
+    setattr(Knobs, _name, _setting(_name))
 
 knobs = Knobs()

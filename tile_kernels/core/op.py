@@ -29,7 +29,7 @@ from tile_kernels.core.cases import Case, Cases
 from tile_kernels.core.cost import Cost
 from tile_kernels.core.errors import ArgumentError, UnsupportedError
 from tile_kernels.core.formats import QuantFormat, QuantTensor
-from tile_kernels.core.knobs import knobs
+from tile_kernels.core.knobs import knobs, overrides
 from tile_kernels.core.launch import Launch, on_current_device, state, tracing
 from tile_kernels.core.params import Mut as Mut  # op files take it from here
 from tile_kernels.core.params import Out as Out  # and this
@@ -135,7 +135,7 @@ class Op(Generic[Args, Result]):
                 _key = None
                 if not (_is_compiling() or _dispatch_modes() or _functorch_active()):
                     if type(scores) in _tensors:
-                        _key = (_knobs.epoch, scores.shape, num_topk)
+                        _key = (_knobs.epoch, _knobs.had_blocks and _overrides() or (), scores.shape, num_topk)
                         ...
         """
         constants: dict[str, Any] = {
@@ -145,13 +145,14 @@ class Op(Generic[Args, Result]):
             '_is_grad_enabled': torch.is_grad_enabled,
             '_replays': self._replays,
             '_knobs': knobs,
+            '_overrides': overrides,
             '_state': state,
             '_tensors': (Tensor, Parameter),
             '_QuantTensor': QuantTensor,
             '_MISS': MISS,
             '_BODY': BODY,
         }
-        head, key, star = ['_op'], ['_knobs.epoch'], False
+        head, key, star = ['_op'], ['_knobs.epoch', '_knobs.had_blocks and _overrides() or ()'], False
         tests: list[str] = []
         tensors: list[str] = []
         for param in self.params:
