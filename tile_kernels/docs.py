@@ -257,7 +257,7 @@ def settings_page() -> str:
     return (
         f'{GENERATED}\n\n# Settings\n\n'
         'Each setting is an environment variable, read when the package is imported, and a name in '
-        '`with tile_kernels.knobs(name=value):`.\n\n'
+        '`with tile_kernels.knobs(name=value):`, which holds for its thread and the backward passes called in it.\n\n'
         + markdown(('variable', 'name', 'default', 'meaning'), rows)
         + '\n'
     )

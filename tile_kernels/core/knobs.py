@@ -155,9 +155,12 @@ class Knobs:
         self.epoch += 1
 
     def reset(self) -> None:
-        """Read every setting from the environment again."""
-        found = {name: os.environ.get(knob.env) or knob.default for name, knob in KNOBS.items()}
-        self.of_process = {name: knob.value_of(found[name], knob.env) for name, knob in KNOBS.items()}
+        """Read every setting from the environment again; one that cannot be read is an error for who asks for it."""
+        for name, knob in KNOBS.items():
+            try:
+                self.of_process[name] = knob.value_of(os.environ.get(knob.env) or knob.default, knob.env)
+            except ArgumentError as error:  # not raised here: the package could not be imported, nor `doctor` run
+                self.of_process[name] = error
         self.touch()
 
     def __call__(self, **values: Any) -> AbstractContextManager[Knobs]:
@@ -183,7 +186,10 @@ def _setting(name: str) -> property:
         for overridden, value in overrides():
             if overridden == name:
                 return value
-        return self.of_process[name]
+        value = self.of_process[name]
+        if isinstance(value, ArgumentError):
+            raise value
+        return value
 
     def assign(self: Knobs, value: Any) -> None:
         self.of_process[name] = KNOBS[name].value_of(value, name)
