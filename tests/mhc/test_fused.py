@@ -306,8 +306,9 @@ def test_equal_calls_give_equal_bits():
         assert_all_equal(mhc.post_pre(*inputs[:2], *coefficients, *inputs[2:]), fused)
 
 
-def test_the_room_of_fn_is_fenced_before_a_copy_may_use_it():
-    source = pre_streams_kernel.source((256, 4, 24, 'pre')).splitlines()
-    arrivals = [number for number, line in enumerate(source) if 'fn_used' in line and '.arrive()' in line]
+@pytest.mark.parametrize(('kind', 'barrier'), [('pre', 'fn_used'), ('post_pre', 'fn_used'), ('post_pre', 'in_place')])
+def test_what_threads_used_is_fenced_before_a_copy_may_come_there(kind, barrier):
+    source = pre_streams_kernel.source((256, 4, 24, kind)).splitlines()
+    arrivals = [number for number, line in enumerate(source) if barrier in line and '.arrive()' in line]
     assert arrivals
     assert all('fence_proxy_async' in source[number - 1] for number in arrivals)

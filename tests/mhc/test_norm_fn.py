@@ -1,5 +1,7 @@
 """The projection where smoke cases do not reach: numbers of every kind, and more tiles than there are buffers for."""
 
+import re
+
 import pytest
 import torch
 
@@ -49,6 +51,15 @@ def test_a_pair_of_blocks_waits_before_it_writes_and_before_it_reads():
     end = source[source.rindex('tl::cluster_arrive()') :].replace('send_four((&(((float*)sent_shared)[', 'send(')
     places = [end.index(step) for step in ('tl::cluster_wait()', 'send(', 'all_sent[0].wait(0)', 'sent_shared)[')]
     assert places == sorted(places)
+
+
+def test_products_see_what_was_copied_and_dfn_waits_for_them():
+    """What the interpreter cannot see either: products do not read as threads do, and dfn lies where tiles lay."""
+    source = norm_fn_bwd_kernel.source((1024, 24, '', 0, True), 4096, parts=4, num_stages=3)
+    loop = source[source.index('cp_async_wait<') :]
+    assert re.match(r'cp_async_wait<\d+>\(\);\s+tl::fence_proxy_async\(\);\s+__syncthreads\(\);', loop)
+    before_dfn = loop[: loop.index('((float*)dfn_shared)[')]
+    assert before_dfn.rindex('x_shared') < before_dfn.rindex('__syncthreads();')
 
 
 @pytest.mark.parametrize('hidden', [320, 704])  # low parts of fn in registers, and coded

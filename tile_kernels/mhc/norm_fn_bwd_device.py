@@ -209,7 +209,7 @@ def norm_fn_bwd_kernel(
                 slot, next_slot = step % num_stages, (step + ahead) % num_stages
                 row, next_row = (first_tile + step) * BLOCK_T, (first_tile + step + ahead) * BLOCK_T
                 T.ptx_wait_group(copies * (ahead - 1))
-                T.fence_proxy_async()
+                T.fence_proxy_async()  # or products may not see what came by cp.async
                 T.sync_threads()
                 if adds_to != '':
                     there = dx if adds_to == 'dx' else before
