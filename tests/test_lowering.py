@@ -17,6 +17,10 @@ for family in tile_kernels.FAMILIES:
     getattr(tile_kernels, family)
 
 
+#: Shared memory of a block on Hopper, at most.
+SHARED_BYTES = 227 << 10
+
+
 def bench_variants() -> tuple[dict[tuple, object], set[str]]:
     """Distinct (kernel, static arguments, config) of the bench cases, and the kernels an op launches first.
 
@@ -95,8 +99,9 @@ def test_every_kernel_has_a_bench_case():
 @pytest.mark.parametrize('launch', BENCH.values() if knobs.full_test else (), ids=name)
 def test_lowers_for_hopper(launch):
     """All variants with `TK_FULL_TEST=1`; one of each kernel is lowered and compiled below."""
-    source = launch.kernel.source(launch.static, arch='sm_90a', **launch.config)
+    source, dynamic_shared = launch.kernel._lower(launch.static, launch.config, 'sm_90a')
     assert launch.kernel.name in source
+    assert dynamic_shared < SHARED_BYTES
     check_order(launch, source)
 
 
@@ -113,9 +118,10 @@ def test_lowers_for_other_architectures(launch, arch):
 
 @pytest.mark.parametrize('launch', one_per_kernel(BENCH), ids=name)
 def test_compiles_for_hopper_without_spills(launch):
-    source = launch.kernel.source(launch.static, arch='sm_90a', **launch.config)
+    source, dynamic_shared = launch.kernel._lower(launch.static, launch.config, 'sm_90a')
     check_order(launch, source)
     used = compiler.resources(source, 'sm_90a')
+    assert dynamic_shared + used['static_shared'] <= SHARED_BYTES
     assert used['spill_stores'] == used['spill_loads'] == 0, used
     assert 0 < used['registers'] <= 255
 

@@ -306,6 +306,12 @@ def test_equal_calls_give_equal_bits():
         assert_all_equal(mhc.post_pre(*inputs[:2], *coefficients, *inputs[2:]), fused)
 
 
+@pytest.mark.parametrize(('hidden', 'kind'), [(5120, 'post_pre'), (7168, 'pre'), (704, 'pre')])
+def test_the_fullest_blocks_fit(hidden, kind):
+    used = pre_streams_kernel.resources((hidden, 4, 24, kind))
+    assert used['dynamic_shared'] + used['static_shared'] <= 227 << 10
+
+
 @pytest.mark.parametrize(('kind', 'barrier'), [('pre', 'fn_used'), ('post_pre', 'fn_used'), ('post_pre', 'in_place')])
 def test_what_threads_used_is_fenced_before_a_copy_may_come_there(kind, barrier):
     source = pre_streams_kernel.source((256, 4, 24, kind)).splitlines()
