@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tile_kernels import knobs, mhc
+from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.launch import forced_config, meant_for
 from tile_kernels.core.op import ops
 from tile_kernels.mhc.norm_fn import _make_bwd, norm_fn_bwd
@@ -91,3 +92,28 @@ def test_a_fn_that_is_no_number_is_seen(hidden, bits):
         mixes, _ = mhc.norm_fn(residual, fn)
     assert mixes.isnan().any(0).nonzero().tolist() == [[7]]
     assert torch.equal(twin.norm_fn(residual, fn)[0].isnan(), mixes.isnan())
+
+
+def shifted(x):
+    """The same numbers, two bytes behind a multiple of 16."""
+    return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+
+
+@pytest.mark.parametrize(
+    ('op', 'name'),
+    [
+        ('norm_fn', 'residual'),
+        ('norm_fn', 'fn'),
+        ('norm_fn_bwd_', 'dresidual'),
+        ('pre_bwd', 'dlayer_input'),
+        ('post_pre_bwd', 'dy'),
+        ('post_pre_bwd', 'dlayer_input'),
+    ],
+)
+def test_misaligned_views_are_refused(op, name):
+    found = ops[f'mhc.{op}']
+    case = next(case for case in found.case_set.smoke if 0 not in case['lead'])
+    arguments = found.case_set.make(**case)
+    arguments[name] = shifted(arguments[name])
+    with pytest.raises(ArgumentError, match='must start at a multiple of 16 bytes'):
+        found(**arguments)

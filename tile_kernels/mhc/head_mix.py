@@ -47,6 +47,7 @@ def head_mix_bwd_parts_(
     for name, x in (('dmix', dmix), ('dmixes', dmixes)):
         lead_of(x, name, 'num_streams', F32, lead, num_streams=num_streams)
     (num_parts,) = lead_of(scale_parts, 'scale_parts', 'one', F32, one=1)
+    check.at_least(num_parts, 1, 'the rows of scale_parts')
     lead_of(base_parts, 'base_parts', 'num_streams', F32, (num_parts,), num_streams=num_streams)
     check.same_device(mixes=mixes, dmix=dmix, dmixes=dmixes, scale_parts=scale_parts, base_parts=base_parts)
     launch(

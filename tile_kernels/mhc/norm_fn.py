@@ -88,7 +88,14 @@ def launch_norm_fn_bwd(
     for name, x in (('dmixes', dmixes), ('mixes', mixes)):
         lead_of(x, name, 'num_mixes', F32, lead, num_mixes=num_mixes)
     lead_of(rstd, 'rstd', '', F32, lead)
-    lead_of(dresidual, 'dresidual', 'num_streams hidden', BF16, lead)
+    lead_of(dresidual, 'dresidual', 'num_streams hidden', BF16, lead, num_streams=num_streams, hidden=hidden)
+    for name, x in (
+        ('dresidual', dresidual),
+        ('dy', before),
+        ('dlayer_input', None if applied is None else applied[0]),
+    ):
+        if x is not None and check.vector_bytes(x) < 16:
+            check.fail(name, 'must start at a multiple of 16 bytes', 'a misaligned view', f'pass {name}.clone()')
     check.same_device(residual=residual, dmixes=dmixes, mixes=mixes, rstd=rstd, dresidual=dresidual)
     adds_to = '' if before is None else 'dx' if before is dresidual else 'before'
     x = flat(residual, lead, k)
