@@ -363,6 +363,12 @@ def test_roles_wait_for_all_blocks_of_their_cluster(arriving):
         assert torch.equal(y, torch.arange(4, dtype=torch.int32)[:, None].expand(4, 32))
 
 
+def send_four(place, value, barrier, rank):
+    """A value four times, from `place` on, to block `rank` of the cluster."""
+    four = (value, value, value, value)
+    T.evaluate(T.call_extern('handle', 'send_four', T.address_of(place), *four, T.address_of(barrier), rank))
+
+
 @pytest.mark.parametrize('sent', [1, 2])
 def test_blocks_of_a_cluster_send_to_each_other(sent):
     """A barrier lets nobody pass before all bytes it was told of have been sent."""
@@ -383,17 +389,7 @@ def test_blocks_of_a_cluster_send_to_each_other(sent):
             else:
                 if thread < 32 + sent:
                     value = T.cast(10 * pid + thread - 32, 'float32')
-                    T.call_extern(
-                        'handle',
-                        'send_four',
-                        T.address_of(there[(thread - 32) * 4]),
-                        value,
-                        value,
-                        value,
-                        value,
-                        T.address_of(arrived[0]),
-                        1 - pid % 2,
-                    )
+                    send_four(there[(thread - 32) * 4], value, arrived[0], 1 - pid % 2)
 
     y = torch.zeros(4, 8)
     if sent == 1:
@@ -418,8 +414,7 @@ def test_what_is_sent_comes_to_a_free_place_and_is_waited_for(left_out, match):
     @T.macro
     def send(value, there, arrived, rank):
         T.mbarrier_arrive_expect_tx(arrived[0], 16)
-        four = (value, value, value, value)
-        T.call_extern('handle', 'send_four', T.address_of(there[0]), *four, T.address_of(arrived[0]), rank)
+        send_four(there[0], value, arrived[0], rank)
 
     @T.prim_func
     def swap(y: T.Tensor((4, 4), 'float32')):
