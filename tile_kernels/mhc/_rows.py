@@ -65,8 +65,8 @@ def vector_width(*tensors: Tensor | None) -> int:
 
 
 def mix_width(num_streams: int, *mixes: Tensor) -> int:
-    """Elements of an access to the float32 coefficients of a token, which are (num_tokens, coefficients)."""
-    return math.gcd(num_streams, vector_width(*mixes))
+    """Elements of an access to the float32 coefficients of a token, rows of `num_streams` or of one."""
+    return math.gcd(num_streams, vector_width(*(mix.squeeze(-1) for mix in mixes)))
 
 
 def row_threads_for(num_vectors: int, vectors: int, possible: Iterable[int] = ROW_THREADS) -> int:

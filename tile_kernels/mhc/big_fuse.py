@@ -36,7 +36,7 @@ from tile_kernels.mhc._rows import (
 )
 from tile_kernels.mhc.norm_fn import check_projection, project
 from tile_kernels.mhc.norm_fn_device import MANY_PARTS, SPREAD, padded, rstd_from, sum_parts
-from tile_kernels.mhc.post_project import post_project
+from tile_kernels.mhc.post import post_
 from tile_kernels.mhc.pre_device import goes_in_one_pass, pre_streams_kernel
 from tile_kernels.mhc.sinkhorn import lanes_for, scale_matrix
 from tile_kernels.mhc.split_mixes import affine, num_mixes, sigmoid
@@ -328,7 +328,9 @@ def fused_pre(
     layer_input = residual.new_empty((*lead, hidden))
     post, comb = fn.new_empty((*lead, num_streams, 1)), fn.new_empty((*lead, num_streams, num_streams))
     streams = flat(residual, lead, num_streams, hidden)
-    at_once = goes_in_one_pass(streams, fn, None if layer is None else layer[:2])
+    if layer is not None and not goes_in_one_pass(streams, fn, layer[:2]):
+        post_.fn(*layer, streams)
+        layer = None
     outputs = (flat(post, lead, num_streams, 1), flat(comb, lead, num_streams, num_streams))
     outputs = (*outputs, flat(layer_input, lead, hidden))
     saved: tuple[Tensor, ...] = ()
@@ -336,7 +338,7 @@ def fused_pre(
     if with_mixes:
         saved = (fn.new_empty((*lead, num_streams, 1)), fn.new_empty((*lead, width)), fn.new_empty(lead))
         kept = (flat(saved[0], lead, num_streams, 1), flat(saved[1], lead, width), flat(saved[2], lead))
-    if at_once:
+    if goes_in_one_pass(streams, fn):
         kind = 'post_pre' if layer is not None else 'pre' if with_mixes else 'input'
         static = (hidden, num_streams, width, kind)
         if layer is None:
@@ -345,8 +347,7 @@ def fused_pre(
             inputs = (layer[1], layer[0], *layer[2:], fn, scale, base, streams)
         launch(pre_streams_kernel, static, *inputs, *outputs, *(kept or (None, None, None)), *options)
     else:
-        parts = project(streams, fn) if layer is None else post_project(*layer, fn, streams)
-        _launch(streams, parts, scale, base, outputs, kept, options)
+        _launch(streams, project(streams, fn), scale, base, outputs, kept, options)
     return layer_input, post, comb, *saved
 
 

@@ -17,6 +17,8 @@ A block owns 128 columns and a share of the tokens; it reads each tile of x once
 reading x, and backward writing dx.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -32,6 +34,9 @@ from tile_kernels.mhc.norm_fn_device import normalise_kernel, padded, project_ke
 from tile_kernels.mhc.pre_device import goes_in_one_pass, pre_streams_kernel, project_slices_kernel
 
 BF16, F32 = torch.bfloat16, torch.float32
+
+#: Extents of a tensor with streams, behind the leading ones.
+STREAMED = 'num_streams hidden'
 
 #: Rows fn may have.
 MAX_MIXES = 80
@@ -69,34 +74,41 @@ def project(residual: Tensor, fn: Tensor) -> tuple[Tensor, Tensor]:
     return parts
 
 
-def launch_norm_fn_bwd(
-    dmixes: Tensor,
+def check_projection_bwd(
+    residual: Tensor, fn: Tensor, mixes: Tensor, rstd: Tensor, **gradients: tuple[Tensor | None, str]
+) -> tuple[tuple, int, int]:
+    """Check what the gradients of a projection take, as `check_projection`; `gradients` with the names of extents."""
+    lead, k, num_mixes = check_projection(residual, fn)
+    num_streams, hidden = residual.shape[-2:]
+    lead_of(mixes, 'mixes', 'num_mixes', F32, lead, num_mixes=num_mixes)
+    lead_of(rstd, 'rstd', '', F32, lead)
+    check.same_device(residual=residual, mixes=mixes, rstd=rstd)
+    for name, (x, spec) in gradients.items():
+        if x is None:
+            continue
+        lead_of(x, name, spec, BF16, lead, num_streams=num_streams, hidden=hidden)
+        check.same_device(residual=residual, **{name: x})
+        if check.vector_bytes(x) < 16:
+            check.fail(name, 'must start at a multiple of 16 bytes', 'a misaligned view', f'pass {name}.clone()')
+    return lead, k, num_mixes
+
+
+def launch_projection_bwd(
+    prepare: Callable[[Tensor, Tensor, Tensor | None], None],
     residual: Tensor,
     fn: Tensor,
-    mixes: Tensor,
-    rstd: Tensor,
     dresidual: Tensor,
     before: Tensor | None,
     applied: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Gradient of fn, and that of residual added to `before` (which may be dresidual) in dresidual.
 
-    With `applied` (dlayer_input, pre) the gradient of residual through `apply_mix` is added as well.
+    All are checked (`check_projection_bwd`). `prepare(o_parts, pull, dfn)` launches what finds the first two, and what
+    writes zeros to dfn if there is one. With `applied` (dlayer_input, pre) the gradient of residual through `apply_mix`
+    is added as well.
     """
-    lead, k, num_mixes = check_projection(residual, fn)
-    num_streams, hidden = residual.shape[-2:]
-    for name, x in (('dmixes', dmixes), ('mixes', mixes)):
-        lead_of(x, name, 'num_mixes', F32, lead, num_mixes=num_mixes)
-    lead_of(rstd, 'rstd', '', F32, lead)
-    lead_of(dresidual, 'dresidual', 'num_streams hidden', BF16, lead, num_streams=num_streams, hidden=hidden)
-    for name, x in (
-        ('dresidual', dresidual),
-        ('dy', before),
-        ('dlayer_input', None if applied is None else applied[0]),
-    ):
-        if x is not None and check.vector_bytes(x) < 16:
-            check.fail(name, 'must start at a multiple of 16 bytes', 'a misaligned view', f'pass {name}.clone()')
-    check.same_device(residual=residual, dmixes=dmixes, mixes=mixes, rstd=rstd, dresidual=dresidual)
+    lead, (num_streams, hidden) = tuple(residual.shape[:-2]), residual.shape[-2:]
+    num_mixes, k = fn.shape
     adds_to = '' if before is None else 'dx' if before is dresidual else 'before'
     x = flat(residual, lead, k)
     num_tokens, columns = x.shape[0], padded(num_mixes)
@@ -109,16 +121,7 @@ def launch_norm_fn_bwd(
     whole = sums_itself(parts, clusters) and num_tokens > 0
     clears = whole and parts == 4
     dfn_parts = dfn[None] if whole else fn.new_empty(parts * min(num_tokens, 1), num_mixes, k)  # none without a token
-    launch(
-        prepare_bwd_kernel,
-        (k, num_mixes, clears),
-        flat(dmixes, lead, num_mixes),
-        flat(mixes, lead, num_mixes),
-        flat(rstd, lead),
-        o_parts,
-        pull,
-        dfn.view(-1) if clears else None,
-    )
+    prepare(o_parts, pull, dfn.view(-1) if clears else None)
     launch(
         norm_fn_bwd_kernel,
         static,
@@ -137,6 +140,29 @@ def launch_norm_fn_bwd(
     return dfn
 
 
+def _norm_fn_bwd(
+    dmixes: Tensor, residual: Tensor, fn: Tensor, mixes: Tensor, rstd: Tensor, dresidual: Tensor, before: Tensor | None
+) -> Tensor:
+    """Gradient of fn, and that of residual added to `before`."""
+    lead, k, num_mixes = check_projection_bwd(residual, fn, mixes, rstd, dresidual=(dresidual, STREAMED))
+    lead_of(dmixes, 'dmixes', 'num_mixes', F32, lead, num_mixes=num_mixes)
+    check.same_device(residual=residual, dmixes=dmixes)
+
+    def prepare(o_parts: Tensor, pull: Tensor, dfn: Tensor | None) -> None:
+        launch(
+            prepare_bwd_kernel,
+            (k, num_mixes, dfn is not None),
+            flat(dmixes, lead, num_mixes),
+            flat(mixes, lead, num_mixes),
+            flat(rstd, lead),
+            o_parts,
+            pull,
+            dfn,
+        )
+
+    return launch_projection_bwd(prepare, residual, fn, dresidual, before)
+
+
 @op(outputs='dfn')
 def norm_fn_bwd_(dmixes: Tensor, residual: Tensor, fn: Tensor, mixes: Tensor, rstd: Tensor, dresidual: Mut) -> Tensor:
     """Gradients of `norm_fn`, that of residual added to what is there.
@@ -152,7 +178,7 @@ def norm_fn_bwd_(dmixes: Tensor, residual: Tensor, fn: Tensor, mixes: Tensor, rs
     Returns:
         Gradient of fn, float32; deterministic.
     """
-    return launch_norm_fn_bwd(dmixes, residual, fn, mixes, rstd, dresidual, dresidual)
+    return _norm_fn_bwd(dmixes, residual, fn, mixes, rstd, dresidual, dresidual)
 
 
 @op(outputs='dresidual dfn')
@@ -170,7 +196,7 @@ def norm_fn_bwd(dmixes: Tensor, residual: Tensor, fn: Tensor, mixes: Tensor, rst
         Gradients of residual (bfloat16) and fn (float32); deterministic.
     """
     dresidual = torch.empty_like(residual)
-    return dresidual, launch_norm_fn_bwd(dmixes, residual, fn, mixes, rstd, dresidual, None)
+    return dresidual, _norm_fn_bwd(dmixes, residual, fn, mixes, rstd, dresidual, None)
 
 
 @op(outputs='mixes rstd', backward=norm_fn_bwd)

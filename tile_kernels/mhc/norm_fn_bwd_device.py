@@ -47,6 +47,16 @@ def sums_itself(parts: int, clusters: bool) -> bool:
 # Kernels ------------------------------------------------------------------------------------
 
 
+@macro
+def clear_dfn(dfn, thread, num_threads):
+    """Zeros, four for a thread at a time; dfn in one dimension, a multiple of four."""
+    for r in T.serial(T.ceildiv(dfn.shape[0] // 4, num_threads)):
+        first = (r * num_threads + thread) * 4
+        if first < dfn.shape[0]:
+            for e in T.vectorized(4):
+                dfn[first + e] = 0.0
+
+
 @kernel(choose=lambda *static: dict(num_threads=128), space=dict(num_threads=(128,)))
 def prepare_bwd_kernel(k: int, num_mixes: int, clears: bool, *, num_threads: int):
     """O in two parts, and the pull on x: what dx has of x itself. Zeros for dfn, if others will add to it."""
@@ -68,11 +78,7 @@ def prepare_bwd_kernel(k: int, num_mixes: int, clears: bool, *, num_threads: int
             tx = T.get_thread_binding()
             T.pdl_trigger()
             if clears:
-                for r in T.serial(T.ceildiv(num_mixes * k // 4, blocks * num_threads)):
-                    first = ((r * blocks + pid) * num_threads + tx) * 4
-                    if first < num_mixes * k:
-                        for e in T.vectorized(4):
-                            dfn[first + e] = 0.0
+                clear_dfn(dfn, pid * num_threads + tx, blocks * num_threads)
             token = pid * (num_threads // lanes) + tx // lanes
             total = T.alloc_var(T.float32, init=0.0)
             if token < num_tokens:
@@ -117,7 +123,29 @@ def norm_fn_bwd_kernel(
     whole = sums_itself(parts, clusters)
     paired = whole and parts > 1
     quads = BLOCK_K // 4
+    spanned = 1 if applied % BLOCK_K == 0 else 2  # streams the columns of a block belong to, at most
     num_tokens = T.dynamic('num_tokens')
+
+    @macro
+    def ask_for_shares(pre, row, column, pre_shared, slot):
+        """Start to copy the shares of a tile of tokens in the streams of the block."""
+        for r in T.unroll(-(-spanned * BLOCK_T // num_threads)):
+            index = r * num_threads + T.get_thread_binding()
+            s, i = index // BLOCK_T, index % BLOCK_T
+            if s < spanned:
+                T.ptx_cp_async(
+                    T.access_ptr(pre_shared[slot, s, i], 'w', 1),
+                    T.access_ptr(pre[row + i, T.min(column // applied + s, k // applied - 1), 0], 'r', 1),
+                    1,
+                    row + i < pre.shape[0],
+                )
+
+    @macro
+    def load_applied(dlayer_input, row, column, applied_frag):
+        """What reaches the columns of the block through `apply_mix`, but for the shares."""
+        for i, j in T.Parallel(BLOCK_T, BLOCK_K):
+            channel = (column + j) % applied
+            applied_frag[i, j] = T.if_then_else(row + i < dlayer_input.shape[0], dlayer_input[row + i, channel], 0)
 
     @macro
     def add_pairs(dfn_shared, rank, dfn_parts, column):
@@ -170,6 +198,7 @@ def norm_fn_bwd_kernel(
             x_shared = T.alloc_shared((num_stages, BLOCK_T, BLOCK_K), T.bfloat16)
             o_shared = T.alloc_shared((num_stages, BLOCK_T, 2 * columns), T.bfloat16)
             pull_shared = T.alloc_shared((num_stages, BLOCK_T), T.float32)
+            pre_shared = T.alloc_shared((num_stages, spanned, BLOCK_T) if applied > 0 else (1, 1, 1), T.float32)
             high_shared = T.alloc_shared((2 * columns, BLOCK_K), T.bfloat16)
             low_shared = T.alloc_shared((2 * columns, BLOCK_K), T.bfloat16)
             dx_frag = T.alloc_fragment((BLOCK_T, BLOCK_K), T.float32)
@@ -198,12 +227,17 @@ def norm_fn_bwd_kernel(
             for step in T.unroll(ahead):
                 if step < count:
                     row = (first_tile + step) * BLOCK_T
+                    if applied > 0:
+                        ask_for_shares(pre, row, column, pre_shared, step)
                     T.async_copy(o_parts[row : row + BLOCK_T, :], o_shared[step, :, :])
                     T.async_copy(pull[row : row + BLOCK_T], pull_shared[step, :])
                 else:
                     T.ptx_commit_group()
                     T.ptx_commit_group()
                 T.ptx_commit_group()  # in the place of x, asked for above
+
+            if applied > 0 and count > 0:
+                load_applied(dlayer_input, first_tile * BLOCK_T, column, applied_frag)
 
             for step in T.serial(count):
                 slot, next_slot = step % num_stages, (step + ahead) % num_stages
@@ -214,10 +248,6 @@ def norm_fn_bwd_kernel(
                 if adds_to != '':
                     there = dx if adds_to == 'dx' else before
                     T.copy(there[row : row + BLOCK_T, column : column + BLOCK_K], there_frag)
-                if applied > 0:
-                    for i, j in T.Parallel(BLOCK_T, BLOCK_K):
-                        channel = (column + j) % applied
-                        applied_frag[i, j] = T.if_then_else(row + i < num_tokens, dlayer_input[row + i, channel], 0)
                 T.gemm(
                     x_shared[slot, :, :],
                     o_shared[slot, :, :],
@@ -229,6 +259,8 @@ def norm_fn_bwd_kernel(
                 T.gemm(o_shared[slot, :, :], high_shared, dx_frag, clear_accum=True, annotations=UNWAITED)
                 if step + ahead < count:
                     T.async_copy(x[next_row : next_row + BLOCK_T, column : column + BLOCK_K], x_shared[next_slot, :, :])
+                    if applied > 0:
+                        ask_for_shares(pre, next_row, column, pre_shared, next_slot)
                     T.async_copy(o_parts[next_row : next_row + BLOCK_T, :], o_shared[next_slot, :, :])
                     T.async_copy(pull[next_row : next_row + BLOCK_T], pull_shared[next_slot, :])
                 else:
@@ -246,10 +278,11 @@ def norm_fn_bwd_kernel(
                 if applied > 0:
                     T.sync_threads()
                     T.copy(applied_frag, x_shared[slot, :, :])
+                    if step + 1 < count:
+                        load_applied(dlayer_input, row + BLOCK_T, column, applied_frag)
                     T.sync_threads()
                     for i, j in T.Parallel(BLOCK_T, BLOCK_K):
-                        token = T.min(row + i, num_tokens - 1)
-                        share = pre[token, (column + j) // applied, 0]
+                        share = pre_shared[slot, (column + j) // applied - column // applied if spanned > 1 else 0, i]
                         dx_frag[i, j] = dx_frag[i, j] + share * T.cast(x_shared[slot, i, j], T.float32)
                 T.sync_threads()
                 T.copy(dx_frag, x_shared[slot, :, :])

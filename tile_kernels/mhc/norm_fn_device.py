@@ -54,11 +54,8 @@ def high_of(value):
 
 
 @macro
-def split_fn(fn, fn_parts, pid, num_mixes, num_threads, place=lambda first: first):
-    """Eight channels of a row of fn for each thread, as a high and a low part; rows behind the last are 0.
-
-    `place` is where the channel of an index goes.
-    """
+def split_fn(fn, fn_parts, pid, num_mixes, num_threads):
+    """Eight channels of a row of fn for each thread, as a high and a low part; rows behind the last are 0."""
     columns, k = fn_parts.shape[0] // 2, fn_parts.shape[1]
     fn_local = T.alloc_local((8,), T.float32)
     high_local = T.alloc_local((8,), T.bfloat16)
@@ -76,9 +73,9 @@ def split_fn(fn, fn_parts, pid, num_mixes, num_threads, place=lambda first: firs
             high_local[e] = T.cast(high_of(value), T.bfloat16)
             low_local[e] = T.cast(value - high_of(value), T.bfloat16)
         for e in T.vectorized(8):
-            fn_parts[row, place(first) + e] = high_local[e]
+            fn_parts[row, first + e] = high_local[e]
         for e in T.vectorized(8):
-            fn_parts[columns + row, place(first) + e] = low_local[e]
+            fn_parts[columns + row, first + e] = low_local[e]
 
 
 @macro

@@ -12,19 +12,23 @@ a sum over the channels of a token before anything else can be found; then the k
 rounded once, and that is what post gets. Memory bound: the floor is reading and writing each tensor once.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
+from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
-from tile_kernels.mhc._rows import STREAMS, flat, lead_of
+from tile_kernels.mhc._rows import STREAMS, flat, lead_of, vector_width
 from tile_kernels.mhc.apply_mix import launch_apply_bwd
 from tile_kernels.mhc.big_fuse import fused_pre
-from tile_kernels.mhc.norm_fn import launch_norm_fn_bwd
+from tile_kernels.mhc.norm_fn import STREAMED, check_projection_bwd, launch_projection_bwd
 from tile_kernels.mhc.post import check_post, post_bwd
-from tile_kernels.mhc.sinkhorn import sinkhorn_bwd
-from tile_kernels.mhc.split_mixes import num_mixes, split_mixes, split_mixes_bwd
+from tile_kernels.mhc.pre_bwd_device import mixes_bwd_kernel, tokens_of_a_warp
+from tile_kernels.mhc.sinkhorn import check_history
+from tile_kernels.mhc.split_mixes import check_mixes, num_mixes, sum_parts_kernel
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -44,14 +48,49 @@ def _pre_bwd(
     """Gradients of residual (with `dresidual` added), fn, scale and base."""
     (dlayer_input, dpost, dcomb), (pre, mixes, rstd) = upstream, saved
     repeat, sinkhorn_eps, post_mult = options
+    gradients = dict(dy=(dresidual, STREAMED), dlayer_input=(dlayer_input, 'hidden'))
+    lead, k, width = check_projection_bwd(residual, fn, mixes, rstd, **gradients)
     num_streams = residual.shape[-2]
-    collected = torch.empty_like(residual)
+    check_mixes(mixes, scale, base, num_streams)
+    lead_of(dpost, 'dpost', 'num_streams one', F32, lead, num_streams=num_streams, one=1)
+    lead_of(dcomb, 'dcomb', 'num_streams outputs', F32, lead, num_streams=num_streams, outputs=num_streams)
+    check.same_device(residual=residual, dpost=dpost, dcomb=dcomb)
+    check_history(num_streams, num_streams, repeat)
     dpre = launch_apply_bwd(dlayer_input, residual, pre, None, 'nothing')
-    z = split_mixes.fn(mixes, scale, base, num_streams, post_mult, 0.0)[2]
-    dz = sinkhorn_bwd.fn(dcomb, z, repeat, sinkhorn_eps)
-    dmixes, dscale, dbase = split_mixes_bwd.fn(dpre, dpost, dz, mixes, scale, base, post_mult)
-    applied = (dlayer_input, pre)
-    dfn = launch_norm_fn_bwd(dmixes, residual, fn, mixes, rstd, collected, dresidual, applied)
+    num_tokens = math.prod(lead)
+    parts = -(-num_tokens // tokens_of_a_warp(num_streams))
+    scale_parts, base_parts = base.new_empty(parts, 3), base.new_empty(parts, width)
+    coefficients = (
+        flat(dpre, lead, 1, num_streams),
+        flat(dpost, lead, 1, num_streams),
+        flat(dcomb, lead, num_streams, num_streams),
+        flat(mixes, lead, 2 + num_streams, num_streams),
+    )
+    elements = math.gcd(num_streams, vector_width(*coefficients))
+
+    def prepare(o_parts: Tensor, pull: Tensor, dfn: Tensor | None) -> None:
+        launch(
+            mixes_bwd_kernel,
+            (k, num_streams, elements, repeat, dfn is not None),
+            scale_parts,
+            base_parts,
+            *coefficients,
+            flat(rstd, lead),
+            scale,
+            base,
+            o_parts,
+            pull,
+            dfn,
+            sinkhorn_eps,
+            post_mult,
+        )
+
+    collected = torch.empty_like(residual)
+    dfn = launch_projection_bwd(prepare, residual, fn, collected, dresidual, (dlayer_input, pre))
+    if num_tokens == 0:
+        return collected, dfn, torch.zeros_like(scale), torch.zeros_like(base)
+    dscale, dbase = torch.empty_like(scale), torch.empty_like(base)
+    launch(sum_parts_kernel, (3, width), scale_parts, base_parts, dscale, dbase)
     return collected, dfn, dscale, dbase
 
 
@@ -176,8 +215,6 @@ def post_pre_bwd(
     Returns:
         Gradients of x, residual, post_mix, comb_mix, fn, scale and base, in their dtypes; deterministic.
     """
-    lead_of(dy, 'dy', 'num_streams hidden', BF16, tuple(y.shape[:-2]), num_streams=y.shape[-2], hidden=y.shape[-1])
-    check.same_device(y=y, dy=dy)
     upstream, saved = (dlayer_input, dpost, dcomb), (pre, mixes, rstd)
     collected, dfn, dscale, dbase = _pre_bwd(upstream, y, fn, scale, base, saved, dy, (repeat, sinkhorn_eps, post_mult))
     dx, dresidual, dpost_mix, dcomb_mix = post_bwd.fn(collected, x, residual, post_mix, comb_mix)

@@ -279,16 +279,57 @@ def unscale_rows(k_local, g_local, a_local, u_local, v_local, lanes):
     invert(a_local, u_local, 1.0)
 
 
+@macro
+def unscale_matrix(k_local, g_local, lanes, columns, ratio, repeat, eps, num_threads):
+    """`g_local`, the gradient of the scaled matrix, becomes that of the elements in `k_local`, which are lost.
+
+    Forward once more, then back; divisors of all steps wait in shared memory, each lane's beside its neighbours'. Those
+    of rows are the same in all lanes of a matrix, which keep one for all if there are too many steps.
+    """
+    num_rows, held = k_local.shape
+    sharing = lanes if history_bytes(num_rows, held, repeat, num_threads, 1) > MAX_HISTORY else 1
+    a_local = T.alloc_local((num_rows,), T.float32)
+    b_local = T.alloc_local((held,), T.float32)
+    u_local = T.alloc_local((num_rows,), T.float32)
+    v_local = T.alloc_local((held,), T.float32)
+    rows_shared = T.alloc_shared((repeat, num_rows, num_threads // sharing), T.float32)
+    columns_shared = T.alloc_shared((repeat, held, num_threads), T.float32)
+    tx = T.get_thread_binding()
+    softmax_rows(k_local, lanes, columns, eps)
+    start_scaling(a_local, b_local, u_local, v_local, ratio)
+    for step in T.serial(repeat):
+        for i in T.unroll(num_rows):
+            rows_shared[step, i, tx // sharing] = a_local[i]
+        for c in T.unroll(held):
+            columns_shared[step, c, tx] = b_local[c]
+        if step > 0:
+            scale_rows(k_local, a_local, u_local, v_local, lanes, eps)
+        scale_columns(k_local, u_local, b_local, v_local, columns, ratio, eps)
+
+    for back in T.serial(repeat):
+        for c in T.unroll(held):
+            b_local[c] = columns_shared[repeat - 1 - back, c, tx]
+        unscale_columns(k_local, g_local, u_local, b_local, v_local, columns, ratio)
+        if back < repeat - 1:
+            for i in T.unroll(num_rows):
+                a_local[i] = rows_shared[repeat - 1 - back, i, tx // sharing]
+            unscale_rows(k_local, g_local, a_local, u_local, v_local, lanes)
+
+    for i in T.unroll(num_rows):
+        total = T.alloc_var(T.float32, init=0.0)
+        for c in T.unroll(held):
+            k_local[i, c] = T.if_then_else(c < columns, k_local[i, c] - eps, T.float32(0.0))
+            total = T.ieee_fmaf(g_local[i, c], k_local[i, c], total)
+        total = sum_lanes(total, lanes)
+        for c in T.unroll(held):
+            g_local[i, c] = k_local[i, c] * (g_local[i, c] - total)
+
+
 @kernel(choose=choose_bwd, space=dict(lanes=LANES, num_threads=(32, 64, 128)))
 def sinkhorn_bwd_kernel(num_rows: int, num_columns: int, width: int, repeat: int, *, lanes: int, num_threads: int):
-    """Forward once more, then back; divisors of all steps wait in shared memory, each lane's beside its neighbours'.
-
-    Those of rows are the same in all lanes of a matrix, which keep one for all if there are too many steps.
-    """
+    """As forward, and back again: see `unscale_matrix`."""
     held, width = share_of(num_columns, lanes, width)
     matrices = num_threads // lanes
-    sharing = lanes if history_bytes(num_rows, held, repeat, num_threads, 1) > MAX_HISTORY else 1
-    ratio = num_rows / num_columns
     num_matrices = T.dynamic('num_matrices')
 
     @T.prim_func
@@ -301,12 +342,6 @@ def sinkhorn_bwd_kernel(num_rows: int, num_columns: int, width: int, repeat: int
         with T.Kernel(T.ceildiv(num_matrices, matrices), threads=num_threads) as pid:
             k_local = T.alloc_local((num_rows, held), T.float32)
             g_local = T.alloc_local((num_rows, held), T.float32)
-            a_local = T.alloc_local((num_rows,), T.float32)
-            b_local = T.alloc_local((held,), T.float32)
-            u_local = T.alloc_local((num_rows,), T.float32)
-            v_local = T.alloc_local((held,), T.float32)
-            rows_shared = T.alloc_shared((repeat, num_rows, num_threads // sharing), T.float32)
-            columns_shared = T.alloc_shared((repeat, held, num_threads), T.float32)
             tx = T.get_thread_binding()
             matrix = T.min(pid * matrices + tx // lanes, num_matrices - 1)  # shuffles need all lanes
             first = tx % lanes * held
@@ -316,34 +351,7 @@ def sinkhorn_bwd_kernel(num_rows: int, num_columns: int, width: int, repeat: int
             T.clear(g_local)
             load_matrix(x, matrix, first, columns, k_local, width)
             load_matrix(dy, matrix, first, columns, g_local, width)
-            softmax_rows(k_local, lanes, columns, eps)
-            start_scaling(a_local, b_local, u_local, v_local, ratio)
-            for step in T.serial(repeat):
-                for i in T.unroll(num_rows):
-                    rows_shared[step, i, tx // sharing] = a_local[i]
-                for c in T.unroll(held):
-                    columns_shared[step, c, tx] = b_local[c]
-                if step > 0:
-                    scale_rows(k_local, a_local, u_local, v_local, lanes, eps)
-                scale_columns(k_local, u_local, b_local, v_local, columns, ratio, eps)
-
-            for back in T.serial(repeat):
-                for c in T.unroll(held):
-                    b_local[c] = columns_shared[repeat - 1 - back, c, tx]
-                unscale_columns(k_local, g_local, u_local, b_local, v_local, columns, ratio)
-                if back < repeat - 1:
-                    for i in T.unroll(num_rows):
-                        a_local[i] = rows_shared[repeat - 1 - back, i, tx // sharing]
-                    unscale_rows(k_local, g_local, a_local, u_local, v_local, lanes)
-
-            for i in T.unroll(num_rows):
-                total = T.alloc_var(T.float32, init=0.0)
-                for c in T.unroll(held):
-                    k_local[i, c] = T.if_then_else(c < columns, k_local[i, c] - eps, T.float32(0.0))
-                    total = T.ieee_fmaf(g_local[i, c], k_local[i, c], total)
-                total = sum_lanes(total, lanes)
-                for c in T.unroll(held):
-                    g_local[i, c] = k_local[i, c] * (g_local[i, c] - total)
+            unscale_matrix(k_local, g_local, lanes, columns, num_rows / num_columns, repeat, eps, num_threads)
             if pid * matrices + tx // lanes < num_matrices:
                 store_matrix(g_local, dx, matrix, first, columns, width)
 
@@ -362,6 +370,16 @@ def _check(x: Tensor, repeat: int) -> tuple[tuple, int, int]:
     if num_rows * -(-num_columns // WARP) > MAX_ELEMENTS:
         check.fail('x', f'must have matrices of at most {MAX_ELEMENTS} x {WARP} elements', check.describe(x))
     return lead, num_rows, num_columns
+
+
+def check_history(num_rows: int, num_columns: int, repeat: int) -> None:
+    """Refuse more steps than a gradient can remember."""
+    lanes = lanes_for(num_rows, num_columns)
+    most = MAX_HISTORY // history_bytes(num_rows, -(-num_columns // lanes), 1, WARP, lanes)
+    if repeat > most:
+        check.fail(
+            'repeat', f'must be at most {most} for gradients of {num_rows} x {num_columns} matrices', str(repeat)
+        )
 
 
 def _static(num_rows: int, num_columns: int, *tensors: Tensor) -> tuple[int, int, int]:
@@ -386,12 +404,7 @@ def sinkhorn_bwd_(dy: Tensor, x: Tensor, dx: Out, repeat: int = 10, eps: float =
     check.same_device(x=x, dy=dy, dx=dx)
     dy_flat, x_flat, dx_flat = (flat(t, lead, num_rows, num_columns) for t in (dy, x, dx))
     static = _static(num_rows, num_columns, dy_flat, x_flat, dx_flat)
-    lanes = lanes_for(num_rows, num_columns)
-    most = MAX_HISTORY // history_bytes(num_rows, -(-num_columns // lanes), 1, WARP, lanes)
-    if repeat > most:
-        check.fail(
-            'repeat', f'must be at most {most} for gradients of {num_rows} x {num_columns} matrices', str(repeat)
-        )
+    check_history(num_rows, num_columns, repeat)
     launch(sinkhorn_bwd_kernel, (*static, repeat), dy_flat, x_flat, dx_flat, eps)
 
 
