@@ -9,14 +9,18 @@ from tile_kernels import mhc
 from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.launch import forced_config, meant_for
+from tile_kernels.core.op import ops
 from tile_kernels.mhc import _cluster, pre_device
 from tile_kernels.mhc.apply_mix import apply_mix_bwd
 from tile_kernels.mhc.big_fuse import big_fuse
 from tile_kernels.mhc.norm_fn import norm_fn_bwd
 from tile_kernels.mhc.post import post_bwd
+from tile_kernels.mhc.post_pre import pre_bwd
 from tile_kernels.mhc.pre_device import goes_in_one_pass, pre_streams_kernel
 from tile_kernels.mhc.recompute import mhc_multilayer_recompute
 from tile_kernels.mhc.reduce_parts import reduce_parts_bwd_kernel, reduce_parts_kernel
+from tile_kernels.mhc.sinkhorn import sinkhorn_bwd
+from tile_kernels.mhc.split_mixes import split_mixes_bwd
 from tile_kernels.testing.numeric import assert_equal
 from tile_kernels.testing.poison import poisoned
 
@@ -67,15 +71,47 @@ def test_post_pre_has_the_bits_of_its_parts(num_tokens, hidden, n):
     layer = randn(num_tokens, hidden, dtype=BF16), residual, randn(num_tokens, n, 1), randn(num_tokens, n, n)
     y, layer_input, post_mix, comb, pre, mixes, rstd = mhc.post_pre(*layer, fn, scale, base, 7, post_mult=2.0)
     assert_equal(y, mhc.post(*layer))
-    if goes_in_one_pass(y, fn, layer[:2]):
-        assert_all_equal((mixes, rstd), mhc.norm_fn(y, fn, 1e-6))
-    else:  # sums in another order
-        for actual, expected in zip((mixes, rstd), mhc.norm_fn(y, fn, 1e-6), strict=True):
-            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    assert_all_equal((mixes, rstd), mhc.norm_fn(y, fn, 1e-6))
     parts = mhc.split_mixes(mixes, scale, base, n, 2.0, 1e-6)
     assert_all_equal((pre, post_mix), parts[:2])
     assert_equal(comb, mhc.sinkhorn(parts[2], 7, 1e-6))
     assert_equal(layer_input, mhc.apply_mix(y, pre))
+
+
+@pytest.mark.parametrize(('num_tokens', 'hidden', 'n'), [(1, 64, 2), (37, 64, 4), (9, 192, 4), (19, 64, 8)])
+def test_gradients_of_pre_are_those_of_its_parts(num_tokens, hidden, n):
+    residual, fn, scale, base = pre_inputs(num_tokens, hidden, n)
+    upstream = randn(num_tokens, hidden, dtype=BF16), randn(num_tokens, n, 1), randn(num_tokens, n, n)
+    *_, pre, mixes, rstd = mhc.pre(residual, fn, scale, base, 7, post_mult=2.0)
+    saved = dict(repeat=7, sinkhorn_eps=1e-6, post_mult=2.0)
+    _, dfn, dscale, dbase = pre_bwd(*upstream, residual, fn, scale, base, pre, mixes, rstd, **saved)
+
+    _, dpre = apply_mix_bwd(upstream[0], residual, pre)
+    z = mhc.split_mixes(mixes, scale, base, n, 2.0, 1e-6)[2]
+    dz = sinkhorn_bwd(upstream[2], z, 7, 1e-6)
+    dmixes, *expected = split_mixes_bwd(dpre, upstream[1], dz, mixes, scale, base, 2.0)
+    assert_equal(dfn, norm_fn_bwd(dmixes, residual, fn, mixes, rstd)[1])
+    for actual, wanted in zip((dscale, dbase), expected, strict=True):  # sums in another order
+        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_pre_take_misaligned_coefficients():
+    residual, fn, scale, base = pre_inputs(5, 64, 4)
+    upstream = randn(5, 64, dtype=BF16), randn(5, 4, 1), randn(5, 4, 4)
+    saved = mhc.pre(residual, fn, scale, base)[3:]
+    expected = pre_bwd(*upstream, residual, fn, scale, base, *saved)
+    shifted = torch.empty(5 * 16 + 1, device=DEVICE)[1:].view(5, 4, 4).copy_(upstream[2])
+    assert_all_equal(pre_bwd(*upstream[:2], shifted, residual, fn, scale, base, *saved), expected)
+
+
+@pytest.mark.parametrize('name', ['pre', 'pre_bwd', 'post_pre', 'post_pre_bwd'])
+def test_four_streams_fit_gpus_with_99_kb_of_shared_memory(name):
+    op = ops[f'mhc.{name}']
+    with meant_for('sm_120a'):
+        launches = [launch for case in op.case_set.bench for launch in op.trace_case(case)]
+    variants = {(launch.kernel, launch.static, tuple(launch.config.items())) for launch in launches}
+    for kernel, static, config in variants:
+        assert kernel._lower(static, dict(config), 'sm_120a')[1] <= 99 << 10, (kernel.name, static)
 
 
 def test_wide_slices_over_more_tiles_than_there_is_room_for():

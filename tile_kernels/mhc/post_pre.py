@@ -4,8 +4,9 @@
     y = post(x, residual, post_mix, comb_mix)               see `post`
     post_pre: y, and pre of y                               see `pre_device`: in one pass y stays in shared memory
 
-Forward also returns what backward needs: pre, the mixes and their rstd. Backward, the coefficients need
-a sum over the channels of a token before anything else can be found; then the kernel of the projection gives
+Where post_pre does not go in one pass, it is one after the other. Forward also returns what backward needs: pre, the
+mixes and their rstd. Backward, the coefficients need a sum over the channels of a token before anything else can be
+found (`pre_bwd_device`); then the kernel of the projection gives
 
     dy + pre dlayer_input + what the projection adds
 
@@ -253,8 +254,8 @@ def post_pre(
         post_mult: factor of post.
 
     Returns:
-        y (..., n, hidden) bfloat16, the bits of `post`; layer_input, post and comb, as `big_fuse` of y, where it does
-        not go in one pass but for the order of sums; and pre, mixes and rstd, which have no gradient.
+        y (..., n, hidden) bfloat16, the bits of `post`; layer_input, post and comb, the bits of `big_fuse` of y; and
+        pre, mixes and rstd, which have no gradient.
     """
     lead, num_streams, hidden = check_post(x, residual, post_mix, comb_mix)
     check.shape(fn, 'fn', 'num_mixes num_streams*hidden', num_mixes=num_mixes(num_streams))
@@ -326,7 +327,7 @@ SMOKE = (
     grid(lead=[(0,), (2, 3)], hidden=[64], num_streams=[4])
     + grid(lead=[(18,)], hidden=[320], num_streams=[2])  # tails
     + grid(lead=[(3,)], hidden=[64], num_streams=[8])
-    + grid(lead=[(9,)], hidden=[320, 576, 704], num_streams=[4])  # above 256 channels to a block in two passes
+    + grid(lead=[(9,)], hidden=[320, 576, 704], num_streams=[4])  # above 256 channels to a block one after the other
 )
 FULL = (
     grid(lead=[(4001,), (3, 1001)], hidden=[1280, 2560, 7168], num_streams=[4])
@@ -354,6 +355,6 @@ POST_PRE = dict(rtol=2**-10, rms=2**-8, layer_input=MIXED)
 POST_BWD = dict(dx=MIXED, dresidual=MIXED, dpost_mix=OVER_HIDDEN, dcomb_mix=OVER_HIDDEN)
 FULL_BWD = FULL[:3] + grid(lead=[(512,)], hidden=[2048], num_streams=[4])  # four parts of dfn
 pre.cases(make=_make, match=CLOSE, smoke=SMOKE, full=FULL, bench=BENCH)
-pre_bwd.cases(make=_make_bwd, match=PRE_BWD, smoke=SMOKE, full=FULL_BWD, bench=BENCH[1:3])
+pre_bwd.cases(make=_make_bwd, match=PRE_BWD, smoke=SMOKE, full=FULL_BWD, bench=BENCH[1:])
 post_pre.cases(make=_make_post, match=POST_PRE, smoke=SMOKE, full=FULL, bench=BENCH)
 post_pre_bwd.cases(make=_make_post_bwd, match=PRE_BWD | POST_BWD, smoke=SMOKE, full=FULL_BWD, bench=BENCH[1:3])

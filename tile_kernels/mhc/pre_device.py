@@ -92,8 +92,8 @@ SMS_FOR_CLUSTERS_OF_16 = 100
 def goes_in_one_pass(residual: Tensor, fn: Tensor, layer: tuple[Tensor, Tensor] | None = None) -> bool:
     """Whether `pre_streams_kernel` serves them: a slice of fn fits into a block, and the GPU has large clusters.
 
-    `layer` is x and its residual, which must start at a multiple of 16 bytes; it takes two passes where a block would
-    get more than 256 channels. Without a GPU the answer is that for Hopper, or for what the launch is `meant_for`.
+    `layer` is x and its residual, which must start at a multiple of 16 bytes; with one, a block may get 256 channels at
+    most. Without a GPU the answer is that for Hopper, or for what the launch is `meant_for`.
     """
     slices = Slices(residual.shape[-1], residual.shape[-2], fn.shape[0])
     if not slices.fits:
