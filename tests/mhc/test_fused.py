@@ -95,6 +95,25 @@ def test_gradients_of_pre_are_those_of_its_parts(num_tokens, hidden, n):
         torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ('changed', 'sentence'),
+    [
+        (dict(repeat=0), 'repeat must be at least 1'),
+        (dict(repeat=2000), 'repeat must be at most'),
+        (dict(dpost=torch.zeros(4, 4, 1)), 'dpost must be'),
+        (dict(mixes=torch.zeros(4, 24)), 'mixes must be'),
+        (dict(dlayer_input=torch.zeros(5, 32, dtype=BF16)), 'dlayer_input must be'),
+    ],
+)
+def test_gradients_of_pre_refuse_what_does_not_fit(changed, sentence):
+    residual, fn, scale, base = pre_inputs(5, 64, 4)
+    layer_input, post_mix, comb, pre, mixes, rstd = mhc.pre(residual, fn, scale, base)
+    given = dict(dlayer_input=layer_input, dpost=post_mix, dcomb=comb, residual=residual, fn=fn, scale=scale, base=base)
+    changed = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in changed.items()}
+    with pytest.raises(ArgumentError, match=sentence):
+        pre_bwd(**given | dict(pre=pre, mixes=mixes, rstd=rstd) | changed)
+
+
 def test_gradients_of_pre_take_misaligned_coefficients():
     residual, fn, scale, base = pre_inputs(5, 64, 4)
     upstream = randn(5, 64, dtype=BF16), randn(5, 4, 1), randn(5, 4, 4)

@@ -373,7 +373,8 @@ def _check(x: Tensor, repeat: int) -> tuple[tuple, int, int]:
 
 
 def check_history(num_rows: int, num_columns: int, repeat: int) -> None:
-    """Refuse more steps than a gradient can remember."""
+    """Refuse no steps, and more than a gradient can remember."""
+    check.at_least(repeat, 1, 'repeat')
     lanes = lanes_for(num_rows, num_columns)
     most = MAX_HISTORY // history_bytes(num_rows, -(-num_columns // lanes), 1, WARP, lanes)
     if repeat > most:
