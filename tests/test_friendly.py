@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-import tile_kernels.torch as reference
+import tile_kernels.reference as reference
 from tile_kernels.core.errors import ArgumentError
 from tile_kernels.moe import fused_expand_reduce, token_to_expert_map, topk_gating, weight_normalize
 from tile_kernels.quant import fused_swiglu_quant_fp8, per_block_cast_fp8, per_channel_cast_fp8, per_token_cast_fp8

@@ -14,7 +14,8 @@ PACKAGE = Path(__file__).parent.parent / 'tile_kernels'
 #: What each part may import of this package; `*` marks everything.
 ALLOWED = {
     'core': {'core', 'interpreter'},  # launch reaches the interpreter when it runs a kernel on a CPU
-    'torch': {'core', 'torch', 'moe', 'engram'},
+    'reference': {'core', 'reference', 'moe', 'engram'},
+    'compat': {'reference'},
     'interpreter': {'interpreter', 'core'},
     'engram': {'core', 'engram'},
     'gemm': {'core', 'gemm'},
@@ -22,7 +23,7 @@ ALLOWED = {
     'modeling': {'core', 'distributed', 'engram', 'gemm', 'mhc', 'modeling', 'moe', 'quant'},
     'rand': {'core', 'rand'},
     'transform': {'core', 'transform'},
-    'mhc': {'core', 'mhc', 'torch'},  # the twin of an op with a parameter for each layer calls the one with lists
+    'mhc': {'core', 'mhc', 'reference'},  # the twin of an op with a parameter for each layer calls the one with lists
     'moe': {'core', 'modeling', 'moe', 'quant'},  # routing builds on casts; the layer is offered here as well
     'quant': {'core', 'quant'},
     'transpose': {'core', 'transpose'},
@@ -40,7 +41,7 @@ def test_importing_registers_operators_and_loads_no_tilelang_no_cuda_and_no_twin
     out = run(
         "import sys, torch, tile_kernels; print(hasattr(torch.ops.tile_kernels, 'quant_per_token_cast'), "
         'torch.cuda.is_initialized(), '
-        "*(name in sys.modules for name in ('tilelang', 'tvm_ffi', 'rich', 'tile_kernels.torch')))"
+        "*(name in sys.modules for name in ('tilelang', 'tvm_ffi', 'rich', 'tile_kernels.reference')))"
     )
     assert out.split() == ['True'] + ['False'] * 5
 
@@ -55,10 +56,10 @@ def test_importing_costs_little_more_than_torch():
 
 #: Packages a user imports from, and the modules `dir()` shows besides their names.
 SHOWN_MODULES = {
-    'tile_kernels': {'config', 'distributed', 'interpreter', 'modeling', 'testing', 'torch', 'utils'},
+    'tile_kernels': {'config', 'distributed', 'interpreter', 'modeling', 'reference', 'testing', 'torch', 'utils'},
     'tile_kernels.modeling': {'engram', 'mhc', 'moe'},
 }
-PUBLIC = ['tile_kernels', *(f'tile_kernels.{part}' for part in (*ALLOWED, 'testing') if part != 'core')]
+PUBLIC = ['tile_kernels', *(f'tile_kernels.{part}' for part in (*ALLOWED, 'testing') if part not in ('core', 'compat'))]
 
 
 @pytest.mark.parametrize('name', PUBLIC)

@@ -7,8 +7,8 @@ import torch
 
 import tile_kernels
 from tile_kernels import knobs
-from tile_kernels.core import compiler
-from tile_kernels.core.device import ARCHS, arch_number
+from tile_kernels.core import nvcc
+from tile_kernels.core.gpus import ARCHS, arch_number
 from tile_kernels.core.jit import kernels
 from tile_kernels.core.launch import meant_for
 from tile_kernels.core.op import ops
@@ -120,7 +120,7 @@ def test_lowers_for_other_architectures(launch, arch):
 def test_compiles_for_hopper_without_spills(launch):
     source, dynamic_shared = launch.kernel._lower(launch.static, launch.config, 'sm_90a')
     check_order(launch, source)
-    used = compiler.resources(source, 'sm_90a')
+    used = nvcc.resources(source, 'sm_90a')
     assert dynamic_shared + used['static_shared'] <= SHARED_BYTES
     assert used['spill_stores'] == used['spill_loads'] == 0, used
     assert 0 < used['registers'] <= 255

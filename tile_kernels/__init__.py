@@ -18,16 +18,19 @@ from tile_kernels.precompile import precompile
 from tile_kernels import engram, gemm, mhc, moe, quant, rand, transform, transpose  # registers every operator
 
 if TYPE_CHECKING:
-    from tile_kernels import config, distributed, interpreter, modeling, testing, torch, utils
+    from tile_kernels import config, distributed, interpreter, modeling, reference, testing, torch, utils
     from tile_kernels.cli.explain import explain
 
 __version__ = '0.1.0'
+
+#: Module paths of TileKernels that this package has no file for, `tile_kernels.torch` among them.
+__path__.append(f'{__path__[0]}/compat')
 
 #: Subpackages that hold ops.
 FAMILIES = ('engram', 'gemm', 'mhc', 'moe', 'quant', 'rand', 'transform', 'transpose')
 
 #: Loaded when first used, and left out of `import *`, which must not load them nor replace PyTorch's own `torch`.
-_LAZY = ('config', 'distributed', 'modeling', 'utils', 'torch', 'testing', 'interpreter')
+_LAZY = ('config', 'distributed', 'modeling', 'utils', 'reference', 'torch', 'testing', 'interpreter')
 
 _CONFIG = (
     'get_device_num_sms',

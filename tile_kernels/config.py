@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from tile_kernels.core import check
-from tile_kernels.core.device import num_sms_of
 from tile_kernels.core.errors import UnsupportedError
 from tile_kernels.core.formats import AMAX_FLOOR, AMAX_FLOOR_E4M3_SF, ELEMENTS
+from tile_kernels.core.gpus import num_sms_of
 from tile_kernels.core.knobs import KNOBS, knobs
 
 #: Settings that are accepted for TileKernels' users and change nothing here.

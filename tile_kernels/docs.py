@@ -22,8 +22,8 @@ from tile_kernels.cli.catalog import headline
 from tile_kernels.cli.explain import config_words, explain_case
 from tile_kernels.cli.selection import all_cases, load_ops
 from tile_kernels.core.cases import Case, case_id
-from tile_kernels.core.device import DEVICES
 from tile_kernels.core.errors import ArgumentError
+from tile_kernels.core.gpus import DEVICES
 from tile_kernels.core.knobs import KNOBS
 from tile_kernels.core.op import Op
 from tile_kernels.docs_api import (

@@ -23,12 +23,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from tile_kernels.core.compiler import require_tilelang
-from tile_kernels.core.device import check_arch
 from tile_kernels.core.errors import ArgumentError, CompileError, TileKernelsError
+from tile_kernels.core.gpus import check_arch
 from tile_kernels.core.jit import Kernel, cache_dir, kernels
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.launch import meant_for
+from tile_kernels.core.nvcc import require_tilelang
 
 if TYPE_CHECKING:
     from tile_kernels.core.op import Op

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tile_kernels import ArgumentError, CompileError, UnsupportedError, compile_count, knobs
-from tile_kernels.core import compiler, jit, launch
+from tile_kernels.core import jit, launch, nvcc
 from tile_kernels.core.errors import LaunchError
 from tile_kernels.moe.expand_and_per_token_cast import expand_and_per_token_cast_kernel
 from tile_kernels.transpose.batched_transpose import batched_transpose_kernel
@@ -143,18 +143,18 @@ def test_too_old_an_architecture_is_a_sentence(sample, tmp_path):
     ],
 )
 def test_compiler_messages_become_sentences(message, sentence):
-    assert sentence in compiler.explain(message)
+    assert sentence in nvcc.explain(message)
 
 
 @pytest.mark.parametrize('version', ['0.1.14', '0.2.0'])
 def test_untested_tilelang_is_refused_in_words(monkeypatch, version):
-    monkeypatch.setattr(compiler, 'tilelang_version', lambda: version)
-    compiler.require_tilelang.cache_clear()
+    monkeypatch.setattr(nvcc, 'tilelang_version', lambda: version)
+    nvcc.require_tilelang.cache_clear()
     try:
         with pytest.raises(UnsupportedError, match=re.escape(f'tilelang {version} is outside the tested range')):
-            compiler.require_tilelang()
+            nvcc.require_tilelang()
     finally:
-        compiler.require_tilelang.cache_clear()
+        nvcc.require_tilelang.cache_clear()
 
 
 def test_other_devices_are_refused_in_words(sample):

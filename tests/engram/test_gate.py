@@ -5,13 +5,13 @@ import importlib
 import pytest
 import torch
 
-import tile_kernels.torch.engram as twins
+import tile_kernels.reference.engram as twins
 from tile_kernels import ArgumentError, knobs
 from tile_kernels.core.launch import forced_config
 from tile_kernels.engram import engram_gate_bwd, engram_gate_fwd, fused_weight, grad_w_reduce
-from tile_kernels.engram.gate_bwd_device import gate_bwd_kernel
+from tile_kernels.engram.gate_bwd_kernels import gate_bwd_kernel
+from tile_kernels.reference.engram import engram_gate_ref
 from tile_kernels.testing import assert_equal, calc_diff
-from tile_kernels.torch.engram import engram_gate_ref
 
 EPS, CLAMP = 1e-20, 1e-6
 
@@ -166,7 +166,7 @@ def test_a_block_goes_through_many_tokens(inputs, monkeypatch, num_partials, ahe
     saved = engram_gate_fwd(x, k, v, weight, EPS, CLAMP, image_token_mask=mask)[1:]
     given = (dy, x, k, v, weight, *saved, CLAMP, mask)
     expected = twins.gate_bwd_partial(*given)
-    for module in ('tile_kernels.engram.gate_bwd', 'tile_kernels.torch.engram.gate'):
+    for module in ('tile_kernels.engram.gate_bwd', 'tile_kernels.reference.engram.gate'):
         monkeypatch.setattr(importlib.import_module(module), 'num_partials_for', lambda *shape: num_partials)
     with forced_config(gate_bwd_kernel, vectors=2, resident_threads=512, ahead=ahead):
         *grads, partial = engram_gate_bwd(*given)

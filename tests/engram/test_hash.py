@@ -5,8 +5,8 @@ import torch
 
 from tile_kernels import ArgumentError, knobs
 from tile_kernels.engram import engram_hash
+from tile_kernels.reference.engram import make_offsets
 from tile_kernels.testing import assert_equal
-from tile_kernels.torch.engram import make_offsets
 
 
 def wrap(value):

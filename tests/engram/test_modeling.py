@@ -9,11 +9,11 @@ from torch.nn import functional
 from tile_kernels import ArgumentError, knobs, modeling
 from tile_kernels.engram import engram_gate_backward, engram_gate_forward, engram_hash, engram_weight_grad
 from tile_kernels.modeling.engram import EngramGateFn, engram_gate
+from tile_kernels.reference import engram_gate_backward as backward_ref
+from tile_kernels.reference import engram_gate_forward as forward_ref
+from tile_kernels.reference import engram_weight_grad as weight_grad_ref
+from tile_kernels.reference.engram import make_offsets
 from tile_kernels.testing import assert_equal, calc_diff
-from tile_kernels.torch import engram_gate_backward as backward_ref
-from tile_kernels.torch import engram_gate_forward as forward_ref
-from tile_kernels.torch import engram_weight_grad as weight_grad_ref
-from tile_kernels.torch.engram import make_offsets
 
 CLAMP, EPS = 1e-6, 1e-6
 DEVICES = ['cpu', pytest.param('cuda', marks=pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU'))]

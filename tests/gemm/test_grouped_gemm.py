@@ -9,7 +9,7 @@ import torch
 from tile_kernels import ArgumentError, knobs
 from tile_kernels.core.jit import kernels
 from tile_kernels.gemm import grouped_gemm, grouped_gemm_bwd, grouped_gemm_fp8
-from tile_kernels.torch import gemm as reference
+from tile_kernels.reference import gemm as reference
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 
@@ -83,7 +83,7 @@ def test_a_kernel_with_tensor_maps_loads_without_tilelang():
     config = dict(block_m=64, block_n=128, ring=3)
     path = kernels['grouped_gemm_kernel'].library((64, 64, 2, True, torch.bfloat16), config, 'sm_90a')
     code = (
-        'import sys; from pathlib import Path; from tile_kernels.core.compiler import load_function;'
+        'import sys; from pathlib import Path; from tile_kernels.core.nvcc import load_function;'
         f"load_function(Path({str(path)!r})); import tvm_ffi; print('tilelang' in sys.modules,"
         " tvm_ffi.get_global_func('__tvm_tensormap_create_tiled', allow_missing=True) is not None)"
     )

@@ -12,8 +12,8 @@ from tile_kernels.quant.per_channel_cast import per_channel_cast, per_channel_re
 from tile_kernels.quant.per_channel_cast_and_transpose import per_channel_cast_and_transpose
 from tile_kernels.quant.per_token_cast import per_token_cast
 from tile_kernels.quant.per_token_recast import per_token_recast
+from tile_kernels.reference import quant as twin
 from tile_kernels.testing import assert_equal
-from tile_kernels.torch import quant as twin
 
 if not torch.cuda.is_available():
     pytest.skip('needs a CUDA device', allow_module_level=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-import tile_kernels.torch.moe as twins
+import tile_kernels.reference.moe as twins
 from tile_kernels.core.formats import QuantFormat
 from tile_kernels.moe import expand_and_per_token_cast, token_to_expert_map, topk_gating
 from tile_kernels.testing import assert_equal

@@ -5,8 +5,8 @@ import torch
 
 from tile_kernels.quant.swiglu_backward import swiglu_backward
 from tile_kernels.quant.swiglu_forward import swiglu_forward
+from tile_kernels.reference import quant as twin
 from tile_kernels.testing import assert_equal
-from tile_kernels.torch import quant as twin
 
 if not torch.cuda.is_available():
     pytest.skip('needs a CUDA device', allow_module_level=True)

@@ -273,7 +273,7 @@ def test_workspace_read_before_it_is_written():
 
 
 def test_a_loop_that_cannot_end_is_reported(monkeypatch):
-    from tile_kernels.interpreter import program
+    from tile_kernels.interpreter.engine import program
 
     @T.prim_func
     def spin(flag: T.Tensor((1,), 'int32')):

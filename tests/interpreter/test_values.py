@@ -5,8 +5,8 @@ import pytest
 import tilelang.language as T
 import torch
 
-from tile_kernels.interpreter.dtypes import caster, constant, decoder, dtype_of, encoder, rounder
-from tile_kernels.interpreter.math_ops import reinterpret
+from tile_kernels.interpreter.meaning.math_ops import reinterpret
+from tile_kernels.interpreter.memory.dtypes import caster, constant, decoder, dtype_of, encoder, rounder
 
 from .kernels import elementwise
 

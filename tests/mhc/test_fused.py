@@ -10,13 +10,13 @@ from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.launch import forced_config, meant_for
 from tile_kernels.core.op import ops
-from tile_kernels.mhc import _cluster, pre_device
+from tile_kernels.mhc import _cluster, pre_kernels
 from tile_kernels.mhc.apply_mix import apply_mix_bwd
 from tile_kernels.mhc.big_fuse import big_fuse
 from tile_kernels.mhc.norm_fn import norm_fn_bwd
 from tile_kernels.mhc.post import post_bwd
 from tile_kernels.mhc.post_pre import pre_bwd
-from tile_kernels.mhc.pre_device import goes_in_one_pass, pre_streams_kernel
+from tile_kernels.mhc.pre_kernels import goes_in_one_pass, pre_streams_kernel
 from tile_kernels.mhc.recompute import mhc_multilayer_recompute
 from tile_kernels.mhc.reduce_parts import reduce_parts_bwd_kernel, reduce_parts_kernel
 from tile_kernels.mhc.sinkhorn import sinkhorn_bwd
@@ -160,7 +160,7 @@ def test_clusters_that_take_more_tiles_than_they_have_room_for(stages):
 def test_chains_of_tokens_that_are_too_many_to_be_kept(monkeypatch, shape, tile, kept):
     inputs = [x.cpu() for x in pre_inputs(*shape)]  # or the cache of libraries would have one that keeps less
     expected = mhc.pre(*inputs)
-    monkeypatch.setattr(pre_device, 'KEPT', kept)
+    monkeypatch.setattr(pre_kernels, 'KEPT', kept)
     with forced_config(pre_streams_kernel, tile=tile, stages=5):  # which nobody has built before
         assert_all_equal(mhc.pre(*inputs), expected)
 
@@ -178,7 +178,7 @@ def test_a_gpu_without_large_clusters_takes_two_passes():
 @pytest.mark.parametrize(('num_sms', 'hidden', 'one_pass'), [(132, 4096, True), (78, 4096, False), (78, 2048, True)])
 def test_a_part_of_a_gpu_takes_clusters_it_can_place(monkeypatch, num_sms, hidden, one_pass):
     monkeypatch.setattr(_cluster, 'arch_of', lambda device: 'sm_90a')
-    monkeypatch.setattr(pre_device, 'num_sms_of', lambda device: num_sms)
+    monkeypatch.setattr(pre_kernels, 'num_sms_of', lambda device: num_sms)
     residual = SimpleNamespace(shape=(5, 4, hidden), is_cuda=True, get_device=lambda: 0)
     assert goes_in_one_pass(residual, torch.empty(24, 4 * hidden)) == one_pass
 
@@ -299,7 +299,7 @@ def test_mixes_in_memory_of_the_caller():
 def test_a_projection_from_outside_continues_in_big_fuse():
     n, hidden, num_tokens = 4, 192, 33  # 1 / (n hidden) is not a float
     residual, fn, scale, base = pre_inputs(num_tokens, hidden, n)
-    from tile_kernels.torch import mhc_pre_norm_fn_partials_ref
+    from tile_kernels.reference import mhc_pre_norm_fn_partials_ref
 
     mul, square = (t.contiguous() for t in mhc_pre_norm_fn_partials_ref(residual, fn, 4))
     post_mix, comb = torch.empty(num_tokens, n, device=DEVICE), torch.empty(num_tokens, n * n, device=DEVICE)

@@ -10,8 +10,8 @@ from tile_kernels.core.errors import ArgumentError
 from tile_kernels.mhc import mhc_pre_apply_mix_fwd
 from tile_kernels.modeling import MHCPipeline
 from tile_kernels.modeling.mhc import expand_from_embedding, mhc_head, mhc_post_pre, mhc_pre, ops
+from tile_kernels.reference.mhc import expand_to_mhc_ref, mhc_post_ref, mhc_pre_norm_fn_ref, sinkhorn_normalize_ref
 from tile_kernels.testing.numeric import assert_equal
-from tile_kernels.torch.mhc import expand_to_mhc_ref, mhc_post_ref, mhc_pre_norm_fn_ref, sinkhorn_normalize_ref
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 BF16 = torch.bfloat16

@@ -7,7 +7,7 @@ from tile_kernels import knobs, mhc
 from tile_kernels.core.launch import forced_config
 from tile_kernels.core.op import ops
 from tile_kernels.mhc import _slices
-from tile_kernels.mhc.pre_device import pre_streams_kernel
+from tile_kernels.mhc.pre_kernels import pre_streams_kernel
 from tile_kernels.testing import contract
 
 CASES = {case.op.name: case for case in contract.contract_cases('smoke') if case.op.name.startswith('mhc.')}

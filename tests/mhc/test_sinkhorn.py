@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-import tile_kernels.torch as reference
+import tile_kernels.reference as reference
 from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.knobs import knobs
 from tile_kernels.mhc import expand, mhc_mix_split, sinkhorn_normalize
 from tile_kernels.mhc.sinkhorn import sinkhorn_bwd
+from tile_kernels.reference.mhc import sinkhorn as twin
 from tile_kernels.testing.poison import poisoned
-from tile_kernels.torch.mhc import sinkhorn as twin
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 

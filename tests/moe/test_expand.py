@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
-import tile_kernels.torch.moe.moving as twins
+import tile_kernels.reference.moe.moving as twins
 from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.formats import QuantFormat
 from tile_kernels.core.knobs import knobs
@@ -17,9 +17,9 @@ from tile_kernels.moe.expand_and_per_token_cast import FORMATS, expand_and_per_t
 from tile_kernels.moe.expand_with_sf import expand_to_fused_with_sf
 from tile_kernels.moe.reduce import reduce_fused
 from tile_kernels.moe.routing import fused_expand_reduce, token_to_expert_map
+from tile_kernels.reference.quant import per_token_cast
 from tile_kernels.testing.numeric import assert_equal, assert_within_twice
 from tile_kernels.testing.poison import poisoned
-from tile_kernels.torch.quant import per_token_cast
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 from torch.utils import _pytree
 
-import tile_kernels.torch.moe.moving as twins
+import tile_kernels.reference.moe.moving as twins
 from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.launch import forced_config

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import tile_kernels.torch.moe.moving as twins
+import tile_kernels.reference.moe.moving as twins
 from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.launch import forced_config
 from tile_kernels.moe._samples import random_places
 from tile_kernels.moe.reduce import reduce_fused
-from tile_kernels.moe.reduce_device import reduce_rows_kernel
+from tile_kernels.moe.reduce_kernels import reduce_rows_kernel
 from tile_kernels.testing.numeric import assert_equal, assert_within_twice
 from tile_kernels.testing.poison import poisoned
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-import tile_kernels.torch as reference
+import tile_kernels.reference as reference
 from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.knobs import knobs
 from tile_kernels.moe import (
@@ -20,8 +20,8 @@ from tile_kernels.moe import (
 )
 from tile_kernels.moe.route_topk import route_topk_kernel
 from tile_kernels.moe.scoring import SCORINGS
-from tile_kernels.torch.moe.gates import _best_groups, _stable_topk_of
-from tile_kernels.torch.moe.gates import _score as score
+from tile_kernels.reference.moe.gates import _best_groups, _stable_topk_of
+from tile_kernels.reference.moe.gates import _score as score
 
 NAN, INF = float('nan'), float('inf')
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-import tile_kernels.torch as reference
+import tile_kernels.reference as reference
 from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.knobs import knobs
 from tile_kernels.moe import MoETopKRouting, gate_logits, moe_topk_routing

@@ -12,8 +12,8 @@ from tile_kernels.moe._macros import LOG1P_OVER_T, LOG2_E, estimate_error
 from tile_kernels.moe.scoring import SCORINGS
 from tile_kernels.moe.topk_gating import topk_gating_kernel
 from tile_kernels.moe.topk_gating_bwd import topk_gating_bwd_kernel
-from tile_kernels.torch import moe as twins
-from tile_kernels.torch.moe import gates
+from tile_kernels.reference import moe as twins
+from tile_kernels.reference.moe import gates
 
 NAN, INF = float('nan'), float('inf')
 CLOSE = dict(rtol=2e-6, atol=1e-7)

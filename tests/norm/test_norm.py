@@ -6,10 +6,10 @@ import torch
 from tile_kernels import ArgumentError, QuantFormat, knobs, quant
 from tile_kernels.core.launch import forced_config
 from tile_kernels.quant.norm_backward import norm_backward
-from tile_kernels.quant.norm_backward_device import norm_backward_kernel
+from tile_kernels.quant.norm_backward_kernels import norm_backward_kernel
 from tile_kernels.quant.norm_forward import add_norm_forward, norm_forward, norm_forward_
 from tile_kernels.quant.norm_forward_and_per_token_cast import norm_forward_and_per_token_cast
-from tile_kernels.quant.norm_forward_device import norm_forward_kernel
+from tile_kernels.quant.norm_forward_kernels import norm_forward_kernel
 from tile_kernels.quant.per_token_cast import per_token_cast
 from tile_kernels.testing.numeric import assert_equal
 

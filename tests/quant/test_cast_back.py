@@ -9,9 +9,9 @@ from tile_kernels.quant import front_blocks as front
 from tile_kernels.quant.dequantise import dequantise
 from tile_kernels.quant.per_token_cast import per_token_cast, per_token_cast_with_precomputed_sf
 from tile_kernels.quant.per_token_cast_and_cast_back import per_token_cast_and_cast_back
+from tile_kernels.reference import quant as twin
+from tile_kernels.reference.quant import blocks, tokens
 from tile_kernels.testing.numeric import assert_equal
-from tile_kernels.torch import quant as twin
-from tile_kernels.torch.quant import blocks, tokens
 
 NAN, INF = float('nan'), float('inf')
 

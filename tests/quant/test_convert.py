@@ -8,9 +8,9 @@ from tile_kernels.core.launch import forced_config
 from tile_kernels.quant import front_blocks as front
 from tile_kernels.quant.convert import STOCHASTIC, convert, unpack_from_e2m1fn_x2
 from tile_kernels.quant.transpose_weight_sf import transpose_weight_sf
+from tile_kernels.reference import quant as twin
+from tile_kernels.reference.quant.stochastic import random_words
 from tile_kernels.testing.numeric import assert_equal
-from tile_kernels.torch import quant as twin
-from tile_kernels.torch.quant.stochastic import random_words
 
 NAN, INF = float('nan'), float('inf')
 E4M3, E5M2, BF16, F32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32

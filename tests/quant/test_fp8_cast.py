@@ -6,8 +6,8 @@ import torch
 import tile_kernels
 from tile_kernels import ArgumentError, knobs
 from tile_kernels.quant import per_token_cast_fp8
+from tile_kernels.reference import per_token_cast_fp8 as per_token_cast_fp8_ref
 from tile_kernels.testing.numeric import assert_equal, check_bias
-from tile_kernels.torch import per_token_cast_fp8 as per_token_cast_fp8_ref
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16, torch.float32])

@@ -6,8 +6,8 @@ import torch
 from tile_kernels import ArgumentError, QuantFormat, QuantTensor, knobs
 from tile_kernels.quant import front_blocks as front
 from tile_kernels.quant.per_block_cast_lossless import _make, per_block_cast_lossless
-from tile_kernels.torch import quant as twin
-from tile_kernels.torch.quant import blocks
+from tile_kernels.reference import quant as twin
+from tile_kernels.reference.quant import blocks
 
 SOURCES = ['e2m1_1x32_f32p2', 'e2m1_1x32_ue8m0x4_col', 'e2m1_32x32_ue8m0x4', 'e2m1_1x16_f32_col']
 TARGETS = ['e4m3_1x128_f32p2', 'e4m3_32x32_ue8m0x4_col', 'e4m3_128x128_f32_col', 'e4m3_32x64_ue8m0x4']

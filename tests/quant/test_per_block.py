@@ -12,8 +12,8 @@ from tile_kernels.quant.per_block_cast import (
     per_block_cast_with_precomputed_sf,
     per_block_cast_with_sf_only,
 )
+from tile_kernels.reference import quant as twin
 from tile_kernels.testing.numeric import assert_equal
-from tile_kernels.torch import quant as twin
 
 NAN, INF = float('nan'), float('inf')
 

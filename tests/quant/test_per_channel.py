@@ -2,15 +2,15 @@
 
 import pytest
 import torch
+from tile_kernels.torch.per_channel_cast_fused import per_channel_cast_fused
 
 from tile_kernels import ArgumentError, QuantFormat, QuantTensor, knobs
 from tile_kernels.core.launch import forced_config
 from tile_kernels.quant import front_blocks as front
 from tile_kernels.quant.per_channel_cast import per_channel_cast, per_channel_recast
 from tile_kernels.quant.per_channel_cast_and_transpose import per_channel_cast_and_transpose
+from tile_kernels.reference import quant as twin
 from tile_kernels.testing.numeric import assert_equal
-from tile_kernels.torch import quant as twin
-from tile_kernels.torch.per_channel_cast_fused import per_channel_cast_fused
 
 NAN, INF = float('nan'), float('inf')
 

@@ -16,8 +16,8 @@ from tile_kernels.quant.per_token_cast import (
     per_token_cast_with_sf_only,
 )
 from tile_kernels.quant.per_token_recast import per_token_recast, per_token_recast_with_precomputed_sf
+from tile_kernels.reference import quant as twin
 from tile_kernels.testing.numeric import assert_equal, check_bias
-from tile_kernels.torch import quant as twin
 
 NAN, INF = float('nan'), float('inf')
 

@@ -12,8 +12,8 @@ from tile_kernels.quant.per_block_cast import per_block_cast
 from tile_kernels.quant.per_channel_cast import per_channel_cast
 from tile_kernels.quant.per_channel_cast_and_transpose import per_channel_cast_and_transpose
 from tile_kernels.quant.per_token_cast import per_token_cast
+from tile_kernels.reference import quant as twin
 from tile_kernels.testing.numeric import assert_equal
-from tile_kernels.torch import quant as twin
 
 CASTS = [
     (per_token_cast, 'e4m3_1x128_{}'),

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tile_kernels import ArgumentError, config, quant
-from tile_kernels import torch as reference
+from tile_kernels import ArgumentError, config, quant, reference
 from tile_kernels.testing.numeric import assert_equal
 
 

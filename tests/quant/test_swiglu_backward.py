@@ -8,11 +8,11 @@ from tile_kernels.core.launch import forced_config
 from tile_kernels.quant._swiglu_samples import random_halves, random_map, random_rows
 from tile_kernels.quant.swiglu_backward import swiglu_backward
 from tile_kernels.quant.swiglu_backward_and_per_token_cast import swiglu_backward_and_per_token_cast
-from tile_kernels.quant.swiglu_backward_device import swiglu_backward_kernel
+from tile_kernels.quant.swiglu_backward_kernels import swiglu_backward_kernel
 from tile_kernels.quant.swiglu_forward import swiglu_forward
+from tile_kernels.reference import quant as twin
+from tile_kernels.reference.quant.swiglu import _fused_multiply_add
 from tile_kernels.testing.numeric import assert_equal
-from tile_kernels.torch import quant as twin
-from tile_kernels.torch.quant.swiglu import _fused_multiply_add
 
 
 def assert_gradients(actual: tuple, expected: tuple, sums: int) -> None:

@@ -11,13 +11,13 @@ from tile_kernels.quant.swiglu_forward_and_per_channel_cast_and_transpose import
     swiglu_forward_and_per_channel_cast_and_transpose,
 )
 from tile_kernels.quant.swiglu_forward_and_per_token_cast import swiglu_forward_and_per_token_cast
-from tile_kernels.quant.swiglu_forward_device import swiglu_forward_kernel
-from tile_kernels.quant.swiglu_per_channel_device import (
+from tile_kernels.quant.swiglu_forward_kernels import swiglu_forward_kernel
+from tile_kernels.quant.swiglu_per_channel_kernels import (
     swiglu_forward_and_per_channel_cast_kernel,
     swiglu_forward_and_transposed_cast_kernel,
 )
+from tile_kernels.reference import quant as twin
 from tile_kernels.testing.numeric import assert_equal
-from tile_kernels.torch import quant as twin
 
 NAN, INF = float('nan'), float('inf')
 FMT = QuantFormat.parse('e4m3_1x128_f32')

@@ -6,9 +6,9 @@ import torch
 from tile_kernels import ArgumentError, QuantFormat, config, knobs
 from tile_kernels.quant import front_swiglu as front
 from tile_kernels.quant._swiglu_samples import random_halves, random_map
+from tile_kernels.reference import quant as twin
+from tile_kernels.reference.quant.swiglu import swiglu_backward_reference, swiglu_forward_reference
 from tile_kernels.testing.numeric import assert_equal
-from tile_kernels.torch import quant as twin
-from tile_kernels.torch.quant.swiglu import swiglu_backward_reference, swiglu_forward_reference
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ import torch
 
 from tile_kernels import ArgumentError, knobs, rand
 from tile_kernels.rand.normal import normal_
+from tile_kernels.reference.rand import _log, _philox
 from tile_kernels.testing.numeric import assert_equal
-from tile_kernels.torch.rand import _log, _philox
 
 
 def drawn(count, seed=1, offset=0, interpret=False, dtype=torch.float32):

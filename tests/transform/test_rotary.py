@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from tile_kernels import ArgumentError, knobs
+from tile_kernels.reference.transform import rotary_embedding_ref
 from tile_kernels.testing.numeric import assert_equal, calc_diff
-from tile_kernels.torch.transform import rotary_embedding_ref
 from tile_kernels.transform import apply_rotary, rotary_embedding
 from tile_kernels.transform.rotary import apply_rotary_
-from tile_kernels.transform.rotary_device import rotary_kernel
+from tile_kernels.transform.rotary_kernels import rotary_kernel
 
 
 @pytest.fixture(autouse=True)

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from tile_kernels.core import compiler
+from tile_kernels.core import nvcc
 from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.launch import forced_config
+from tile_kernels.reference.transpose import transpose as transpose_twin
 from tile_kernels.testing.numeric import assert_equal
-from tile_kernels.torch.transpose import transpose as transpose_twin
 from tile_kernels.transpose import batched_transpose, transpose
 from tile_kernels.transpose.batched_transpose import BITS, batched_transpose_kernel
 
@@ -206,7 +206,7 @@ def test_compiled_gradients_equal_eager_ones():
 @pytest.mark.parametrize('dtype', [torch.uint8, torch.bfloat16, torch.float32, torch.int64], ids=str)
 def test_both_sides_of_memory_see_sixteen_bytes(dtype, aligned):
     """In PTX: the compiler may split what is one vector in the source."""
-    text = compiler.ptx(batched_transpose_kernel.source((dtype, 16, aligned), size=1 << 30), 'sm_90a')
+    text = nvcc.ptx(batched_transpose_kernel.source((dtype, 16, aligned), size=1 << 30), 'sm_90a')
     loads, stores = set(re.findall(r'ld\.global\S*', text)), set(re.findall(r'st\.global\S*', text))
     wide = {'ld.global.nc.v4.u32', 'ld.global.nc.v2.u64', 'st.global.v4.u32', 'st.global.v2.u64'}
     assert loads and loads <= wide

@@ -21,9 +21,9 @@ import torch
 
 from tile_kernels.cli import console
 from tile_kernels.cli.selection import load_ops
-from tile_kernels.core import compiler
-from tile_kernels.core.device import MIN_ARCH
+from tile_kernels.core import nvcc
 from tile_kernels.core.errors import TileKernelsError
+from tile_kernels.core.gpus import MIN_ARCH
 from tile_kernels.core.jit import cache_dir
 from tile_kernels.core.knobs import KNOBS, Knobs, knobs
 
@@ -137,7 +137,7 @@ def tilelang_missing(facts: Facts) -> Diagnosis | None:
 
 def tilelang_untested(facts: Facts) -> Diagnosis | None:
     """TileLang is outside the tested range."""
-    if facts.tilelang is None or compiler.TILELANG_MIN <= _numbers(facts.tilelang) < compiler.TILELANG_END:
+    if facts.tilelang is None or nvcc.TILELANG_MIN <= _numbers(facts.tilelang) < nvcc.TILELANG_END:
         return None
     return Diagnosis('error', f'tilelang {facts.tilelang} is outside the tested range >=0.1.15,<0.2', _INSTALL_TILELANG)
 
@@ -185,7 +185,7 @@ def toolkit_too_old(facts: Facts) -> Diagnosis | None:
     """An nvcc that does not know what the kernels or the GPU need."""
     if facts.toolkit is None:
         return None
-    needs = [(compiler.CUDA_MIN, 'the kernels')]
+    needs = [(nvcc.CUDA_MIN, 'the kernels')]
     needs += [(TOOLKIT_FOR_ARCH[gpu.capability], gpu.arch) for gpu in facts.gpus if gpu.capability in TOOLKIT_FOR_ARCH]
     need, who = max(needs)
     if facts.toolkit >= need:
@@ -242,7 +242,7 @@ def probe_failed(facts: Facts) -> Diagnosis | None:
     """An op that was tried on the GPU failed: shared memory, resources, compiler or result."""
     if facts.probe_error is None:
         return None
-    cause = f'a kernel tried on the GPU failed: {compiler.explain(facts.probe_error)}'
+    cause = f'a kernel tried on the GPU failed: {nvcc.explain(facts.probe_error)}'
     return Diagnosis('error', cause, 'solve what stands above first; if nothing does, report it with this output')
 
 
@@ -277,7 +277,7 @@ def gather() -> Facts:
     toolkit, path = _toolkit() if version is not None and tilelang_error is None else (None, None)
     driver, driver_cuda = _driver()
     gpus = _gpus()
-    healthy = toolkit is not None and toolkit >= compiler.CUDA_MIN
+    healthy = toolkit is not None and toolkit >= nvcc.CUDA_MIN
     return Facts(
         python=sys.version_info[:2],
         torch=torch.__version__,
@@ -286,7 +286,7 @@ def gather() -> Facts:
         tilelang_error=tilelang_error,
         toolkit=toolkit,
         toolkit_path=path,
-        fp8_error=_error_of(lambda: compiler.ptx(_FP8_PROBE, 'sm_90a')) if toolkit is not None else None,
+        fp8_error=_error_of(lambda: nvcc.ptx(_FP8_PROBE, 'sm_90a')) if toolkit is not None else None,
         driver=driver,
         driver_cuda=driver_cuda,
         gpus=gpus,
@@ -308,7 +308,7 @@ def _tilelang() -> tuple[str | None, str | None]:
 
 def _toolkit() -> tuple[tuple[int, int] | None, str | None]:
     try:
-        return compiler.nvcc_version(), str(compiler.nvcc())
+        return nvcc.nvcc_version(), str(nvcc.nvcc())
     except TileKernelsError:
         return None, None
 

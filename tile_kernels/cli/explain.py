@@ -11,8 +11,8 @@ from tile_kernels.cli import console
 from tile_kernels.cli.selection import case_by_id, find_op, launches_of, typical_case, words_to_case
 from tile_kernels.core.cases import Case, case_id
 from tile_kernels.core.cost import Cost
-from tile_kernels.core.device import DEVICES, DeviceSpec
 from tile_kernels.core.errors import ArgumentError
+from tile_kernels.core.gpus import DEVICES, DeviceSpec
 from tile_kernels.core.launch import Launch
 from tile_kernels.core.op import Op
 

@@ -10,8 +10,8 @@ from rich.syntax import Syntax
 from tile_kernels.cli import console
 from tile_kernels.cli.explain import add_case_arguments, config_words, selected_case
 from tile_kernels.cli.selection import launches_of
-from tile_kernels.core import compiler
-from tile_kernels.core.device import check_arch
+from tile_kernels.core import nvcc
+from tile_kernels.core.gpus import check_arch
 from tile_kernels.core.launch import Launch, meant_for
 
 PARTS = ('tilelang', 'cuda', 'ptx', 'resources')
@@ -56,7 +56,7 @@ def _cuda(launch: Launch, arch: str) -> str:
 
 
 def _ptx(launch: Launch, arch: str) -> str:
-    return compiler.ptx(_cuda(launch, arch), arch)
+    return nvcc.ptx(_cuda(launch, arch), arch)
 
 
 def _resources(launch: Launch, arch: str) -> str:

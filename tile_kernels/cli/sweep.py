@@ -17,8 +17,8 @@ import torch
 from tile_kernels.cli import console
 from tile_kernels.cli.explain import config_words
 from tile_kernels.core.cases import Case, case_id
-from tile_kernels.core.device import arch_of
 from tile_kernels.core.errors import ArgumentError, TileKernelsError, UnsupportedError
+from tile_kernels.core.gpus import arch_of
 from tile_kernels.core.jit import Config, Kernel
 from tile_kernels.core.launch import Launch, forced_config
 from tile_kernels.core.op import Op

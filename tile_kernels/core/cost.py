@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tile_kernels.core.device import DEVICES, DeviceSpec
+from tile_kernels.core.gpus import DEVICES, DeviceSpec
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from tile_kernels.core import compiler
-from tile_kernels.core.device import MIN_ARCH, arch_number
+from tile_kernels.core import nvcc
 from tile_kernels.core.errors import ArgumentError, CompileError, TileKernelsError, UnsupportedError
+from tile_kernels.core.gpus import MIN_ARCH, arch_number
 from tile_kernels.core.knobs import default_cache_dir, knobs
 
 log = logging.getLogger('tile_kernels')
@@ -129,7 +129,7 @@ class Kernel:
         key = (static, tuple(sorted(config.items())))
         found = self._tir_cache.get(key)
         if found is None:
-            compiler.require_tilelang()
+            nvcc.require_tilelang()
             found = self._tir_cache[key] = self._in_words(static, config, lambda: self.builder(*static, **config))
         return found
 
@@ -144,11 +144,11 @@ class Kernel:
     def resources(self, static: tuple, size: int = 4096, arch: str = 'sm_90a', **config: Any) -> dict[str, int]:
         """Registers, spills, stack and shared memory: what ptxas reports and what the launch asks for."""
         source, dynamic_shared = self._lower(static, config or self.config(static, size), arch)
-        return compiler.resources(source, arch) | {'dynamic_shared': dynamic_shared}
+        return nvcc.resources(source, arch) | {'dynamic_shared': dynamic_shared}
 
     def _lower(self, static: tuple, config: Config, arch: str) -> tuple[str, int]:
         func = self.tir(*static, **config)
-        return self._in_words(static, config, lambda: compiler.lower(func, self.pass_configs, arch))
+        return self._in_words(static, config, lambda: nvcc.lower(func, self.pass_configs, arch))
 
     def library(self, static: tuple, config: Config, arch: str) -> Path:
         """Path of the compiled library, compiling it if it is not there."""
@@ -174,16 +174,16 @@ class Kernel:
 
     def load(self, static: tuple, config: Config, arch: str) -> Callable[..., None]:
         """The bound host function for an architecture."""
-        return compiler.load_function(self.library(static, config, arch))
+        return nvcc.load_function(self.library(static, config, arch))
 
     def _compile(self, func: Any, static: tuple, config: Config, arch: str, path: Path) -> None:
         global _compilations
         log.info('compiling %s%s for %s', self.name, _words(static, config), arch)
         if knobs.print_source:
-            log.warning('%s', compiler.lower(func, self.pass_configs, arch)[0])
+            log.warning('%s', nvcc.lower(func, self.pass_configs, arch)[0])
         folder = Path(tempfile.mkdtemp(prefix='tile_kernels-'))
         fresh = folder / path.name
-        compiler.compile_library(func, self.pass_configs, arch, fresh)
+        nvcc.compile_library(func, self.pass_configs, arch, fresh)
         with _compile_lock:
             _compilations += 1
         try:
@@ -204,7 +204,7 @@ class Kernel:
     def _digest(self, static: tuple, config: Config, arch: str) -> str:
         parts = [
             _sources(self.builder),
-            compiler.tilelang_version(),
+            nvcc.tilelang_version(),
             self.name,
             repr([_word(s) for s in static]),
             repr(sorted(config.items())),
@@ -220,7 +220,7 @@ class Kernel:
         except TileKernelsError:
             raise
         except Exception as error:
-            text = compiler.explain(str(error) or type(error).__name__)
+            text = nvcc.explain(str(error) or type(error).__name__)
             raise CompileError(f'{self.name}{_words(static, config)}: {text}') from error
 
     def __repr__(self) -> str:
@@ -250,7 +250,7 @@ def _source_folders(family: Path) -> list[Path]:
     """The folder of a family, and those its files import from: the core, and other families for their macros."""
     text = '\n'.join(path.read_text() for path in family.glob('*.py'))
     found = {family.name, *re.findall(r'^from tile_kernels\.(\w+)', text, re.M)}
-    return [family.parent / name for name in sorted(found - {'torch'})]  # twins are no part of a kernel
+    return [family.parent / name for name in sorted(found - {'reference'})]  # twins are no part of a kernel
 
 
 def _sources(builder: Callable) -> str:

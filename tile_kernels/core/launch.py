@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from tile_kernels.core.compiler import explain, interpreter_pass_configs
 from tile_kernels.core.cost import Cost, touched_bytes
-from tile_kernels.core.device import arch_of
 from tile_kernels.core.errors import LaunchError, UnsupportedError
+from tile_kernels.core.gpus import arch_of
 from tile_kernels.core.jit import Config, Kernel
 from tile_kernels.core.knobs import knobs
+from tile_kernels.core.nvcc import explain, interpreter_pass_configs
 
 #: Entries of a kernel's (static, size, device) table before it is emptied: sizes come and go, kernels stay.
 _MAX_BOUND = 4096

@@ -2,7 +2,7 @@
 
     schema and fake     the annotations, and the body run on fake tensors
     autograd            `backward=`: an op whose parameters and outputs name what it needs and gives
-    CPU execution       the checks of the body, then the twin in `tile_kernels.torch` (or the interpreter)
+    CPU execution       the checks of the body, then the twin in `tile_kernels.reference` (or the interpreter)
     cost, precompile    the body run dry: the launches it would make
 
 Eager calls run the body directly: the dispatcher costs more than many of these kernels. `torch.compile`, export and
@@ -72,7 +72,7 @@ def op(
         backward: the op that computes gradients. Its parameter `d<output>` is the gradient of that output, its other
             parameters are inputs, options or outputs of this op by name, its output `d<input>` the gradient of it.
         name: the op's name when it differs from the function's.
-        twin: reference implementation, or the name of one in `tile_kernels.torch.<family>` (default: that of the op).
+        twin: reference implementation, or the name of one in `tile_kernels.reference.<family>` (default: of the op).
         same_gradient: inputs whose gradient is that of another input, e.g. the summands of a sum.
     """
 
@@ -291,7 +291,7 @@ def {self.fn.__name__}({', '.join(head)}):
         """The reference: same signature, plain PyTorch; imported when it is first needed."""
         if not isinstance(self._twin, str):
             return self._twin
-        return getattr(importlib.import_module(f'tile_kernels.torch.{self.family}'), self._twin)
+        return getattr(importlib.import_module(f'tile_kernels.reference.{self.family}'), self._twin)
 
     # The operator ---------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from tile_kernels.engram._gate import (
     random_gate,
     split_packed,
 )
-from tile_kernels.engram.gate_bwd_device import gate_bwd_kernel
+from tile_kernels.engram.gate_bwd_kernels import gate_bwd_kernel
 from tile_kernels.engram.sum_partials import sum_of_partials
 
 # Ops ----------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from tile_kernels.core import check
-from tile_kernels.core.device import arch_number, arch_of, num_sms_of
+from tile_kernels.core.gpus import arch_number, arch_of, num_sms_of
 from tile_kernels.core.jit import Kernel
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.launch import launch, state

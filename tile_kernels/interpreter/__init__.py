@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .api import Branch, Report, interpret
-from .errors import (
+from tile_kernels.interpreter.api import Branch, Report, interpret
+from tile_kernels.interpreter.errors import (
     AssertionFailed,
     AsyncReadBeforeWait,
     BarrierDivergence,
@@ -17,7 +17,7 @@ from .errors import (
     UnsupportedConstruct,
     UnwrittenOutput,
 )
-from .extern import Pointer, extern
+from tile_kernels.interpreter.meaning.extern import Pointer, extern
 
 __all__ = [
     'AssertionFailed',
@@ -53,7 +53,7 @@ def interpreting(checks: str = 'memory') -> Any:
     Returns:
         A context manager.
     """
-    from .jit_hook import interpreting as context
+    from tile_kernels.interpreter.jit_hook import interpreting as context
 
     return context(checks)
 
@@ -67,6 +67,6 @@ def unknown_constructs(prim_func: Any) -> list[str]:
     Returns:
         One line per unknown construct; empty if the whole kernel is understood.
     """
-    from .dialect import unknown_constructs as scan
+    from tile_kernels.interpreter.engine.dialect import unknown_constructs as scan
 
     return scan(prim_func)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import Site
+from tile_kernels.interpreter.errors import Site
 
 CHECKS = ('none', 'memory', 'races', 'all')
 
@@ -67,7 +67,7 @@ def interpret(kernel: Any, *tensors: Any, checks: str = 'memory', pass_configs: 
     Raises:
         InterpreterError: The kernel does something wrong; the subclass says what.
     """
-    from .program import compiled
+    from tile_kernels.interpreter.engine.program import compiled
 
     if checks not in CHECKS:
         raise ValueError(f'interpret: checks must be one of {CHECKS}, got {checks!r}')
@@ -88,7 +88,7 @@ def interpret(kernel: Any, *tensors: Any, checks: str = 'memory', pass_configs: 
 
 def options_of(kernel: Any, pass_configs: dict[Any, Any] | None, checks: str) -> Any:
     """How to compile a kernel: the checks wanted and the compiler switches that change its meaning."""
-    from .compiler import Options
+    from tile_kernels.interpreter.engine.translate import Options
 
     prim_func = getattr(kernel, 'prim_func', kernel)
     switches = _switches(kernel, prim_func, pass_configs)

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from .api import Report, interpret, options_of
-from .program import compiled
+from tile_kernels.interpreter.api import Report, interpret, options_of
+from tile_kernels.interpreter.engine.program import compiled
 
 
 class InterpretedKernel:

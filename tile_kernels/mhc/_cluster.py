@@ -3,7 +3,7 @@
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from tile_kernels.core.device import arch_number, arch_of
+from tile_kernels.core.gpus import arch_number, arch_of
 from tile_kernels.core.lang import T
 from tile_kernels.core.launch import state
 

@@ -35,9 +35,9 @@ from tile_kernels.mhc._rows import (
     vector_width,
 )
 from tile_kernels.mhc.norm_fn import check_projection, project
-from tile_kernels.mhc.norm_fn_device import MANY_PARTS, SPREAD, padded, rstd_from, sum_parts
+from tile_kernels.mhc.norm_fn_kernels import MANY_PARTS, SPREAD, padded, rstd_from, sum_parts
 from tile_kernels.mhc.post import post_
-from tile_kernels.mhc.pre_device import goes_in_one_pass, pre_streams_kernel
+from tile_kernels.mhc.pre_kernels import goes_in_one_pass, pre_streams_kernel
 from tile_kernels.mhc.sinkhorn import lanes_for, scale_matrix
 from tile_kernels.mhc.split_mixes import affine, num_mixes, sigmoid
 

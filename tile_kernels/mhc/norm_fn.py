@@ -29,9 +29,9 @@ from tile_kernels.core.op import Mut, op
 from tile_kernels.mhc._cluster import has_clusters
 from tile_kernels.mhc._rows import STREAMS, check_streams, flat, lead_of, vector_width
 from tile_kernels.mhc._slices import Slices
-from tile_kernels.mhc.norm_fn_bwd_device import norm_fn_bwd_kernel, prepare_bwd_kernel, sum_dfn_kernel, sums_itself
-from tile_kernels.mhc.norm_fn_device import normalise_kernel, padded, project_kernel
-from tile_kernels.mhc.pre_device import goes_in_one_pass, pre_streams_kernel, project_slices_kernel
+from tile_kernels.mhc.norm_fn_bwd_kernels import norm_fn_bwd_kernel, prepare_bwd_kernel, sum_dfn_kernel, sums_itself
+from tile_kernels.mhc.norm_fn_kernels import normalise_kernel, padded, project_kernel
+from tile_kernels.mhc.pre_kernels import goes_in_one_pass, pre_streams_kernel, project_slices_kernel
 
 BF16, F32 = torch.bfloat16, torch.float32
 

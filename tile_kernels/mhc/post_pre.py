@@ -27,7 +27,7 @@ from tile_kernels.mhc.apply_mix import launch_apply_bwd
 from tile_kernels.mhc.big_fuse import fused_pre
 from tile_kernels.mhc.norm_fn import STREAMED, check_projection_bwd, launch_projection_bwd
 from tile_kernels.mhc.post import check_post, post_bwd
-from tile_kernels.mhc.pre_bwd_device import mixes_bwd_kernel, tokens_of_a_warp
+from tile_kernels.mhc.pre_bwd_kernels import mixes_bwd_kernel, tokens_of_a_warp
 from tile_kernels.mhc.sinkhorn import check_history
 from tile_kernels.mhc.split_mixes import check_mixes, num_mixes, sum_parts_kernel
 

@@ -236,7 +236,7 @@ def _columns(slots: dict[str, Tensor | None]) -> dict[str, list[Tensor]]:
 
 @_with_slots
 def _twin(first: Tensor, **slots: Tensor | None) -> None:
-    from tile_kernels.torch.mhc import mhc_multilayer_recompute as twin
+    from tile_kernels.reference.mhc import mhc_multilayer_recompute as twin
 
     of = _columns(slots)
     twin(first, of['pre'], of['layer_output'], of['post'], of['comb'], of['layer_input'], of['residual'])

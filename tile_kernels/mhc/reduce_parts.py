@@ -19,7 +19,7 @@ from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import Out, op
-from tile_kernels.mhc.norm_fn_device import rstd_from
+from tile_kernels.mhc.norm_fn_kernels import rstd_from
 
 F32 = torch.float32
 

@@ -36,7 +36,7 @@ from tile_kernels.moe._rows import (
     store_to_places,
 )
 from tile_kernels.moe._samples import random_places
-from tile_kernels.moe.reduce_device import reduce_rows_kernel
+from tile_kernels.moe.reduce_kernels import reduce_rows_kernel
 
 # Config -------------------------------------------------------------------------------------
 

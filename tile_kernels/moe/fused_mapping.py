@@ -20,7 +20,7 @@ from tile_kernels.core.cases import grid
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
 from tile_kernels.moe._samples import random_choice
-from tile_kernels.moe.fused_mapping_device import MIN_CHUNK, fused_mapping_kernel
+from tile_kernels.moe.fused_mapping_kernels import MIN_CHUNK, fused_mapping_kernel
 
 MAX_EXPERTS = 4096
 MAX_PLACES = 2**30  # blocks run past the last slot or place by less than that, in int32

@@ -17,7 +17,7 @@ from tile_kernels.core.launch import launch
 from tile_kernels.core.op import Out, op
 from tile_kernels.moe._rows import row_width
 from tile_kernels.moe._samples import random_places
-from tile_kernels.moe.reduce_device import invert_places_kernel, reduce_rows_bwd_kernel, reduce_rows_kernel
+from tile_kernels.moe.reduce_kernels import invert_places_kernel, reduce_rows_bwd_kernel, reduce_rows_kernel
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 FP8 = {'e4m3': torch.float8_e4m3fn}

@@ -31,7 +31,7 @@ from tile_kernels.moe._macros import (
 )
 from tile_kernels.moe._selection import Bias, Ranking, select_topk
 from tile_kernels.moe.mask_indices_by_tp import local_index
-from tile_kernels.moe.route_topk_device import count_places, draw_if, mix, place_of, store_scores, take_given
+from tile_kernels.moe.route_topk_kernels import count_places, draw_if, mix, place_of, store_scores, take_given
 from tile_kernels.moe.scoring import SCORINGS, ScoringFunc
 from tile_kernels.moe.topk_gate import DTYPES, MAX_EXPERTS, MAX_TOPK
 from tile_kernels.moe.topk_gating import check_groups, choose

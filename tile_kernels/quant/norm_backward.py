@@ -18,7 +18,7 @@ from tile_kernels.core.cases import grid
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import Mut, op
 from tile_kernels.quant._norm_rows import check_like, check_rows, check_weight
-from tile_kernels.quant.norm_backward_device import (
+from tile_kernels.quant.norm_backward_kernels import (
     block_count_of,
     norm_backward_kernel,
     norm_weight_gradient_kernel,

@@ -17,7 +17,7 @@ from tile_kernels.core.launch import launch
 from tile_kernels.core.op import Out, op
 from tile_kernels.quant._norm_rows import check_like, check_rows, check_weight
 from tile_kernels.quant.norm_backward import add_norm_backward, norm_backward
-from tile_kernels.quant.norm_forward_device import norm_forward_kernel
+from tile_kernels.quant.norm_forward_kernels import norm_forward_kernel
 
 # Ops ----------------------------------------------------------------------------------------
 

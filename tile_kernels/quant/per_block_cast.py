@@ -33,9 +33,9 @@ from tile_kernels.quant._macros import (
     sf_tensor,
     store_sf,
 )
-from tile_kernels.quant.per_channel_cast_device import load_rows
+from tile_kernels.quant.per_channel_cast_kernels import load_rows
 from tile_kernels.quant.per_token_cast import DTYPES, _check_floor
-from tile_kernels.quant.per_token_cast_device import code_registers, encode_and_store
+from tile_kernels.quant.per_token_cast_kernels import code_registers, encode_and_store
 
 WIDTHS = (32, 128)
 

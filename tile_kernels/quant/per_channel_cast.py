@@ -33,7 +33,7 @@ from tile_kernels.core.op import op
 from tile_kernels.quant._blocks import HEIGHTS, ROW_LANES, TILE_COLS, tile_rows
 from tile_kernels.quant._macros import LANE, sf_tensor, store_lane
 from tile_kernels.quant.per_block_cast import check_sf
-from tile_kernels.quant.per_channel_cast_device import channel_amax, channel_factors, encode_row, load_rows
+from tile_kernels.quant.per_channel_cast_kernels import channel_amax, channel_factors, encode_row, load_rows
 from tile_kernels.quant.per_token_cast import DTYPES, per_token_cast
 
 FP8 = ('e4m3', 'e5m2')

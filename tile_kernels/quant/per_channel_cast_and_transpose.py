@@ -25,7 +25,7 @@ from tile_kernels.core.op import op
 from tile_kernels.quant._blocks import HEIGHTS
 from tile_kernels.quant._macros import LANE, byte_perm
 from tile_kernels.quant.per_channel_cast import _check_format, _make
-from tile_kernels.quant.per_channel_cast_device import (
+from tile_kernels.quant.per_channel_cast_kernels import (
     encode_row,
     load_rows,
     scale_channels,

@@ -31,7 +31,7 @@ from tile_kernels.core.lang import WARP
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
 from tile_kernels.quant._stochastic import MANTISSA
-from tile_kernels.quant.per_token_cast_device import num_lanes, per_token_cast_kernel, per_token_cast_row_kernel
+from tile_kernels.quant.per_token_cast_kernels import num_lanes, per_token_cast_kernel, per_token_cast_row_kernel
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GROUPS = (16, 32, 64, 128, 0)

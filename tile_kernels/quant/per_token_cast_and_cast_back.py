@@ -32,7 +32,7 @@ from tile_kernels.quant._macros import (
     store_lane,
 )
 from tile_kernels.quant.per_token_cast import DTYPES
-from tile_kernels.quant.per_token_cast_device import code_registers
+from tile_kernels.quant.per_token_cast_kernels import code_registers
 
 GROUPS = (16, 32, 64, 128)
 

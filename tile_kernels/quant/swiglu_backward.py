@@ -22,7 +22,7 @@ from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
 from tile_kernels.quant._swiglu_rows import DTYPES, check_clamp, check_halves, check_layout, check_weights
 from tile_kernels.quant._swiglu_samples import random_rows
-from tile_kernels.quant.swiglu_backward_device import swiglu_backward_kernel
+from tile_kernels.quant.swiglu_backward_kernels import swiglu_backward_kernel
 
 # Ops ----------------------------------------------------------------------------------------
 

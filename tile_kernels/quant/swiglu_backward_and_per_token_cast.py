@@ -21,7 +21,7 @@ from tile_kernels.quant._swiglu_samples import random_halves, random_map, row_ar
 from tile_kernels.quant.per_block_cast import check_sf
 from tile_kernels.quant.per_token_cast import per_token_cast
 from tile_kernels.quant.swiglu_backward import run_backward
-from tile_kernels.quant.swiglu_backward_device import MAX_ROW_THREADS
+from tile_kernels.quant.swiglu_backward_kernels import MAX_ROW_THREADS
 
 FP8 = ('e4m3', 'e5m2')
 GROUPS = (16, 32, 64, 128)

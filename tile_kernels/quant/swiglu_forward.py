@@ -18,7 +18,7 @@ from tile_kernels.core.op import Mut, op
 from tile_kernels.quant._swiglu_rows import DTYPES, check_clamp, check_counts, check_halves, check_layout, check_weights
 from tile_kernels.quant._swiglu_samples import random_rows
 from tile_kernels.quant.swiglu_backward import swiglu_backward
-from tile_kernels.quant.swiglu_forward_device import swiglu_forward_kernel
+from tile_kernels.quant.swiglu_forward_kernels import swiglu_forward_kernel
 
 # Ops ----------------------------------------------------------------------------------------
 

@@ -21,8 +21,8 @@ from tile_kernels.quant._blocks import HEIGHTS
 from tile_kernels.quant._swiglu_rows import check_clamp, check_halves
 from tile_kernels.quant._swiglu_samples import random_halves
 from tile_kernels.quant.per_channel_cast import FP8
-from tile_kernels.quant.per_channel_cast_device import VECTOR_BYTES
-from tile_kernels.quant.swiglu_per_channel_device import (
+from tile_kernels.quant.per_channel_cast_kernels import VECTOR_BYTES
+from tile_kernels.quant.swiglu_per_channel_kernels import (
     FEW_ROWS,
     swiglu_forward_and_per_channel_cast_kernel,
     swiglu_forward_and_transposed_cast_kernel,

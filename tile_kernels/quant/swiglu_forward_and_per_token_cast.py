@@ -17,7 +17,7 @@ from tile_kernels.core.op import Mut, op
 from tile_kernels.quant._swiglu_rows import check_clamp, check_counts, check_halves, check_layout, check_weights
 from tile_kernels.quant._swiglu_samples import random_halves, random_rows, row_arguments
 from tile_kernels.quant.per_token_cast import _check_floor, _check_format
-from tile_kernels.quant.swiglu_forward_device import swiglu_forward_kernel
+from tile_kernels.quant.swiglu_forward_kernels import swiglu_forward_kernel
 
 # Op -----------------------------------------------------------------------------------------
 

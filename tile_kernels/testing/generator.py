@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tile_kernels.core.device import num_sms_of
+from tile_kernels.core.gpus import num_sms_of
 from tile_kernels.core.knobs import knobs
 
 Item = TypeVar('Item')

@@ -18,7 +18,7 @@ from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import Mut, op
-from tile_kernels.transform.rotary_device import rotary_kernel
+from tile_kernels.transform.rotary_kernels import rotary_kernel
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 POSITIONS = (torch.int32, torch.int64)

@@ -1,0 +1,3 @@
+"""`tile_kernels.reference.mhc` under its earlier path."""
+
+from tile_kernels.reference.mhc import *  # noqa: F403

@@ -1,0 +1,3 @@
+"""`tile_kernels.reference.moe` under its earlier path."""
+
+from tile_kernels.reference.moe import *  # noqa: F403

@@ -1,0 +1,3 @@
+"""`tile_kernels.reference.quant` under its earlier path."""
+
+from tile_kernels.reference.quant import *  # noqa: F403

@@ -1,0 +1,3 @@
+"""`tile_kernels.reference.rand` under its earlier path."""
+
+from tile_kernels.reference.rand import *  # noqa: F403

@@ -1,0 +1,3 @@
+"""`tile_kernels.reference.transform` under its earlier path."""
+
+from tile_kernels.reference.transform import *  # noqa: F403

@@ -1,0 +1,152 @@
+"""What asynchronous operations have in flight, and reads or stores that come too early."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tile_kernels.interpreter.engine.frame import Frame, active_threads, agreed, first_thread
+from tile_kernels.interpreter.engine.lanes import Mask, lane_of
+from tile_kernels.interpreter.errors import AsyncReadBeforeWait
+from tile_kernels.interpreter.memory.access import Access
+from tile_kernels.interpreter.memory.buffers import ByteMemory, Place
+
+
+@dataclass
+class InFlight:
+    """One asynchronous operation: where its data goes, who started it and what it waits for."""
+
+    memory: ByteMemory
+    access: Access
+    place: Place
+    mask: Mask
+    kind: str
+    thread: np.ndarray  # per block: the thread that started it
+    group: np.ndarray  # per block: the group of that thread it belongs to
+    barrier: tuple[int, np.ndarray] | None = None  # slot and per block index of its mbarrier
+    done: Any = None
+
+
+class AsyncGroups:
+    """Asynchronous operations of a batch, by group and thread."""
+
+    def __init__(self, frame: Frame) -> None:
+        shape = (frame.blocks, frame.threads)
+        self.committed = {'copy': np.zeros(shape, np.int64), 'gemm': np.zeros(shape, np.int64)}
+        self.flights: list[InFlight] = []
+
+    def launch(self, frame: Frame, access: Access, mask: Mask, kind: str, commit: bool) -> None:
+        """Note data in flight, belonging to the group the issuing threads will commit next."""
+        threads = first_thread(frame)
+        group = self.committed[kind][np.arange(frame.blocks), threads] + 1
+        self._add(frame, access, mask, kind, threads, group, None)
+        if commit:
+            self.commit(frame, kind)
+
+    def launch_tma(self, frame: Frame, access: Access, mask: Mask, operand: Any) -> None:
+        """Note data in flight until a wait on its mbarrier."""
+        index = np.asarray(agreed(frame, operand.index(frame)))
+        index = np.broadcast_to(index[:, 0] if index.ndim else index, (frame.blocks,)).copy()
+        threads = first_thread(frame)
+        self._add(frame, access, mask, 'tma', threads, np.zeros(frame.blocks, np.int64), (operand.slot, index))
+
+    def commit(self, frame: Frame, kind: str) -> None:
+        """Close the current group of every active thread."""
+        self.committed[kind] += active_threads(frame)
+
+    def wait(self, frame: Frame, kind: str, leave: int) -> None:
+        """All but the last `leave` groups of the active threads have landed."""
+        active = active_threads(frame)
+        rows = np.arange(frame.blocks)
+        for flight in self.flights:
+            if flight.kind == kind:
+                landed = active[rows, flight.thread]
+                landed = landed & (flight.group <= self.committed[kind][rows, flight.thread] - leave)
+                self._land(flight, landed)
+        self._sweep()
+
+    def barrier_passed(self, frame: Frame, slot: int, numbers: np.ndarray) -> None:
+        """A wait on an mbarrier succeeded: copies tied to it have landed."""
+        active = np.ones((1, 1), bool) if frame.mask is None else frame.mask
+        shape = np.broadcast_shapes(active.shape, numbers.shape)
+        active = np.broadcast_to(active, shape)
+        numbers = np.broadcast_to(numbers, shape)
+        for flight in self.flights:
+            if flight.barrier is not None and flight.barrier[0] == slot:
+                self._land(flight, ((numbers == flight.barrier[1][:, None]) & active).any(axis=1))
+        self._sweep()
+
+    def tie_to_barrier(self, frame: Frame, operand: Any) -> None:
+        """Earlier copies of the active threads land when the barrier's phase completes."""
+        index = np.asarray(agreed(frame, operand.index(frame)))
+        index = np.broadcast_to(index[:, 0] if index.ndim else index, (frame.blocks,)).copy()
+        for flight in self.flights:
+            if flight.kind == 'copy' and flight.barrier is None:
+                flight.barrier = (operand.slot, index)
+
+    def _add(
+        self, frame: Frame, access: Access, mask: Mask, kind: str, thread: np.ndarray, group: np.ndarray, barrier: Any
+    ) -> None:
+        memory = access.memory(frame)
+        place = access.locate(frame, mask)
+        lanes = place.ok if mask is None else mask if place.ok is None else mask & place.ok
+        if memory.pending is None:
+            memory.pending = Pending(memory)
+        memory.pending.mark(place, access, lanes, True)
+        done = np.zeros(frame.blocks, bool)
+        self.flights.append(InFlight(memory, access, place, lanes, kind, thread, group, barrier, done))
+
+    def _land(self, flight: InFlight, blocks: np.ndarray) -> None:
+        newly = blocks & ~flight.done
+        if not newly.any():
+            return
+        flight.done |= newly
+        lanes = newly.reshape((-1,) + (1,) * (flight.access.ndim - 1))
+        lanes = lanes if flight.mask is None else lanes & flight.mask
+        flight.memory.pending.mark(flight.place, flight.access, lanes, False)
+
+    def _sweep(self) -> None:
+        finished = [flight for flight in self.flights if flight.done.all()]
+        if not finished:
+            return
+        self.flights = [flight for flight in self.flights if not flight.done.all()]
+        busy = {id(flight.memory) for flight in self.flights}
+        for flight in finished:
+            if id(flight.memory) not in busy:
+                flight.memory.pending = None
+
+
+class Pending:
+    """Bytes of a memory whose asynchronous data has not landed."""
+
+    def __init__(self, memory: ByteMemory) -> None:
+        self.marks = ByteMemory(np.zeros(memory.data.shape, np.uint8), memory.per_block, memory.size)
+
+    def mark(self, place: Place, access: Access, mask: Mask, flying: bool) -> None:
+        """Set or clear the marks of a place."""
+        dtype = access.buffer.dtype
+        full = 15 if dtype.packed else (1 << (8 * dtype.storage.itemsize)) - 1
+        raw = np.asarray(full if flying else 0, np.dtype(f'uint{dtype.storage.itemsize * 8}')).view(dtype.storage)
+        self.marks.write_raw(place, raw, dtype, mask)
+
+    def check(self, frame: Frame, access: Access, place: Place, mask: Mask, done: str) -> None:
+        """Raise if a lane reads or overwrites data in flight."""
+        dtype = access.buffer.dtype
+        raw = self.marks.read_raw(place, dtype)
+        flying = np.ascontiguousarray(raw).view(np.dtype(f'uint{dtype.storage.itemsize * 8}')) != 0
+        flying = flying if mask is None else flying & mask
+        if not flying.any():
+            return
+        lane = lane_of(flying)
+        index = access.index_at(frame, lane)
+        raise frame.error(
+            AsyncReadBeforeWait,
+            f'{access.buffer.scope} buffer {access.buffer.name} is {done} at index {index} while its asynchronous '
+            'copy or product is in flight; wait for it first',
+            access.site,
+            (lane[0], lane[1] if flying.shape[1] > 1 else -1),
+            access.buffer.name,
+            index,
+        )

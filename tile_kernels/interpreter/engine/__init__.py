@@ -1,0 +1,1 @@
+"""The machine: programs, lanes, roles and the translation from TIR."""

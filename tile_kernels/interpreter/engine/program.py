@@ -1,0 +1,436 @@
+"""A compiled kernel: binding tensors, launching grids in batches of blocks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from tile_kernels.interpreter.checks.races import GlobalMarks, SharedMarks, check_all_arrived
+from tile_kernels.interpreter.engine.clock import Clock
+from tile_kernels.interpreter.engine.frame import Frame
+from tile_kernels.interpreter.engine.roles import run_blocks
+from tile_kernels.interpreter.engine.translate import Compiler, Options, Storage
+from tile_kernels.interpreter.errors import Deadlock, Site, UnwrittenOutput
+from tile_kernels.interpreter.meaning import (  # noqa: F401  (importing them registers the meaning of every construct)
+    control_ops,
+    expressions,
+    math_ops,
+    registers,
+    tile_ops,
+    warp_ops,
+)
+from tile_kernels.interpreter.meaning.mbarriers import new_barriers
+from tile_kernels.interpreter.meaning.statements import Run, waits
+from tile_kernels.interpreter.memory.buffers import ByteMemory, LocalMemory, Place, bytes_of, workspace
+from tile_kernels.interpreter.memory.dtypes import DType, constant, dtype_of
+
+BATCH_BYTES = 48 << 20  # on-chip memory and temporaries of the blocks that run together
+
+
+class Shared:
+    """What one `interpret` call collects over all launches and batches."""
+
+    max_rounds = 1_000_000  # of a while loop that waits for nobody
+    patience = 10_000  # rounds of a while loop that may wait for another block
+
+    def __init__(self) -> None:
+        self.marks: list[Any] = []  # what blocks did to tensors, where races are checked
+        self.events = 0  # grows whenever a thread makes progress at a barrier
+        self.covered: set[int] = set()
+        self.guarded: dict[tuple[Site, str], int] = {}
+
+    def note_guarded(self, site: Site, buffer: str) -> None:
+        """Remember that a guard was needed."""
+        self.guarded[site, buffer] = self.guarded.get((site, buffer), 0) + 1
+
+    def grid_sync(self) -> None:
+        """Blocks have waited for each other: what they did is ordered before what follows."""
+        for marks in self.marks:
+            marks.reset()
+
+
+class Program:
+    """One PrimFunc, compiled."""
+
+    def __init__(self, prim_func: Any, options: Options) -> None:
+        symbol = prim_func.attrs['global_symbol'] if prim_func.attrs and 'global_symbol' in prim_func.attrs else 'main'
+        self.name = str(symbol)
+        compiler = Compiler(self.name, options)
+        self.compiler = compiler
+        self.params: list[Param] = [Param(compiler, var, prim_func.buffer_map) for var in prim_func.params]
+        for param in self.params:
+            param.bind_symbols(compiler)
+        self.body = compiler.stmt(prim_func.body)
+        self.branches = compiler.branches
+        self.options = options
+        self.usage = Usage(prim_func)
+        # An output is declared as one, or stored to and never read.
+        self.outputs = set(options.outputs) | {
+            position
+            for position, param in enumerate(self.params)
+            if param.node is not None
+            and param.node.data in self.usage.stored
+            and param.node.data not in self.usage.loaded
+        }
+
+    def run(self, tensors: tuple[Any, ...]) -> tuple[Shared, float]:
+        """Execute on tensors in parameter order."""
+        if len(tensors) != len(self.params):
+            raise TypeError(f'{self.name} takes {len(self.params)} arguments, got {len(tensors)}')
+        started = time.perf_counter()
+        frame = Frame(self.compiler.num_slots, self.compiler.num_memories, Shared())
+        for param, tensor in zip(self.params, tensors, strict=True):
+            param.bind(frame, tensor, self.name)
+        for param, tensor in zip(self.params, tensors, strict=True):
+            param.check(frame, tensor, self.name)
+        self._watch(frame)
+        with np.errstate(all='ignore'):
+            self.body(frame)
+        if self.options.checks == 'all':
+            for position, param in enumerate(self.params):
+                if position in self.outputs:
+                    param.require_written(frame, self.name)
+        return frame.shared, time.perf_counter() - started
+
+    def _watch(self, frame: Frame) -> None:
+        """Set up what the checks need to remember about the tensors."""
+        for position, param in enumerate(self.params):
+            memory = None if param.node is None else frame.memory[param.storage.slot]
+            if memory is None:
+                continue
+            declared = position in self.options.outputs and self.options.checks != 'none'
+            if declared or (self.options.races and position in self.outputs):
+                memory.track_writes()
+            if self.options.races and param.node.data in self.usage.stored:
+                memory.race = GlobalMarks(memory, param.storage.unit)
+                frame.shared.marks.append(memory.race)
+
+    def new_outputs(self, tensors: tuple[Any, ...], wanted: list[int]) -> dict[int, torch.Tensor]:
+        """Allocate output tensors, whose shapes follow from the inputs."""
+        frame = Frame(self.compiler.num_slots, self.compiler.num_memories, Shared())
+        for param, tensor in zip(self.params, tensors, strict=True):
+            if tensor is not None:
+                param.bind(frame, tensor, self.name)
+        return {index: self.params[index].new_tensor(frame) for index in wanted}
+
+
+class Param:
+    """A parameter: a tensor or a scalar."""
+
+    def __init__(self, compiler: Compiler, var: Any, buffer_map: Any) -> None:
+        self.node: Any = buffer_map.get(var, None)
+        self.name = str(var.name) if self.node is None else str(self.node.name)
+        self.symbols: list[tuple[str, int, int]] = []
+        if self.node is None:
+            self.dtype = compiler.dtype(var)
+            self.slot = compiler.new_slot(var)
+            return
+        self.dtype = compiler.dtype(self.node)
+        self.storage = _declare_tensor(compiler, self.node)
+
+    def bind_symbols(self, compiler: Compiler) -> None:
+        """Give every new symbol of a shape or stride a slot."""
+        if self.node is None:
+            return
+        for kind, extents in (('shape', self.node.shape), ('stride', self.node.strides)):
+            for axis, extent in enumerate(extents):
+                if type(extent).__name__ in ('Var', 'SizeVar'):
+                    if extent not in compiler.slots:
+                        compiler.new_slot(extent)
+                    self.symbols.append((kind, axis, compiler.slots[extent][0]))
+        self._compiler = compiler
+
+    def layout(self, frame: Frame) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Declared shape and strides."""
+        return self._compiler.buffer(self.node).layout(frame)
+
+    def bind(self, frame: Frame, tensor: Any, kernel: str) -> None:
+        """Put an argument into the frame and read symbols from its shape and strides."""
+        if self.node is None:
+            if isinstance(tensor, torch.Tensor):
+                tensor = tensor.item()
+            frame.env[self.slot] = constant(tensor, self.dtype)
+            return
+        if tensor is None:
+            return
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f'{kernel}: {self.name} must be a tensor, got {type(tensor).__name__}')
+        if tensor.device.type != 'cpu':
+            raise ValueError(f'{kernel}: {self.name} must be on the CPU, got {tensor.device}')
+        _check_container(kernel, self.name, tensor, self.dtype)
+        shape, strides = logical_layout(tensor, self.dtype)
+        if len(shape) != len(self.node.shape):
+            raise ValueError(f'{kernel}: {self.name} must have {len(self.node.shape)} dimensions, got {len(shape)}')
+        for kind, axis, slot in self.symbols:
+            number = (shape if kind == 'shape' else strides)[axis]
+            if frame.env[slot] is None:
+                frame.env[slot] = number
+            elif kind == 'shape' and frame.env[slot] != number:
+                raise ValueError(f'{kernel}: dimension {axis} of {self.name} must be {frame.env[slot]}, got {number}')
+        frame.memory[self.storage.slot] = tensor_memory(tensor)
+
+    def new_tensor(self, frame: Frame) -> torch.Tensor:
+        """A tensor of the declared shape, its contents arbitrary."""
+        shape = [int(self._compiler.expr(extent)(frame)) for extent in self.node.shape]
+        name = self.dtype.name
+        if self.dtype.packed:
+            shape[-1] //= 2
+            name = 'int8'
+        return torch.empty(shape, dtype=getattr(torch, name))
+
+    def require_written(self, frame: Frame, kernel: str) -> None:
+        """Raise if an element of this output was not written."""
+        memory = frame.memory[self.storage.slot]
+        if memory is None or memory.written is None:
+            return
+        shape, strides = self.layout(frame)
+        missing = memory.unwritten(Place(0, shape, strides), self.dtype)
+        if missing is None or not missing.any():
+            return
+        index = tuple(int(part) for part in np.argwhere(missing)[0][2:])
+        count = int(missing.sum())
+        raise UnwrittenOutput(
+            f'{count} of {missing.size} elements of output {self.name} are never written, the first at index {index}',
+            Site(kernel),
+            buffer=self.name,
+            index=index,
+        )
+
+    def check(self, frame: Frame, tensor: Any, kernel: str) -> None:
+        """Hold the argument to the declared shape and strides."""
+        if self.node is None or tensor is None:
+            return
+        want, steps = self.layout(frame)
+        shape, strides = logical_layout(tensor, self.dtype)
+        if want != shape:
+            raise ValueError(f'{kernel}: {self.name} must have shape {want}, got {shape}')
+        for extent, step, stride in zip(shape, steps, strides, strict=True):
+            if extent > 1 and step != stride:
+                raise ValueError(f'{kernel}: {self.name} must have strides {steps}, got {strides}')
+
+
+class Usage:
+    """Which buffers a kernel loads from and stores to, by data variable."""
+
+    def __init__(self, prim_func: Any) -> None:
+        from tvm.tirx.stmt_functor import post_order_visit
+
+        self.loaded: set[Any] = set()
+        self.stored: set[Any] = set()
+        loads: list[Any] = []
+        operands: set[Any] = set()
+
+        def visit(node: Any) -> None:
+            kind = type(node).__name__
+            if kind == 'BufferStore':
+                self.stored.add(node.buffer.data)
+            elif kind == 'BufferLoad':
+                loads.append(node)
+            elif kind == 'Call' and str(node.op.name) in ('tl.region', 'tl.access_ptr'):
+                operands.add(node.args[0])
+                mode = int(node.args[1 if str(node.op.name) == 'tl.region' else 2])
+                self._note(node.args[0].buffer.data, mode)
+            elif kind == 'Call':
+                self._visit_call(node, operands)
+
+        post_order_visit(prim_func.body, visit)
+        self.loaded |= {load.buffer.data for load in loads if load not in operands}
+
+    def _visit_call(self, call: Any, operands: set[Any]) -> None:
+        name = str(call.op.name)
+        for argument in call.args:
+            kind = type(argument).__name__
+            if kind == 'BufferRegion':
+                self._note(argument.buffer.data, 3)
+            elif 'atomic' in name and kind == 'Call' and str(argument.op.name) in ('tl.region', 'tl.access_ptr'):
+                self._note(argument.args[0].buffer.data, 3)
+            elif kind == 'Call' and str(argument.op.name) == 'tirx.address_of':
+                operands.add(argument.args[0])
+                self._note(argument.args[0].buffer.data, 3)
+
+    def _note(self, data: Any, mode: int) -> None:
+        if mode & 1:
+            self.loaded.add(data)
+        if mode & 2:
+            self.stored.add(data)
+
+
+def _declare_tensor(compiler: Compiler, node: Any) -> Storage:
+    dtype = compiler.dtype(node)
+    storage = Storage(compiler.num_memories, 'global', dtype, 0, str(node.name), {dtype.name})
+    compiler.num_memories += 1
+    compiler.storages[node.data] = storage
+    return storage
+
+
+def _check_container(kernel: str, name: str, tensor: torch.Tensor, dtype: DType) -> None:
+    if dtype.packed:
+        fits = tensor.element_size() == 1
+    else:
+        fits = tensor.element_size() == dtype.storage.itemsize and tensor.dtype.is_floating_point == dtype.is_float
+        fits = fits or (tensor.element_size() == 1 and dtype.storage.itemsize == 1)
+    if not fits:
+        raise TypeError(f'{kernel}: {name} must hold {dtype.name}, got {tensor.dtype}')
+
+
+def logical_layout(tensor: torch.Tensor, dtype: DType) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides in elements; a byte of a packed type counts as two."""
+    shape, strides = list(tensor.shape), list(tensor.stride())
+    if dtype.packed and shape:
+        shape[-1] *= 2
+        strides = [*(stride * 2 for stride in strides[:-1]), strides[-1]]
+    return tuple(shape), tuple(strides)
+
+
+def tensor_memory(tensor: torch.Tensor) -> ByteMemory:
+    """The bytes a tensor can reach, shared with it."""
+    reach = 0
+    if tensor.numel():
+        reach = 1 + sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    size = reach * tensor.element_size()
+    raw = torch.empty(0, dtype=torch.uint8)
+    raw.set_(tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size(), (size,), (1,))
+    return ByteMemory(raw.numpy().reshape(1, size), False, size)
+
+
+def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
+    """A grid of blocks: runs them in batches, all threads of a batch at once."""
+    variables: dict[str, Any] = {}
+    extents: dict[str, Any] = {}
+    while type(node).__name__ == 'For' and node.thread_binding is not None:
+        tag = str(node.thread_binding.thread_tag)
+        variables[tag], extents[tag] = node.loop_var, compiler.expr(node.extent)
+        node = node.body
+    tensors = compiler.num_memories
+    compiler.thread_dims = _thread_dims(node)
+    slots = {tag: compiler.new_slot(var) for tag, var in variables.items()}
+    before = set(compiler.storages)
+    compiler.in_launch = True
+    body = compiler.stmt(node)
+    compiler.in_launch = False
+    storages = [storage for data, storage in compiler.storages.items() if data not in before]
+    counts = compiler.barrier_counts
+    for data in counts:
+        if data in compiler.storages:
+            compiler.storages[data].counts = [compiler.expr(count) for count in counts[data]]
+    threads = int(np.prod(compiler.thread_dims))
+    tags = sorted(variables)
+    bytes_per_block = _footprint(storages, threads)
+    whole_grid, site = compiler.whole_grid, compiler.site
+    if whole_grid and compiler.spins:
+        raise compiler.unsupported('a loop that waits for other blocks together with barriers of the grid')
+
+    def batches(host: Frame, grid: list[int], batch: int) -> Iterator[Frame]:
+        total = int(np.prod(grid))
+        for start in range(0, total, batch):
+            count = min(batch, total - start)
+            frame = host.batch_for(compiler.num_slots, compiler.num_memories)
+            frame.blocks, frame.threads, frame.barriers = count, threads, {}
+            frame.first_block = start
+            frame.block_ids = _coordinates(start, count, grid)
+            frame.clock = Clock(frame, compiler.cluster_dims) if compiler.options.races else None
+            for tag, ids in zip(tags, frame.block_ids, strict=True):
+                frame.env[slots[tag]] = int(ids[0]) if count == 1 else ids.astype(np.int32).reshape(-1, 1)
+            for storage in storages:
+                frame.memory[storage.slot] = allocate(storage, frame, compiler.options, host)
+            yield frame
+
+    def run_grid(host: Frame, grid: list[int], batch: int) -> None:
+        for frame in batches(host, grid, batch):
+            run_all(body, [frame])
+            if frame.clock is not None:
+                check_all_arrived(frame, site)
+
+    def run(host: Frame) -> None:
+        grid = [int(extents[tag](host)) for tag in tags]
+        total = int(np.prod(grid))
+        host.shared.grid_sync()
+        if compiler.spins:
+            run_all(body, list(batches(host, grid, 1)))
+            return
+        if whole_grid or not waits(body):
+            run_grid(host, grid, total if whole_grid else max(1, min(total, BATCH_BYTES // bytes_per_block)))
+            return
+        # Blocks of a batch wait together; if that stops them all, each block alone shows whose fault it is.
+        kept = [None if memory is None else memory.data.copy() for memory in host.memory[:tensors]]
+        try:
+            run_grid(host, grid, max(1, min(total, BATCH_BYTES // bytes_per_block)))
+        except Deadlock:
+            if total == 1:
+                raise
+            for memory, data in zip(host.memory, kept, strict=False):
+                if memory is not None:
+                    memory.data[...] = data
+            host.shared.grid_sync()
+            run_grid(host, grid, 1)
+
+    return run
+
+
+def run_all(body: Run, frames: list[Frame]) -> None:
+    """Run batches of blocks to the end, and look whether all would have got the registers they asked for."""
+    run_blocks(body, frames)
+    for frame in frames:
+        if frame.registers is not None:
+            frame.registers.check(frame)
+
+
+def _thread_dims(node: Any) -> tuple[int, int, int]:
+    """Threads of a block, from the annotation of the kernel's root block (128 when it has none)."""
+    children = list(node.seq) if type(node).__name__ == 'SeqStmt' else [node]
+    for child in children:
+        if type(child).__name__ == 'SBlockRealize' and 'tl.launch_threads' in child.block.annotations:
+            dims = [int(extent) for extent in child.block.annotations['tl.launch_threads']]
+            x, y, z = [*dims, 1, 1, 1][:3]
+            return x, y, z
+    return 128, 1, 1
+
+
+def _footprint(storages: list[Storage], threads: int) -> int:
+    size = 4096
+    for storage in storages:
+        if isinstance(storage.size, int):
+            per = threads * 8 if storage.scope == 'local' else storage.dtype.storage.itemsize + 8
+            size += storage.size * per
+    return size
+
+
+def _coordinates(start: int, count: int, grid: list[int]) -> tuple[np.ndarray, ...]:
+    linear = np.arange(start, start + count)
+    found = []
+    for extent in grid:
+        found.append(linear % extent)
+        linear = linear // extent
+    return tuple(found)
+
+
+def allocate(storage: Storage, frame: Frame, options: Options, host: Frame) -> Any:
+    """Fresh memory for one buffer of a batch."""
+    size = storage.size if isinstance(storage.size, int) else storage.size(frame)
+    if storage.scope == 'local':
+        if len(storage.dtypes) == 1:
+            return LocalMemory(size)
+        unit = min(dtype_of(name).bits for name in storage.dtypes)
+        return LocalMemory(-(-size * storage.dtype.bits // unit), unit)
+    if storage.scope == 'barrier':
+        return new_barriers(storage, frame)
+    size_bytes = bytes_of(storage, frame)
+    if storage.scope == 'global':
+        if host.memory[storage.slot] is None:
+            host.memory[storage.slot] = workspace(storage, frame, options)
+        return host.memory[storage.slot]
+    memory = ByteMemory.of_blocks(frame.blocks, size_bytes, options.checks != 'none')
+    if options.races and storage.scope == 'shared':
+        memory.race = SharedMarks(memory, storage.unit)
+    return memory
+
+
+@lru_cache(maxsize=512)
+def compiled(prim_func: Any, options: Options) -> Program:
+    """Compile once per kernel and options."""
+    return Program(prim_func, options)

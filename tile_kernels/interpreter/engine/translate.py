@@ -1,0 +1,454 @@
+"""From TIR to closures: expressions become `f(frame) -> value`, statements become `f(frame)`.
+
+What each construct means is written in `expressions`, `statements`, `math_ops`, `tile_ops`, `element_ops`, `warp_ops`,
+`control_ops`, `barriers`, `mbarriers` and `async_ops`, which register themselves here; this module holds what they
+share: variables, buffers, accesses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tile_kernels.interpreter.engine.frame import Frame
+from tile_kernels.interpreter.engine.lanes import axis_values, expand
+from tile_kernels.interpreter.engine.source import Source
+from tile_kernels.interpreter.errors import Site, UnsupportedConstruct
+from tile_kernels.interpreter.memory.access import Access, Buffer, Dim
+from tile_kernels.interpreter.memory.dtypes import DType, constant, dtype_of
+
+Closure = Callable[[Frame], Any]
+
+EXPRESSIONS: dict[str, Callable[[Any, Any], Closure]] = {}
+STATEMENTS: dict[str, Callable[[Any, Any], Closure]] = {}
+OPS: dict[str, Callable[[Any, Any], Closure]] = {}  # calls used for their value or their effect, by operator name
+
+SCOPES = {
+    'global': 'global',
+    'shared': 'shared',
+    'shared.dyn': 'shared',
+    'shared.barrier': 'barrier',
+    'shared.cluster_barrier': 'barrier',
+    'local': 'local',
+    'local.var': 'local',
+    'local.fragment': 'fragment',
+    'local.reducer': 'fragment',
+}
+
+# Annotations and attributes that tell the compiler how, not what.
+BLOCK_HINTS = {
+    'layout_map',
+    'tl.launch_threads',
+    'tl.min_blocks_per_sm',
+    'non_restrict_params',
+    'tl.non_restrict_params',
+    'l2_hit_ratio_map',
+    'l2_persistent_map',
+    'pragma_import_c',
+    'tilelang.is_npu_kernel_frame',
+}
+BLOCK_MEANINGS = {'safe_value_map', 'barrier_init', 'reducer_info', 'reducer_info_v2', 'cluster_dims'}
+ATTRIBUTE_HINTS = {
+    'threadblock_swizzle_pattern',
+    'pragma_import_c',
+    'warp_specialize',
+    'tl.min_blocks_per_sm',
+    'tl.ws_op_id',
+}
+
+
+def expression(*names: str) -> Callable[[Any], Any]:
+    """Register the meaning of an expression node."""
+    return _register(EXPRESSIONS, names)
+
+
+def statement(*names: str) -> Callable[[Any], Any]:
+    """Register the meaning of a statement node."""
+    return _register(STATEMENTS, names)
+
+
+def op(*names: str) -> Callable[[Any], Any]:
+    """Register the meaning of calls to the named operators."""
+    return _register(OPS, names)
+
+
+def _register(table: dict[str, Any], names: tuple[str, ...]) -> Callable[[Any], Any]:
+    def add(builder: Any) -> Any:
+        for name in names:
+            table[name] = builder
+        return builder
+
+    return add
+
+
+@dataclass(frozen=True)
+class Options:
+    """What changes the meaning of a kernel or how closely it is watched."""
+
+    checks: str = 'memory'
+    guards: bool = True  # False: tl.disable_safe_memory_legalize
+    auto_sync: bool = True  # False: tl.disable_thread_storage_sync
+    outputs: tuple[int, ...] = ()
+
+    @property
+    def races(self) -> bool:
+        """Whether races are looked for."""
+        return self.checks in ('races', 'all')
+
+
+@dataclass
+class Storage:
+    """Memory declared by one data variable; several buffers may view it."""
+
+    slot: int
+    scope: str
+    dtype: DType
+    size: Closure | int  # elements
+    name: str
+    dtypes: set[str] = field(default_factory=set)
+    counts: list[Closure] = field(default_factory=list)  # arrivals each mbarrier waits for
+    counts_bytes: bool = False  # blocks of the cluster send bytes to these mbarriers
+
+    @property
+    def unit(self) -> int:
+        """Bytes of the smallest element any buffer sees in this memory."""
+        return min(dtype_of(name).storage.itemsize for name in self.dtypes)
+
+
+class Compiler:
+    """Compiles one PrimFunc."""
+
+    def __init__(self, name: str, options: Options) -> None:
+        self.kernel = name
+        self.options = options
+        self.site = Site(name)
+        self.source = Source(name)
+        self.slots: dict[Any, tuple[int, int]] = {}  # variable -> (slot, parallel depth of its definition)
+        self.axes: dict[Any, int] = {}  # variable of a parallel loop -> axis
+        self.macros: dict[Any, Any] = {}  # variable bound before its free variables are -> expression
+        self.storages: dict[Any, Storage] = {}
+        self.buffers: dict[Any, Buffer] = {}
+        self.safe_values: dict[Any, Any] = {}
+        self.num_slots = 0
+        self.num_memories = 0
+        self.depth = 0
+        self.in_launch = False
+        self.touched: list[tuple[Access, list[Any]]] = []  # shared accesses of the current statement
+        self.branches: list[tuple[Site, str]] = []
+        self.locals_read: set[int] = set()
+        self.locals_written: set[int] = set()
+        self.thread_dims: tuple[int, int, int] = (1, 1, 1)
+        self.spins = False  # a loop waits for memory that another block writes: blocks must run by turns
+        self.whole_grid = False  # blocks wait for each other: all of them must run in one batch
+        self.cluster_dims: tuple[int, ...] = (1, 1, 1)
+        self.barrier_counts: dict[Any, list[Any]] = {}
+        self.reducers: dict[Any, str] = {}  # data variable of a reducer -> how it combines
+
+    # ---- expressions ---------------------------------------------------------------------------------
+
+    def expr(self, node: Any) -> Closure:
+        """Compile an expression."""
+        builder = EXPRESSIONS.get(type(node).__name__)
+        if builder is None:
+            raise self.unsupported(f'expression {type(node).__name__}')
+        return builder(self, node)
+
+    def dtype(self, node: Any) -> DType:
+        """Element type of an expression or buffer."""
+        try:
+            return dtype_of(str(node.dtype))
+        except KeyError:
+            raise self.unsupported(f'data type {node.dtype}') from None
+
+    def dtype_of_operand(self, node: Any) -> DType:
+        """Element type of an expression or a tile operand."""
+        if type(node).__name__ == 'BufferRegion':
+            return self.dtype(node.buffer)
+        if type(node).__name__ == 'Call' and str(node.op.name) == 'tl.region':
+            return self.dtype(node.args[0].buffer)
+        return self.dtype(node)
+
+    def unsupported(self, what: str) -> UnsupportedConstruct:
+        """An error naming a construct and the line it stands on."""
+        return UnsupportedConstruct(f'{what} is not supported by the interpreter', self.site)
+
+    def stmt(self, node: Any) -> Closure:
+        """Compile a statement."""
+        outer = self.site
+        self.site = self.source.site_of(node, outer)
+        try:
+            builder = STATEMENTS.get(type(node).__name__)
+            if builder is None:
+                raise self.unsupported(f'statement {type(node).__name__}')
+            return builder(self, node)
+        finally:
+            self.site = outer
+
+    # ---- variables -----------------------------------------------------------------------------------
+
+    @property
+    def ndim(self) -> int:
+        """Number of lane axes of values at this point of the program."""
+        return 2 + self.depth
+
+    def new_slot(self, var: Any) -> int:
+        """A place in the frame for a variable defined here."""
+        slot = self.num_slots
+        self.num_slots += 1
+        self.slots[var] = (slot, self.depth)
+        return slot
+
+    def variable(self, var: Any) -> Closure:
+        """Read a variable."""
+        if var in self.axes:
+            axis, ndim = self.axes[var], self.ndim
+            return lambda frame: axis_values(frame.extents[axis], 2 + axis, ndim)
+        if var in self.macros:
+            return self.expr(self.macros[var])
+        if var not in self.slots:
+            raise self.unsupported(f'variable {var} without a definition')
+        slot, depth = self.slots[var]
+        if depth == self.depth:
+            return lambda frame: frame.env[slot]
+        ndim = self.ndim
+        return lambda frame: expand(frame.env[slot], ndim)
+
+    @contextmanager
+    def parallel_axis(self, var: Any) -> Iterator[set[int]]:
+        """Compile what is inside one more parallel loop; gives the registers that become private to its iterations."""
+        outer = self.locals_read, self.locals_written
+        self.locals_read, self.locals_written = set(), set()
+        self.axes[var] = self.depth
+        self.depth += 1
+        written: set[int] = set()
+        try:
+            yield written
+        finally:
+            self.depth -= 1
+            written |= self.locals_written
+            self.locals_read, self.locals_written = (outer[0] | self.locals_read, outer[1] | self.locals_written)
+
+    def read_local(self, node: Any) -> None:
+        """Note that a register is read inside T.Parallel before an iteration wrote it."""
+        view = self.buffer(node)
+        if self.depth and view.scope == 'local' and view.slot not in self.locals_written:
+            self.locals_read.add(view.slot)
+
+    def write_local(self, view: Buffer) -> None:
+        """Note that a register written inside T.Parallel is private to each iteration."""
+        if view.slot in self.locals_read:
+            raise self.unsupported(f'carrying {view.name} from one iteration of T.Parallel to another')
+        self.locals_written.add(view.slot)
+
+    def new_branch(self, side: str) -> int:
+        """Number a branch, for the coverage report."""
+        self.branches.append((self.site, side))
+        return len(self.branches) - 1
+
+    # ---- buffers -------------------------------------------------------------------------------------
+
+    def declare(self, buffer: Any) -> Storage:
+        """Give a newly allocated buffer its memory."""
+        scope = SCOPES.get(str(buffer.scope()))
+        if scope is None:
+            raise self.unsupported(f'memory scope {buffer.scope()!r}')
+        if all(is_const(extent) for extent in buffer.shape):
+            size: Any = int(np.prod([int(extent) for extent in buffer.shape], dtype=np.int64))
+        else:
+            closures = [self.expr(extent) for extent in buffer.shape]
+            size = lambda frame: int(np.prod([int(closure(frame)) for closure in closures]))
+        dtype = self.dtype(buffer)
+        storage = Storage(self.num_memories, scope, dtype, size, str(buffer.name), {str(buffer.dtype)})
+        self.num_memories += 1
+        self.storages[buffer.data] = storage
+        return storage
+
+    def allocate(self, node: Any) -> Storage:
+        """A buffer of the kernel."""
+        return self.storages[node.data] if node.data in self.storages else self.declare(node)
+
+    def read_annotations(self, block: Any) -> None:
+        """Take from the annotations of a block what has a meaning; the rest are hints."""
+        for key, value in block.annotations.items():
+            name = str(key)
+            if name == 'safe_value_map':
+                self.safe_values.update(dict(value.items()))
+            elif name == 'barrier_init':
+                self.barrier_counts.update({data: list(counts) for data, counts in value.items()})
+            elif name in ('reducer_info', 'reducer_info_v2'):
+                self.reducers.update({data: str(info['op']) for data, info in value.items()})
+            elif name == 'cluster_dims':
+                self.cluster_dims = tuple(int(extent) for extent in value)
+            elif name not in BLOCK_HINTS:
+                raise self.unsupported(f'block annotation {name!r}')
+
+    def buffer(self, node: Any) -> Buffer:
+        """The interpreter's view of a TIR buffer."""
+        known = self.buffers.get(node)
+        if known is not None:
+            return known
+        storage = self.storages.get(node.data)
+        if storage is None and node.data in self.slots:
+            pointer = self.variable(node.data)
+            made = Buffer(str(node.name), -1, self.dtype(node), 'global', self._layout(node), None, pointer)
+            self.buffers[node] = made
+            return made
+        if storage is None:
+            raise self.unsupported(f'buffer {node.name} without an allocation')
+        dtype = self.dtype(node)
+        if dtype.lanes > 1 and storage.scope != 'local':
+            raise self.unsupported(f'{storage.scope} buffer {node.name} with vector elements {node.dtype}')
+        storage.dtypes.add(str(node.dtype))
+        if len(storage.dtypes) > 1 and any(dtype_of(name).lanes > 1 for name in storage.dtypes):
+            raise self.unsupported(f'local buffer {node.name} viewed both as vectors and as {storage.dtype.name}')
+        offset = None
+        if not (is_const(node.elem_offset) and int(node.elem_offset) == 0):
+            offset = self.expr(node.elem_offset)
+        fixed = self._fixed_layout(node)
+        made = Buffer(str(node.name), storage.slot, dtype, storage.scope, self._layout(node), offset, None, fixed)
+        self.buffers[node] = made
+        return made
+
+    def _fixed_layout(self, node: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        if not all(is_const(extent) for extent in [*node.shape, *node.strides]):
+            return None
+        shape = tuple(int(extent) for extent in node.shape)
+        return shape, tuple(int(stride) for stride in node.strides) or row_major(shape)
+
+    def _layout(self, node: Any) -> Any:
+        fixed = self._fixed_layout(node)
+        if fixed is not None:
+            return lambda frame: fixed
+        strides = list(node.strides)
+        exprs = [*node.shape, *strides]
+        rank = len(node.shape)
+        closures = [self.expr(extent) for extent in exprs]
+
+        def layout(frame: Frame) -> tuple[tuple[int, ...], tuple[int, ...]]:
+            numbers = tuple(int(closure(frame)) for closure in closures)
+            return numbers[:rank], numbers[rank:] if strides else row_major(numbers[:rank])
+
+        return layout
+
+    def access(self, buffer: Any, indices: Any, guard: str | None = None) -> Access:
+        """Compile an element access."""
+        view = self.buffer(buffer)
+        dims = [self._dim(view, index, guard) for index in indices]
+        made = Access(view, dims, self.ndim, self.site, self.options.checks != 'none', self._safe_value(buffer))
+        if view.scope == 'shared':
+            self.touched.append((made, list(indices)))
+        return made
+
+    def words(self, data: Any, dtype: DType, start: Closure) -> Access:
+        """An access to element `start` of the memory of a data variable, seen as a flat array of `dtype`."""
+        storage = self.storages.get(data)
+        if storage is None:
+            raise self.unsupported(f'pointer into {data}')
+        storage.dtypes.add(dtype.name)
+        itemsize = dtype.storage.itemsize
+
+        def layout(frame: Frame) -> tuple[tuple[int, ...], tuple[int, ...]]:
+            return (frame.memory[storage.slot].size // itemsize,), (1,)
+
+        view = Buffer(storage.name, storage.slot, dtype, storage.scope, layout)
+        return Access(view, [Dim(start, (), 'none')], self.ndim, self.site, self.options.checks != 'none')
+
+    @contextmanager
+    def one_statement(self) -> Iterator[None]:
+        """Find the shared buffers that one statement (or parallel loop) touches in more than one way."""
+        if self.depth:  # part of the parallel loop around it
+            yield
+            return
+        self.touched = []
+        yield
+        by_slot: dict[int, list[tuple[Access, list[Any]]]] = {}
+        for access, indices in self.touched:
+            by_slot.setdefault(access.buffer.slot, []).append((access, indices))
+        for accesses in by_slot.values():
+            (_, first), *others = accesses
+            if any(not same_indices(first, other) for _, other in others):
+                for access, _ in accesses:
+                    access.contended = True
+
+    def _safe_value(self, buffer: Any) -> Closure | None:
+        safe = self.safe_values.get(buffer.data)
+        if safe is None:
+            return None
+        if isinstance(safe, int | float):
+            value = constant(safe, self.dtype(buffer))
+            return lambda frame: value
+        return self.expr(safe)
+
+    def _dim(self, view: Buffer, index: Any, guard: str | None) -> Dim:
+        terms, base = self.affine(index)
+        if guard is None:
+            # TileLang guards global accesses unless told not to, and never a literal index.
+            guard = 'upper' if view.scope == 'global' and self.options.guards and not is_const(index) else 'none'
+        return Dim(base, tuple(sorted(terms.items())), guard)
+
+    def affine(self, node: Any) -> tuple[dict[int, int], Closure]:
+        """Split an index into coefficients of parallel axes and the rest."""
+        if not self.depth:
+            return {}, self.expr(node)
+        kind = type(node).__name__
+        if kind == 'Var' and node in self.axes:
+            return {self.axes[node]: 1}, _zero
+        if kind == 'Var' and node in self.macros:
+            return self.affine(self.macros[node])
+        if kind in ('Add', 'Sub'):
+            left_terms, left = self.affine(node.a)
+            right_terms, right = self.affine(node.b)
+            if left_terms or right_terms:
+                sign = 1 if kind == 'Add' else -1
+                terms = dict(left_terms)
+                for axis, coefficient in right_terms.items():
+                    terms[axis] = terms.get(axis, 0) + sign * coefficient
+                return {axis: coefficient for axis, coefficient in terms.items() if coefficient}, _sum(
+                    left, right, sign
+                )
+        if kind == 'Mul' and (is_const(node.a) or is_const(node.b)):
+            factor, other = (node.a, node.b) if is_const(node.a) else (node.b, node.a)
+            terms, base = self.affine(other)
+            if terms and int(factor):
+                scale = int(factor)
+                scaled = {axis: coefficient * scale for axis, coefficient in terms.items()}
+                return scaled, base if base is _zero else (lambda frame: base(frame) * scale)
+        return {}, self.expr(node)
+
+
+def _zero(frame: Frame) -> int:
+    return 0
+
+
+def _sum(left: Closure, right: Closure, sign: int) -> Closure:
+    if right is _zero:
+        return left
+    if sign > 0:
+        return right if left is _zero else lambda frame: left(frame) + right(frame)
+    return lambda frame: left(frame) - right(frame)
+
+
+def is_const(node: Any) -> bool:
+    """Whether an index or extent is a literal."""
+    return isinstance(node, int) or type(node).__name__ == 'IntImm'
+
+
+def same_indices(first: list[Any], second: list[Any]) -> bool:
+    """Whether two index lists are the same expressions."""
+    from tvm.ir import structural_equal
+
+    return len(first) == len(second) and all(
+        structural_equal(one, other) for one, other in zip(first, second, strict=True)
+    )
+
+
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a packed array."""
+    strides = [1] * len(shape)
+    for axis in range(len(shape) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * shape[axis + 1]
+    return tuple(strides)

@@ -1,0 +1,1 @@
+"""What every construct of the language means, one module for each group."""

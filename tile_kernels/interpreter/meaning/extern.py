@@ -1,0 +1,153 @@
+"""Models of CUDA functions that kernels reach by `T.call_extern`.
+
+`extern('name')` registers a Python function in place of a CUDA one. It gets the arguments as values (a scalar, or an
+array over lanes) and pointers as `Pointer` objects, and returns the value of the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tile_kernels.interpreter.engine.frame import Frame, cluster_rank
+
+_MODELS: dict[str, Callable[..., Any]] = {}
+
+
+class Pointer:
+    """The address of an element; `load(k)` and `store(k, value)` reach the k-th element after it."""
+
+    def __init__(self, frame: Frame, accesses: Callable[[int], Any], cluster_dims: tuple[int, ...] = (1, 1, 1)) -> None:
+        self._frame = frame
+        self._accesses = accesses
+        self._cluster_dims = cluster_dims
+
+    def load(self, offset: int = 0) -> Any:
+        """Value `offset` elements further on."""
+        return self._accesses(offset).load(self._frame, self._frame.mask)
+
+    def store(self, offset: int, value: Any) -> None:
+        """Write `offset` elements further on, for the active lanes."""
+        self._accesses(offset).store(self._frame, value, self._frame.mask)
+
+    def send(self, offset: int, value: Any, rank: Any) -> None:
+        """Write `offset` elements further on in the shared memory of block `rank` of the cluster."""
+        access = self._accesses(offset)
+        away = np.asarray(rank) - cluster_rank(self._frame, self._cluster_dims).reshape(-1, 1)
+        access.row_shift = lambda frame: away
+        access.atomic = True  # it is checked as what it is
+        access.store(self._frame, value, self._frame.mask)
+        marks = access.memory(self._frame).race
+        if marks is not None:
+            place = access.locate(self._frame, self._frame.mask)
+            marks.send(self._frame, access, place, self._frame.mask, away)
+
+
+class RemoteBarrier:
+    """An mbarrier that counts bytes sent to it; `operand` names it."""
+
+    def __init__(self, frame: Frame, operand: Any, cluster_dims: tuple[int, ...]) -> None:
+        self._frame = frame
+        self._operand = operand
+        self._cluster_dims = cluster_dims
+
+    def send(self, bytes_: int, rank: Any) -> None:
+        """Count bytes of every active thread at this barrier of block `rank` of the cluster."""
+        frame, operand = self._frame, self._operand
+        away = np.asarray(rank) - cluster_rank(frame, self._cluster_dims).reshape(-1, 1)
+        frame.memory[operand.slot].send(frame, operand.index(frame), away, bytes_, operand.slot)
+
+
+def _send_four(place: Pointer, a: Any, b: Any, c: Any, d: Any, barrier: RemoteBarrier, rank: Any) -> None:
+    """Four elements to another block, whose barrier counts their bytes."""
+    for offset, value in enumerate((a, b, c, d)):
+        place.send(offset, value, rank)
+    barrier.send(16, rank)
+
+
+def extern(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the model of an external function.
+
+    Args:
+        name: The function name as written in `T.call_extern`.
+
+    Returns:
+        A decorator that leaves the function unchanged.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        _MODELS[name] = function
+        return function
+
+    return register
+
+
+def model_of(name: str) -> Callable[..., Any] | None:
+    """The registered model, or None."""
+    return _MODELS.get(name)
+
+
+def _bits(value: Any, kind: Any) -> Any:
+    return np.asarray(value).view(kind)[()] if np.ndim(value) == 0 else np.ascontiguousarray(value).view(kind)
+
+
+def _byte_perm(low: Any, high: Any, selector: Any) -> Any:
+    """Four of the eight bytes of two words, each named by a nibble of the selector."""
+    both = np.asarray(low, np.uint64) | np.asarray(high, np.uint64) << np.uint64(32)
+    nibbles = [np.asarray(selector, np.uint64) >> np.uint64(4 * k) & np.uint64(7) for k in range(4)]
+    picked = [(both >> np.uint64(8) * n & np.uint64(255)) << np.uint64(8 * k) for k, n in enumerate(nibbles)]
+    return np.bitwise_or.reduce(np.broadcast_arrays(*picked)).astype(np.uint32)[()]
+
+
+def _funnel_left(low: Any, high: Any, shift: Any) -> Any:
+    """The upper word of two, moved left by `shift` modulo 32."""
+    both = np.asarray(low, np.uint64) | np.asarray(high, np.uint64) << np.uint64(32)
+    return (both << (np.asarray(shift, np.uint64) & np.uint64(31)) >> np.uint64(32)).astype(np.uint32)[()]
+
+
+def _smaller_halves(x: Any, y: Any) -> Any:
+    """The smaller one of the lower halves of two words, and that of the upper halves."""
+    x, y = np.asarray(x, np.uint32), np.asarray(y, np.uint32)
+    low, high = np.uint32(0xFFFF), np.uint32(0xFFFF0000)
+    return (np.minimum(x & low, y & low) | np.minimum(x & high, y & high))[()]
+
+
+def _with_exponents(word: Any, other: Any) -> Any:
+    """Signs and mantissas of two bfloat16 of one word, exponents of another."""
+    exponents = np.uint32(0x7F807F80)
+    return (np.asarray(word, np.uint32) & ~exponents | np.asarray(other, np.uint32) & exponents)[()]
+
+
+_CUDA_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    '__float_as_uint': lambda x: _bits(np.float32(x) if np.ndim(x) == 0 else x, np.uint32),
+    '__float_as_int': lambda x: _bits(np.float32(x) if np.ndim(x) == 0 else x, np.int32),
+    '__uint_as_float': lambda x: _bits(np.uint32(x) if np.ndim(x) == 0 else x, np.float32),
+    '__int_as_float': lambda x: _bits(np.int32(x) if np.ndim(x) == 0 else x, np.float32),
+    '__byte_perm': _byte_perm,
+    '__funnelshift_l': _funnel_left,
+    '__vminu2': _smaller_halves,
+    '__fadd_rn': lambda x, y: x + y,
+    '__fsub_rn': lambda x, y: x - y,
+    '__fmul_rn': lambda x, y: x * y,
+    '__fdiv_rn': np.divide,
+    '__frcp_rn': lambda x: np.divide(np.float32(1), x),
+    '__fsqrt_rn': np.sqrt,
+    'fmaxf': np.fmax,
+    'fminf': np.fmin,
+    'fabsf': np.abs,
+    'sqrtf': np.sqrt,
+    'floorf': np.floor,
+    'ceilf': np.ceil,
+    'truncf': np.trunc,
+    'rintf': np.rint,
+    # `asm` of these names: the functions of the hardware, here without their error
+    'ex2_approx': np.exp2,
+    'sqrt_approx': np.sqrt,
+    'tanh_approx': np.tanh,
+    'send_four': _send_four,
+    'with_exponents': _with_exponents,
+}
+for _name, _function in _CUDA_FUNCTIONS.items():
+    extern(_name)(_function)

@@ -1,0 +1,305 @@
+"""Threads and warps: thread numbers, shuffles, votes, matches, warp reductions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tile_kernels.interpreter.engine.frame import Frame
+from tile_kernels.interpreter.engine.lanes import axis_values, expand, lane_of, splits_warps
+from tile_kernels.interpreter.engine.translate import Closure, Compiler, op
+from tile_kernels.interpreter.errors import BarrierDivergence
+from tile_kernels.interpreter.meaning.accumulate import pair
+from tile_kernels.interpreter.meaning.barriers import block_barrier
+from tile_kernels.interpreter.meaning.element_ops import pointed, shifted
+from tile_kernels.interpreter.memory.dtypes import dtype_of
+
+WARP = 32
+
+
+@op('tl.launch_thread_idx')
+def _thread_index(compiler: Compiler, call: Any) -> Closure:
+    """threadIdx.x, .y or .z."""
+    axis = int(call.args[0])
+    dims = compiler.thread_dims
+    if dims[axis] == 1:
+        return lambda frame: 0
+    below = int(np.prod(dims[:axis], dtype=np.int64)) if axis else 1
+    values = ((np.arange(int(np.prod(dims))) // below) % dims[axis]).astype(np.int32).reshape(1, -1)
+    ndim = compiler.ndim
+    return lambda frame: expand(values, ndim)
+
+
+def thread_number(frame: Frame, ndim: int) -> np.ndarray:
+    """Linear number of each thread of a block."""
+    return axis_values(frame.threads, 1, ndim)
+
+
+@op('tl.get_lane_idx')
+def _lane_index(compiler: Compiler, call: Any) -> Closure:
+    """Number of a thread within its warp."""
+    return _thread_arithmetic(compiler, call, lambda thread, size: thread % size)
+
+
+@op('tl.get_warp_idx', 'tl.get_warp_idx_sync')
+def _warp_index(compiler: Compiler, call: Any) -> Closure:
+    """Number of the warp of a thread."""
+    return _thread_arithmetic(compiler, call, lambda thread, size: thread // size)
+
+
+def _thread_arithmetic(compiler: Compiler, call: Any, function: Callable[[Any, int], Any]) -> Closure:
+    size = int(call.args[0]) if len(call.args) else WARP
+    ndim = compiler.ndim
+    return lambda frame: function(thread_number(frame, ndim), size)
+
+
+@op('tl.get_warp_group_idx')
+def _warp_group_index(compiler: Compiler, call: Any) -> Closure:
+    """Number of the warp group (four warps) of a thread."""
+    sizes = [int(part) for part in call.args]
+    span = (sizes[0] if sizes else WARP) * (sizes[1] if len(sizes) > 1 else 4)
+    ndim = compiler.ndim
+    return lambda frame: thread_number(frame, ndim) // span
+
+
+@op('tl.tl_shuffle_elect')
+def _elect(compiler: Compiler, call: Any) -> Closure:
+    """True for one thread of each group of the given size (0: of the block)."""
+    size = int(call.args[0])
+    ndim = compiler.ndim
+
+    def run(frame: Frame) -> np.ndarray:
+        return thread_number(frame, ndim) % (size or frame.threads) == 0
+
+    return run
+
+
+def by_warp(frame: Frame, value: Any, dtype: Any, ndim: int) -> np.ndarray:
+    """A value as (blocks, warps, 32, ...), repeating the last thread to fill the last warp."""
+    array: Any = np.asarray(value, dtype=dtype)
+    array = expand(array, ndim) if array.ndim else array.reshape((1,) * ndim)
+    array = np.broadcast_to(array, (array.shape[0], frame.threads, *array.shape[2:]))
+    spare = -frame.threads % WARP
+    if spare:
+        array = np.concatenate([array, np.repeat(array[:, -1:], spare, axis=1)], axis=1)
+    return array.reshape(array.shape[0], -1, WARP, *array.shape[2:])
+
+
+def by_thread(frame: Frame, value: np.ndarray) -> np.ndarray:
+    """Back from (blocks, warps, 32, ...) to (blocks, threads, ...)."""
+    flat = value.reshape(value.shape[0], -1, *value.shape[3:])
+    return flat[:, : frame.threads]
+
+
+def _varies(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.shape[1] > 1
+
+
+@op('tl.shfl_sync', 'tl.shfl_xor_sync', 'tl.shfl_up_sync', 'tl.shfl_down_sync')
+def _shuffle(compiler: Compiler, call: Any) -> Closure:
+    """The value of another lane of the warp; a lane whose source lies outside its segment keeps its own."""
+    kind = str(call.op.name).removeprefix('tl.shfl_').removesuffix('sync').rstrip('_')
+    value, amount, width = (compiler.expr(part) for part in call.args[1:4])
+    ndim = compiler.ndim
+    lane = np.arange(WARP)
+    site, checked = compiler.site, compiler.options.checks != 'none'
+
+    def run(frame: Frame) -> Any:
+        given, by, size = value(frame), amount(frame), width(frame)
+        if checked and frame.mask is not None and splits_warps(frame.mask):
+            require_partners(frame, by, size)
+        if isinstance(given, tuple):
+            return tuple(move(frame, part, by, size) for part in given)
+        return move(frame, given, by, size)
+
+    def require_partners(frame: Frame, by: Any, size: Any) -> None:
+        """Every active lane must read a lane that takes part."""
+        active = np.broadcast_to(frame.mask, (frame.mask.shape[0], frame.threads, *frame.mask.shape[2:]))
+        lonely = active & ~move(frame, active, by, size)
+        if lonely.any():
+            raise frame.error(BarrierDivergence, 'a shuffle reads a lane that takes no part', site, lane_of(lonely))
+
+    def move(frame: Frame, given: Any, by: Any, size: Any) -> Any:
+        if not _varies(given):
+            return given
+        warps = by_warp(frame, given, given.dtype, ndim)
+        first = lane // size * size
+        if isinstance(by, np.ndarray):
+            shift = by_warp(frame, by, np.int64, ndim)
+            own = lane.reshape((1, 1, WARP) + (1,) * (ndim - 2))
+            start = first.reshape(own.shape)
+        else:
+            shift, own, start = int(by), lane, first  # type: ignore[assignment]
+        source = {
+            '': lambda: start + shift % size,
+            'xor': lambda: own ^ shift,
+            'up': lambda: np.where(own - shift < start, own, own - shift),
+            'down': lambda: np.where(own + shift >= start + size, own, own + shift),
+        }[kind]()
+        if kind == 'xor':
+            source = np.where(source >= start + size, own, source)
+        if isinstance(by, np.ndarray):
+            shape = np.broadcast_shapes(warps.shape, source.shape)
+            picked = np.take_along_axis(np.broadcast_to(warps, shape), np.broadcast_to(source, shape), axis=2)
+        else:
+            picked = warps[:, :, source]
+        return by_thread(frame, picked)
+
+    return run
+
+
+@op('tl.warp_reduce_sum', 'tl.warp_reduce_max', 'tl.warp_reduce_min', 'tl.warp_reduce_bitand', 'tl.warp_reduce_bitor')
+def _warp_reduce(compiler: Compiler, call: Any) -> Closure:
+    """The combination of all 32 lanes, in every lane, by the butterfly the GPU uses (so sums round alike)."""
+    name = str(call.op.name).removeprefix('tl.warp_reduce_')
+    value = compiler.expr(call.args[0])
+    dtype = dtype_of(compiler.dtype(call).name)
+    ndim = compiler.ndim
+    partners = [np.arange(WARP) ^ distance for distance in (16, 8, 4, 2, 1)]
+    site, checked = compiler.site, compiler.options.checks != 'none'
+
+    def run(frame: Frame) -> Any:
+        given = value(frame)
+        if checked and splits_warps(frame.mask):
+            raise frame.error(BarrierDivergence, f'T.warp_reduce_{name} runs on a part of a warp', site)
+        warps = by_warp(frame, given, dtype.value, ndim)
+        for partner in partners:
+            warps = pair(name, warps, warps[:, :, partner], dtype)
+        return by_thread(frame, warps)
+
+    return run
+
+
+@op('tirx.ptx_mma')
+def _mma(compiler: Compiler, call: Any) -> Closure:
+    """`C += A @ B` of a warp, bfloat16 or float16 of shape m16n8k16: each lane holds 8, 4 and 4 elements of them.
+
+    The 16 products of an element are summed exactly and rounded once with what C holds.
+    """
+    shape, left, right, *kinds = (str(part.value) for part in call.args[:6])
+    if (shape, left, right) != ('m16n8k16', 'row', 'col') or kinds[0] not in ('bf16', 'fp16') or kinds[2] != 'fp32':
+        raise compiler.unsupported(f'ptx_mma {shape} of {kinds}')
+    parts = [_registers(compiler, call.args[6 + 2 * i], call.args[7 + 2 * i], n) for i, n in enumerate((8, 4, 4))]
+    if kinds[0] != 'bf16' and any(len(part) < n for part, n in zip(parts, (8, 4, 4), strict=True)):
+        raise compiler.unsupported(f'ptx_mma {shape} of {kinds} in words')
+    group, member = np.divmod(np.arange(WARP)[:, None], 4)
+    eighth, pair_of = np.arange(8) // 2, np.arange(8) % 2
+    a_place = (group + eighth % 2 * 8, member * 2 + pair_of + eighth // 2 * 8)
+    b_place = (member * 2 + pair_of[:4] + eighth[:4] * 8, group + np.zeros(4, int))
+    c_place = (group + eighth[:4] * 8, member * 2 + pair_of[:4])
+    site, checked = compiler.site, compiler.options.checks != 'none'
+
+    def matrix(frame: Frame, accesses: list[Any], place: tuple[np.ndarray, np.ndarray], rows: int) -> np.ndarray:
+        count = place[0].shape[-1]
+        if len(accesses) == count:
+            lanes = [by_warp(frame, access.load(frame, frame.mask), np.float64, 2) for access in accesses]
+        else:  # words of two bfloat16
+            words = [by_warp(frame, access.load(frame, frame.mask), np.uint32, 2) for access in accesses]
+            lanes = [(word << shift & 0xFFFF0000).view(np.float32) for word in words for shift in (16, 0)]
+        whole = np.broadcast_arrays(*lanes)
+        result = np.empty((*whole[0].shape[:2], rows, 16 if count == 8 else 8))
+        result[:, :, place[0], place[1]] = np.stack(whole, axis=-1)
+        return result
+
+    def run(frame: Frame) -> None:
+        if checked and splits_warps(frame.mask):
+            raise frame.error(BarrierDivergence, 'T.ptx_mma runs on a part of a warp', site)
+        a, b = matrix(frame, parts[0], a_place, 16), matrix(frame, parts[1], b_place, 16)
+        total = (matrix(frame, parts[2], c_place, 16) + a @ b).astype(np.float32)
+        given = total[:, :, c_place[0], c_place[1]]
+        for element, access in enumerate(parts[2]):
+            access.store(frame, by_thread(frame, given[..., element]), frame.mask)
+
+    return run
+
+
+def _registers(compiler: Compiler, pointer: Any, offset: Any, count: int) -> list[Any]:
+    """Accesses to `count` numbers of a lane from a pointer and an offset on, two in a word of a buffer of words."""
+    load = pointed(compiler, pointer)
+    if compiler.dtype(load).name == 'uint32':
+        count //= 2
+    first = [*load.indices[:-1], load.indices[-1] + offset]
+    return [compiler.access(load.buffer, shifted(first, element)) for element in range(count)]
+
+
+def active_by_warp(frame: Frame, ndim: int) -> np.ndarray:
+    """Which lanes of each warp are running."""
+    mask = np.ones((1,) * ndim, bool) if frame.mask is None else frame.mask
+    warps = by_warp(frame, mask, bool, ndim)
+    spare = -frame.threads % WARP
+    if spare:
+        warps = warps.copy()
+        warps[:, -1, WARP - spare :] = False
+    return warps
+
+
+@op('tl.ballot', 'tl.ballot_sync', 'tl.activemask', 'tl.any_sync', 'tl.all_sync')
+def _vote(compiler: Compiler, call: Any) -> Closure:
+    """Bits of the lanes for which a condition holds; whether it holds for any or for all of them."""
+    kind = str(call.op.name).removeprefix('tl.').removesuffix('_sync')
+    predicate = compiler.expr(call.args[-1]) if len(call.args) else (lambda frame: True)
+    ndim = compiler.ndim
+    weights = (np.uint64(1) << np.arange(WARP, dtype=np.uint64)).reshape((1, 1, WARP) + (1,) * (ndim - 2))
+
+    def run(frame: Frame) -> Any:
+        holds = by_warp(frame, predicate(frame), bool, ndim)
+        active = active_by_warp(frame, ndim)
+        if kind == 'any':
+            result = (holds & active).any(axis=2, keepdims=True).astype(np.int32)
+        elif kind == 'all':
+            result = (holds | ~active).all(axis=2, keepdims=True).astype(np.int32)
+        else:
+            result = np.where(holds & active, weights, np.uint64(0)).sum(axis=2, keepdims=True, dtype=np.uint64)
+        shape = (*result.shape[:2], WARP, *result.shape[3:])
+        return by_thread(frame, np.broadcast_to(result, shape))
+
+    return run
+
+
+@op('tl.match_any_sync', 'tl.match_all_sync')
+def _match(compiler: Compiler, call: Any) -> Closure:
+    """Bits of the lanes that hold the same value as this one (all: those, if every lane does, else 0)."""
+    value = compiler.expr(call.args[1])
+    dtype = dtype_of(compiler.dtype(call.args[1]).name)
+    everyone = 'all' in str(call.op.name)
+    ndim = compiler.ndim
+
+    def run(frame: Frame) -> np.ndarray:
+        warps = by_warp(frame, value(frame), dtype.value, ndim)
+        active = active_by_warp(frame, ndim)
+        shape = np.broadcast_shapes(warps.shape, active.shape)
+        warps, active = np.broadcast_to(warps, shape), np.broadcast_to(active, shape)
+        same = (warps[:, :, :, None] == warps[:, :, None, :]) & active[:, :, None, :]
+        weights = (np.uint32(1) << np.arange(WARP, dtype=np.uint32)).reshape((1, 1, 1, WARP) + (1,) * (ndim - 2))
+        bits = np.where(same, weights, np.uint32(0)).sum(axis=3, dtype=np.uint32)
+        if everyone:
+            complete = (same | ~active[:, :, None, :]).all(axis=3)
+            bits = np.where(complete, bits, np.uint32(0))
+        return by_thread(frame, bits)
+
+    return run
+
+
+@op('tl.syncthreads_count', 'tl.syncthreads_and', 'tl.syncthreads_or')
+def _block_vote(compiler: Compiler, call: Any) -> Closure:
+    """A block barrier that also counts the threads for which a condition holds."""
+    kind = str(call.op.name).rsplit('_', 1)[1]
+    predicate = compiler.expr(call.args[0])
+    barrier = block_barrier(compiler)
+    ndim = compiler.ndim
+
+    def run(frame: Frame) -> Any:
+        barrier(frame)
+        holds = np.asarray(predicate(frame)) != 0
+        holds = expand(holds, ndim) if holds.ndim else holds.reshape((1,) * ndim)
+        holds = np.broadcast_to(holds, (frame.blocks, frame.threads, *holds.shape[2:]))
+        live = True if frame.mask is None else frame.mask
+        if kind == 'count':
+            return (holds & live).sum(axis=1, keepdims=True, dtype=np.int32)
+        if kind == 'and':
+            return (holds | ~np.asarray(live)).all(axis=1, keepdims=True).astype(np.int32)
+        return (holds & live).any(axis=1, keepdims=True).astype(np.int32)
+
+    return run

@@ -1,0 +1,1 @@
+"""Memory: buffers, number formats and single accesses."""

@@ -1,0 +1,289 @@
+"""One access to a buffer: from index expressions to a place in memory, with the guards TileLang gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from tile_kernels.interpreter.engine.frame import Frame
+from tile_kernels.interpreter.engine.lanes import Mask, axis_values, both, expand, lane_of, select
+from tile_kernels.interpreter.errors import InterpreterError, OutOfBounds, Site, UninitializedRead, UnsupportedConstruct
+from tile_kernels.interpreter.memory.buffers import LocalMemory, Place, memory_at
+from tile_kernels.interpreter.memory.dtypes import DType
+
+Layout = Callable[[Frame], tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class Dim:
+    """One index: `base + sum(coefficient * axis)`.
+
+    `guard` says what happens outside the buffer: 'both' (loads give the safe value, stores are dropped), 'upper'
+    (the same beyond the end, while a negative index is an error), or 'none' (an error).
+    """
+
+    base: Callable[[Frame], Any]
+    terms: tuple[tuple[int, int], ...]
+    guard: str
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A typed view of a piece of memory."""
+
+    name: str
+    slot: int
+    dtype: DType
+    scope: str  # 'global', 'shared', 'fragment', 'local' or 'barrier'
+    layout: Layout
+    offset: Callable[[Frame], Any] | None = None
+    pointer: Callable[[Frame], Any] | None = None  # the address of a buffer made from a raw pointer
+    fixed: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # shape and strides, if they are literals
+
+
+class Access:
+    """A load or store of one element per lane (tile operations add their own axes)."""
+
+    def __init__(
+        self,
+        buffer: Buffer,
+        dims: list[Dim],
+        ndim: int,
+        site: Site,
+        checked: bool,
+        safe_value: Callable[[Frame], Any] | None = None,
+    ) -> None:
+        self.buffer = buffer
+        self.dims = dims
+        self.ndim = ndim  # lane axes of this access: block, thread, and the parallel axes
+        self.site = site
+        self.checked = checked
+        self.safe_value = safe_value
+        self.extra: tuple[Callable[[Frame], int], ...] = ()
+        self.atomic = False
+        self.contended = False  # its statement touches the same shared buffer at other indices, too
+        self.everyone = False  # every thread of the block reads it (operands of matrix products and reductions)
+        self.private = False  # each thread makes the whole access by itself
+        self.row_shift: Callable[[Frame], Any] | None = None  # rows to the block of the cluster that is written
+        self.may_be_in_flight = False  # an asynchronous product may add to its own unfinished result
+
+    def moved(self, offset: int) -> Access:
+        """The same access, `offset` elements further along the last dimension."""
+        if not offset:
+            return self
+        last = self.dims[-1]
+        dims = [*self.dims[:-1], Dim(lambda frame: last.base(frame) + offset, last.terms, last.guard)]
+        other = Access(self.buffer, dims, self.ndim, self.site, self.checked, self.safe_value)
+        other.extra, other.atomic = self.extra, self.atomic
+        return other
+
+    def extents(self, frame: Frame) -> list[int]:
+        """Extent of every parallel axis of this access."""
+        count = self.ndim - 2 - len(self.extra)
+        return frame.extents[:count] + [extent(frame) for extent in self.extra]
+
+    def memory(self, frame: Frame) -> Any:
+        """The memory behind the buffer."""
+        if self.buffer.pointer is not None:
+            lowest, highest = self._addresses(frame)[1:]
+            shape, strides = self.buffer.layout(frame)
+            reach = 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+            return memory_at(lowest, highest - lowest + reach * self.buffer.dtype.storage.itemsize)
+        memory = frame.memory[self.buffer.slot]
+        if memory is None:
+            raise frame.error(
+                UnsupportedConstruct, f'{self.buffer.name} was passed as None but the kernel uses it', self.site
+            )
+        return memory
+
+    def locate(self, frame: Frame, mask: Mask) -> Place:
+        """Find the elements; lanes outside a guarded dimension are marked in `ok`, others are an error."""
+        if self.plain:
+            element = self._one_element(frame)
+            if element is not None:
+                axes = self.ndim - 2
+                return Place(element, (1,) * axes, (0,) * axes)
+        return self._locate_lanes(frame, mask)
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether all lanes may well address one element, known without looking at parallel axes."""
+        view = self.buffer
+        special = view.offset is not None or view.pointer is not None or self.row_shift is not None or self.extra
+        return view.fixed is not None and not special and not any(dim.terms for dim in self.dims)
+
+    def _one_element(self, frame: Frame) -> int | None:
+        """The element all lanes address, or None if they differ or lie outside."""
+        element = 0
+        for dim, length, stride in zip(self.dims, *self.buffer.fixed or ((), ()), strict=True):
+            index = dim.base(frame)
+            if type(index) is not int or not 0 <= index < length:
+                return None
+            element += index * stride
+        return element
+
+    def _locate_lanes(self, frame: Frame, mask: Mask) -> Place:
+        shape, strides = self.buffer.layout(frame)
+        extents = self.extents(frame)
+        base: Any = 0 if self.buffer.offset is None else self.buffer.offset(frame)
+        if self.buffer.pointer is not None:
+            address, lowest, _ = self._addresses(frame)
+            base = base + (address - lowest) // self.buffer.dtype.storage.itemsize
+        steps = [0] * len(extents)
+        ok: Mask = None
+        for position, (dim, length, stride) in enumerate(zip(self.dims, shape, strides, strict=True)):
+            start = dim.base(frame)
+            if isinstance(start, np.ndarray):
+                start = expand(start, self.ndim).astype(np.intp, copy=False)
+                low, high = (int(start.min()), int(start.max())) if start.size else (0, 0)
+            else:
+                low = high = start = int(start)
+            for axis, coefficient in dim.terms:
+                reach = coefficient * (extents[axis] - 1)
+                low, high = (low, high + reach) if reach > 0 else (low + reach, high)
+            if low >= 0 and high < length:
+                base = base + start * stride
+                for axis, coefficient in dim.terms:
+                    steps[axis] += coefficient * stride
+                continue
+            index, inside = self._outside(frame, mask, position, start, length, extents)
+            base = base + index * stride
+            ok = both(ok, inside)
+        if self.row_shift is not None:
+            row = frame.memory[self.buffer.slot].typed(self.buffer.dtype.storage).shape[1]
+            base = base + expand(self.row_shift(frame) * row, self.ndim)
+        used = tuple(extent if step else 1 for extent, step in zip(extents, steps, strict=True))
+        return Place(base, used, tuple(steps), ok, len(self.extra))
+
+    def load(self, frame: Frame, mask: Mask) -> Any:
+        """Values of the lanes; the safe value where a guarded index lies outside."""
+        place = self.locate(frame, mask)
+        memory = self.memory(frame)
+        self.watch_read(frame, memory, place, both(mask, place.ok))
+        value = memory.read(place, self.buffer.dtype)
+        if place.ok is None:
+            return value
+        safe = 0 if self.safe_value is None else self.safe_value(frame)
+        return select(place.ok, value, safe, self.buffer.dtype.value)
+
+    def store(self, frame: Frame, value: Any, mask: Mask) -> None:
+        """Write values of the active lanes; a guarded index outside drops the store."""
+        place = self.locate(frame, mask)
+        mask = both(mask, place.ok)
+        memory = self.memory(frame)
+        if memory.pending is not None and not self.may_be_in_flight:
+            memory.pending.check(frame, self, place, mask, 'written')
+        if memory.race is None or self.atomic:
+            memory.write(place, value, self.buffer.dtype, mask)
+            return
+        seen = memory.race.before_write(frame, self, place, mask, value)
+        memory.write(place, value, self.buffer.dtype, mask)
+        memory.race.after_write(frame, self, seen)
+
+    def watch_read(self, frame: Frame, memory: Any, place: Place, mask: Mask) -> None:
+        """Hold a read against what is known of the memory: written, landed, ordered."""
+        if memory.written is not None and self.checked:
+            self._check_written(frame, memory, place, mask)
+        if memory.pending is not None and not self.may_be_in_flight:
+            memory.pending.check(frame, self, place, mask, 'read')
+        if memory.race is not None and not self.atomic:
+            memory.race.read(frame, self, place, mask)
+
+    def index_at(self, frame: Frame, lane: tuple[int, ...]) -> tuple[int, ...]:
+        """The index one lane uses, for messages."""
+        extents = self.extents(frame)
+        found = []
+        for dim in self.dims:
+            index = self._index(dim, expand(dim.base(frame), self.ndim), extents)
+            if isinstance(index, np.ndarray):
+                spot = tuple(min(place, size - 1) for place, size in zip(lane, index.shape, strict=True))
+                index = index[spot]
+            found.append(int(index))
+        return tuple(found)
+
+    def _addresses(self, frame: Frame) -> tuple[Any, int, int]:
+        """Address of the buffer for every lane (that of inactive lanes does not matter), the lowest and the highest."""
+        address = 0 if self.buffer.pointer is None else self.buffer.pointer(frame)
+        if not isinstance(address, np.ndarray):
+            return int(address), int(address), int(address)
+        address = expand(address, self.ndim).astype(np.int64)
+        active = np.ones((1, 1), bool) if frame.mask is None else frame.mask
+        active = np.broadcast_to(expand(active, self.ndim), np.broadcast_shapes(active.shape, address.shape))
+        used = np.broadcast_to(address, active.shape)[active]
+        lowest, highest = int(used.min()), int(used.max())
+        return np.clip(address, lowest, highest), lowest, highest
+
+    def _index(self, dim: Dim, start: Any, extents: list[int]) -> Any:
+        index = start
+        for axis, coefficient in dim.terms:
+            index = index + axis_values(extents[axis], 2 + axis, self.ndim).astype(np.intp) * coefficient
+        return index
+
+    def _outside(
+        self, frame: Frame, mask: Mask, position: int, start: Any, length: int, extents: list[int]
+    ) -> tuple[Any, np.ndarray]:
+        dim = self.dims[position]
+        index = np.asarray(self._index(dim, start, extents), dtype=np.intp)
+        index = index.reshape((1,) * self.ndim) if index.ndim == 0 else index
+        if dim.guard == 'upper' and not self.checked:
+            index = np.where(index < 0, index + length, index)  # TileLang counts a negative index from the end
+        inside = (index >= 0) & (index < length)
+        bad = index < 0 if dim.guard == 'upper' else ~inside
+        if dim.guard != 'both' and self.checked:
+            bad = bad if mask is None else bad & mask
+            if bad.any():
+                raise self.outside_error(frame, bad)
+        if dim.guard != 'none' and (mask is None or (~inside & mask).any()):
+            frame.shared.note_guarded(self.site, self.buffer.name)
+        return np.where(inside, index, 0), inside
+
+    def outside_error(self, frame: Frame, bad: np.ndarray) -> InterpreterError:
+        """The finding for the first of the lanes that left the buffer."""
+        lane = lane_of(bad)
+        index = self.index_at(frame, lane)
+        shape, _ = self.buffer.layout(frame)
+        return frame.error(
+            OutOfBounds,
+            f'index {_tuple(index)} of {self.buffer.scope} buffer {self.buffer.name} is outside its '
+            f'shape {_tuple(shape)}',
+            self.site,
+            _thread_lane(bad, lane),
+            self.buffer.name,
+            index,
+        )
+
+    def _check_written(self, frame: Frame, memory: Any, place: Place, mask: Mask) -> None:
+        missing = memory.unwritten(place, self.buffer.dtype)
+        if missing is None:
+            return
+        missing = missing if mask is None else missing & mask
+        if not missing.any():
+            return
+        lane = lane_of(missing)
+        index = self.index_at(frame, lane)
+        raise frame.error(
+            UninitializedRead,
+            f'{self.buffer.scope} buffer {self.buffer.name} is read at index {_tuple(index)} before it is written',
+            self.site,
+            _thread_lane(missing, lane),
+            self.buffer.name,
+            index,
+        )
+
+
+def is_local(memory: Any) -> bool:
+    """Whether a memory holds private registers of threads."""
+    return isinstance(memory, LocalMemory)
+
+
+def _tuple(values: tuple[int, ...]) -> str:
+    return '(' + ', '.join(str(value) for value in values) + ')'
+
+
+def _thread_lane(mask: np.ndarray, lane: tuple[int, ...]) -> tuple[int, ...]:
+    """A lane whose thread is unknown (-1) where the mask does not tell threads apart."""
+    return (lane[0], lane[1] if mask.shape[1] > 1 else -1, *lane[2:])
