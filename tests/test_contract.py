@@ -53,7 +53,7 @@ def test_a_tensor_that_is_no_plain_memory_is_refused(op, make):
     for name, value in given.items():
         if isinstance(value, Tensor) and value.numel() > 0:
             with pytest.raises(ArgumentError, match='must be a plain dense tensor, got'):
-                op(**given | {name: make(torch.zeros(value.shape))})
+                op.call(**given | {name: make(torch.zeros(value.shape))})
 
 
 @pytest.mark.parametrize('case', OPCHECK, ids=str)
@@ -68,7 +68,7 @@ def test_autograd_is_told_what_is_written(case):
     for _ in range(3):  # the third call on a GPU is a replay
         before = [x._version for x in written]
         with contract._running_kernels(DEVICE):
-            op(**arguments)
+            op.call(**arguments)
         assert all(x._version > version for x, version in zip(written, before, strict=True))
 
 
@@ -82,5 +82,5 @@ def test_what_is_written_must_not_need_a_gradient(case):
             before = x.float().clone()
             x.requires_grad_()
             with pytest.raises(ArgumentError, match=f'{op.name}: .* must not require a gradient'):
-                op(**arguments)
+                op.call(**arguments)
             assert torch.equal(x.detach().float().nan_to_num(), before.nan_to_num())

@@ -9,7 +9,7 @@ from tile_kernels.core.formats import QuantFormat, QuantTensor
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T
 from tile_kernels.core.launch import launch
-from tile_kernels.core.op import Mut, op
+from tile_kernels.core.op import Mut, Out, empty, op
 
 
 def choose(hidden: int, mult: int, size: int) -> dict:
@@ -87,3 +87,73 @@ spread.cases(
     smoke=grid(num_tokens=[0, 1, 5], mult=[2]),
     bench=grid(num_tokens=[4096], mult=[4]),
 )
+
+
+@op(outputs='y', twin=lambda x, shift=0.0: x + shift, backward='identity')
+def through(x: Tensor, shift: float = 0.0) -> Tensor:
+    """Add a number; its gradient is declared to be that of the result."""
+    check.contiguous(x, 'x')
+    return torch.empty_like(x)
+
+
+def total_twin(xs: list[Tensor], q: QuantTensor | None = None, dims: tuple[int, ...] = (0,)) -> Tensor:
+    parts = list(xs) if q is None else [*xs, q.data.float() * q.sf]
+    return torch.stack([x.sum(dims) for x in parts]).sum(0)
+
+
+@op(outputs='y', twin=total_twin)
+def total(xs: list[Tensor], q: QuantTensor | None = None, dims: tuple[int, ...] = (0,)) -> Tensor:
+    """Sum tensors over some dimensions."""
+    for i, x in enumerate(xs):
+        check.shape(x, f'xs[{i}]', 'num_tokens hidden', dtype=torch.float32)
+    return xs[0].new_empty([n for i, n in enumerate(xs[0].shape) if i not in dims])
+
+
+def zero_twin(xs: list[Tensor]) -> None:
+    for x in xs:
+        x.zero_()
+
+
+@op(twin=zero_twin)
+def zero_(xs: list[Out]) -> None:
+    """Set tensors to zero."""
+    for i, x in enumerate(xs):
+        check.contiguous(x, f'xs[{i}]')
+
+
+def scaled_twin(x: Tensor, factor: float = 2.0) -> tuple[Tensor, Tensor]:
+    return x * factor, x.sum(-1)
+
+
+@op(outputs='y total', twin=scaled_twin, out=True)
+def scaled(x: Tensor, factor: float = 2.0) -> tuple[Tensor, Tensor]:
+    """Multiply, and sum the rows of what was given."""
+    num_tokens, _ = check.shape(x, 'x', 'num_tokens hidden', dtype=torch.float32)
+    y = empty('y', x.shape, x.dtype, x.device)
+    total = empty('total', (num_tokens,), x.dtype, x.device)
+    return y, total
+
+
+scaled.cases(
+    make=lambda num_tokens: {'x': torch.randn(num_tokens, 32)},
+    smoke=grid(num_tokens=[0, 1, 5]),
+    bench=grid(num_tokens=[4096]),
+)
+
+
+@op(outputs='y', twin=lambda x, factor: x * factor)
+def _doubled(x: Tensor, factor: float) -> Tensor:
+    """Multiply."""
+    check.contiguous(x, 'x')
+    return torch.empty_like(x)
+
+
+@_doubled.public
+def doubled(x: Tensor, times: int = 1) -> Tensor:
+    """Double `times` times.
+
+    Args:
+        x: any tensor.
+        times: how often.
+    """
+    return doubled.call(x, float(2**times))

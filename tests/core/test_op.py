@@ -11,7 +11,10 @@ from torch._dynamo.testing import CompileCounter
 
 from tile_kernels import ArgumentError, QuantFormat, QuantTensor, UnsupportedError, knobs, mhc
 from tile_kernels.core.cost import Cost
+from tile_kernels.core.launch import state
+from tile_kernels.core.op import op as tile_kernels_op
 from tile_kernels.core.replay import MISS
+from tile_kernels.testing import contract
 
 FMT = QuantFormat.parse('e4m3_1x32_f32')
 
@@ -55,7 +58,7 @@ def test_wrong_calls_are_refused_by_python(sample, call):
 
 def test_calls_of_a_kind_are_replayed_however_they_are_written(sample, monkeypatch):
     op, x, keys = sample.spread, torch.randn(5, 32), []
-    monkeypatch.setattr(op, '_run', lambda key, given: keys.append(key))
+    monkeypatch.setattr(op.calls, 'run', lambda key, given: keys.append(key))
     for call in (lambda: op(x, 3), lambda: op(mult=3, x=x), lambda: op(x, 3, factor=1.0)):
         call()
     assert len(set(keys)) == 1
@@ -65,13 +68,13 @@ def test_calls_of_a_kind_are_replayed_however_they_are_written(sample, monkeypat
     op(x[:4], 3)
     op(x, [3])
     assert len(set(keys)) == 5 and keys[-1] is None
-    monkeypatch.setitem(op._replays, keys[0], [lambda t: MISS, lambda t: (t,)])
+    monkeypatch.setitem(op.calls.replays, keys[0], [lambda t: MISS, lambda t: (t,)])
     assert op(x, 3)[0] is x
 
 
 def test_what_was_learned_holds_under_the_same_settings(sample, monkeypatch):
     x, keys = torch.randn(5, 32), []
-    monkeypatch.setattr(sample.spread, '_run', lambda key, given: keys.append(key))
+    monkeypatch.setattr(sample.spread.calls, 'run', lambda key, given: keys.append(key))
     for settings in ({}, {'num_sms': 3}, {}, {'num_sms': 3}, {'num_sms': 4}):
         with knobs(**settings):
             sample.spread(x)
@@ -85,10 +88,10 @@ def test_a_write_learned_without_gradients_is_not_replayed_with_them(sample, mon
     x = torch.ones(3, 2, requires_grad=True)
     keys = []
     with monkeypatch.context() as patch:
-        patch.setattr(sample.negate_, '_run', lambda key, given: keys.append(key))
+        patch.setattr(sample.negate_.calls, 'run', lambda key, given: keys.append(key))
         with torch.no_grad():
             sample.negate_(x)
-    monkeypatch.setitem(sample.negate_._replays, keys[0], [lambda x, mask: None])
+    monkeypatch.setitem(sample.negate_.calls.replays, keys[0], [lambda x, mask: None])
     with pytest.raises(ArgumentError, match='x must not require a gradient'):
         sample.negate_(x)
 
@@ -289,3 +292,98 @@ def test_an_op_is_pickled_for_a_process_that_has_not_imported_it():
 def test_format_survives_compile(sample):
     out = torch.compile(lambda x: sample.unit_cast(x, FMT), fullgraph=True)(torch.randn(4, 32))
     assert out.fmt is FMT
+
+
+def compiled(fn):
+    return torch.compile(fn, fullgraph=True, dynamic=True, backend='aot_eager')
+
+
+@pytest.mark.parametrize('call', ['op', 'compiled'])
+def test_an_identity_gradient_is_declared(sample, call):
+    x = torch.randn(3, 4, requires_grad=True)
+    through = compiled(sample.through) if call == 'compiled' else sample.through
+    y = through(x, 1.5)
+    assert torch.equal(y, x + 1.5)
+    dy = torch.randn(3, 4)
+    y.backward(dy)
+    assert torch.equal(x.grad, dy)
+    torch.library.opcheck(sample.through.operator, (x.detach().requires_grad_(), 1.0))
+
+
+def test_lists_tuples_and_optional_quantized_tensors_are_parameters(sample):
+    assert sample.total.schema == (
+        'tests_total(Tensor[] xs, Tensor? q=None, Tensor? q_sf=None, str? q_fmt=None, SymInt[] dims=[0]) -> Tensor'
+    )
+    assert sample.zero_.schema == 'tests_zero_(Tensor(xs!)[] xs) -> ()'
+    xs = [torch.randn(5, 32), torch.randn(5, 32)]
+    q = sample.unit_cast(torch.ones(5, 32), FMT)
+    for fn in (sample.total, compiled(sample.total)):
+        torch.testing.assert_close(fn(xs), xs[0].sum(0) + xs[1].sum(0))
+        torch.testing.assert_close(fn(xs, q, (0, 1)), xs[0].sum() + xs[1].sum() + 160)
+    torch.library.opcheck(sample.total.operator, (xs, q.data, q.sf, FMT.name, (0,)), test_utils=['test_faketensor'])
+    torch.library.opcheck(sample.total.operator, (xs,))
+    with pytest.raises(ArgumentError, match='xs must be a list of tensors, got'):
+        sample.total([1, 2])
+    with pytest.raises(ArgumentError, match='dims must be a tuple of integers, got'):
+        sample.total(xs, None, ('a',))
+
+
+@pytest.mark.parametrize('call', ['op', 'compiled'])
+def test_lists_of_tensors_are_written(sample, call):
+    zero = compiled(lambda xs: sample.zero_(xs)) if call == 'compiled' else sample.zero_
+    xs = [torch.ones(3), torch.ones(2, 2)]
+    before = [x._version for x in xs]
+    zero(xs)
+    assert not any(x.any() for x in xs)
+    assert all(x._version > version for x, version in zip(xs, before, strict=True))
+    with pytest.raises(ArgumentError, match='xs must not require a gradient'):
+        sample.zero_([torch.ones(3, requires_grad=True)])
+
+
+def test_an_op_with_a_list_of_tensors_has_no_backward(sample):
+    with pytest.raises(TypeError, match='a list of tensors cannot have a backward'):
+        tile_kernels_op(outputs='y', backward='identity')(lambda_with_list)
+
+
+def lambda_with_list(xs: list[torch.Tensor]) -> torch.Tensor:
+    return xs[0]
+
+
+def test_a_form_that_writes_into_memory_of_the_caller_is_derived(sample):
+    op = sample.scaled.out
+    assert op.name == 'tests.scaled_'
+    assert op.schema == 'tests_scaled_(Tensor x, float factor=2.0, *, Tensor(y!) y, Tensor(total!) total) -> ()'
+    x, y, total = torch.randn(5, 32), torch.full((5, 32), torch.nan), torch.full((5,), torch.nan)
+    for fn in (op, compiled(lambda *args, **kwargs: op(*args, **kwargs))):
+        y.fill_(torch.nan)
+        total.fill_(torch.nan)
+        assert fn(x, 3.0, y=y, total=total) is None
+        assert torch.equal(y, x * 3) and torch.equal(total, x.sum(-1))
+    with pytest.raises(ArgumentError, match=r'tests.scaled_: y must be \(5, 32\) float32 on cpu, got'):
+        op(x, y=y[:4], total=total)
+    with pytest.raises(ArgumentError, match='total must be contiguous'):
+        op(x, y=y, total=torch.empty(10)[::2])
+    assert [case['num_tokens'] for case in op.case_set.smoke] == [0, 1, 5]
+    for case in op.case_set.smoke:
+        contract.check_operator(op, case)
+        contract.check_fake(op, case)
+        contract.check_opcheck(op, case)
+
+
+def test_outputs_of_an_inner_op_are_new_memory(sample):
+    outs = {'y': torch.empty(2, 2)}
+    with state.set(outs=outs):
+        y, _ = sample.scaled.body(x=torch.ones(3, 4))
+    assert y.shape == (3, 4) and 'y' in outs
+
+
+def test_a_public_function_is_the_op(sample):
+    op, x = sample.doubled, torch.randn(3, 4)
+    assert op.name == 'tests.doubled' and op is sample._doubled
+    assert torch.equal(op(x, times=2), x * 4) and torch.equal(op.call(x, 3.0), x * 3)
+    assert torch.equal(op.operator(x, 5.0), x * 5)
+    assert torch.equal(compiled(lambda t: op(t, 3))(x), x * 8)
+    assert list(inspect.signature(op).parameters) == ['x', 'times']
+    assert 'how often' in pydoc.render_doc(op)
+    with pytest.raises(TypeError, match='doubled'):
+        op(x, wrong=1)

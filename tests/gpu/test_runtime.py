@@ -36,11 +36,11 @@ def tensors(result):
 def test_captured_graph_replays_on_new_inputs(op):
     case = bench_case(op)
     arguments = op.case_set.arguments(op.name, case, 'cuda')
-    op(**arguments)
+    op.call(**arguments)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = tensors(op(**arguments))
+        captured = tensors(op.call(**arguments))
     fresh = op.case_set.arguments(op.name, {**case}, 'cuda')
     for name, value in fresh.items():
         if isinstance(value, torch.Tensor) and value.is_floating_point() and value.element_size() > 1:
@@ -52,7 +52,7 @@ def test_captured_graph_replays_on_new_inputs(op):
     replayed = [value.clone() for value in (*captured, *changed)]
     for value, original in zip(changed, before, strict=True):
         value.copy_(original)
-    for found, expected in zip(replayed, (*tensors(op(**arguments)), *changed), strict=True):
+    for found, expected in zip(replayed, (*tensors(op.call(**arguments)), *changed), strict=True):
         assert_equal(found, expected)
 
 
@@ -60,7 +60,7 @@ def test_captured_graph_replays_on_new_inputs(op):
 def test_runs_on_the_current_stream(op):
     arguments = op.case_set.arguments(op.name, bench_case(op), 'cuda')
     given, moved = ({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()} for _ in 'gm')
-    expected = tensors(op(**given))  # an op may change what it is given
+    expected = tensors(op.call(**given))  # an op may change what it is given
     for value in moved.values():
         if isinstance(value, torch.Tensor):
             value.zero_()
@@ -71,7 +71,7 @@ def test_runs_on_the_current_stream(op):
         for name, value in moved.items():
             if isinstance(value, torch.Tensor):
                 value.copy_(arguments[name])
-        result = tensors(op(**moved))
+        result = tensors(op.call(**moved))
     torch.cuda.current_stream().wait_stream(side)
     for actual, wanted in zip(result, expected, strict=True):
         assert_equal(actual, wanted)
@@ -127,8 +127,8 @@ def test_first_call_with_a_warm_cache_takes_at_most_50_ms(tmp_path):
 def test_host_time_is_allocations_plus_one_launch_plus_3_us(op):
     case = min(op.case_set.bench, key=lambda c: sum(launch.cost.bytes for launch in op.trace_case(c)))
     arguments = op.case_set.arguments(op.name, case, 'cuda')
-    op(**arguments)
-    results = tensors(op(**arguments))
+    op.call(**arguments)
+    results = tensors(op.call(**arguments))
     allocate = lambda: [torch.empty_strided(r.shape, r.stride(), dtype=r.dtype, device=r.device) for r in results]
     made, *more = op.trace(**arguments)
     if more:
@@ -137,7 +137,7 @@ def test_host_time_is_allocations_plus_one_launch_plus_3_us(op):
     with torch.no_grad():
         raw = lambda: bound(*made.args)
         budget = host_time(allocate) + host_time(raw) + 0.003
-        taken = host_time(lambda: op(**arguments))
+        taken = host_time(lambda: op.call(**arguments))
     assert taken <= budget * 1.15, f'{op.name}[{case_id(case)}]: {taken * 1e3:.1f} us > {budget * 1e3:.1f} us'
 
 

@@ -122,7 +122,7 @@ _DTYPE_WORDS = {torch.bfloat16: 'bf16', torch.float16: 'f16', torch.float32: 'f3
 def comparison(op: Op, case: Case, device: str) -> tuple[Text | None, str | None]:
     """Largest error against the twin, and what is wrong by the op's own rule: nothing, as a rule."""
     if not kernels_run(device):
-        op(**op.case_set.arguments(op.name, case, device))
+        op.call(**op.case_set.arguments(op.name, case, device))
         return None, None
     try:
         actual, expected = check_kernel(op, case, device)

@@ -47,7 +47,10 @@ def _called(op: str) -> tuple[str, dict[str, str], FrameType | None]:
         package, _, rest = frame.f_globals.get('__name__', '').partition('.')
         family, function = rest.partition('.')[0], frame.f_code.co_name
         inside = package == 'tile_kernels' and family not in _INTERNAL
-        if inside and frame.f_code.co_varnames[:1] == ('self',):  # a method: the user knows the class
+        called = frame.f_globals.get('__op__')  # the generated call of an op
+        if called is not None:
+            name, names, user = called.name, {}, frame
+        elif inside and frame.f_code.co_varnames[:1] == ('self',):  # a method: the user knows the class
             owner = type(frame.f_locals['self'])
             inner = function.startswith('_') or function == 'forward'
             name = owner.__name__ if inner else f'{owner.__name__}.{function}'

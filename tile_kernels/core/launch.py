@@ -60,6 +60,8 @@ class _State(threading.local):
     forced: Kernel | None = None
     made: list[tuple[Callable, tuple]] | None = None
     arch: str | None = None
+    #: Outputs of the op that runs, by name, which `empty` hands out instead of new memory.
+    outs: dict[str, Tensor] | None = None
     #: Blocks in force that want to see every launch, so that no call may be replayed.
     watchers = 0
 

@@ -1,4 +1,13 @@
-"""Parameters of ops: what an annotation means in the operator schema, and which arguments it accepts."""
+"""Parameters of ops: what an annotation means in the operator schema, and which arguments it accepts.
+
+    Tensor, Mut, Out          a tensor; one the op changes; one it overwrites without reading it
+    list[Tensor]              any number of tensors; list[Mut] and list[Out] are written
+    QuantTensor               data and scale factors, and the name of the format in the schema
+    QuantFormat, torch.dtype  by name in the schema
+    int, float, bool, str     options; tuple[int, ...] for several integers
+
+Any of these but lists and tuples may be `| None`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +23,7 @@ from torch import Tensor
 
 from tile_kernels.core.formats import QuantFormat, QuantTensor
 
-#: A tensor argument the op changes in place, and one it overwrites whatever is in it.
+#: A tensor argument the op changes in place, and one it overwrites without reading it.
 Mut = Annotated[Tensor, 'mutated']
 Out = Annotated[Tensor, 'overwritten']
 
@@ -43,50 +52,74 @@ _SCHEMA_TYPES = {
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter of an op: its annotation split into type, optional, mutated, and overwritten: not read before."""
+    """One parameter of an op: its annotation split into the type of an element and what surrounds it.
+
+    `many` marks a list of tensors or a tuple of integers, `mutated` a tensor the op writes, `overwritten` one that it
+    does not read before.
+    """
 
     name: str
     type: Any
     optional: bool
+    many: bool
     mutated: bool
     overwritten: bool
+    keyword_only: bool
     default: Any
 
     @classmethod
     def of(cls, parameter: inspect.Parameter, annotation: Any) -> Param:
         """The parameter of a function, its annotation evaluated."""
-        optional, how = False, ''
-        if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-            inner = [a for a in typing.get_args(annotation) if a is not type(None)]
+        optional, many, how = False, False, ''
+        element = annotation
+        if typing.get_origin(element) in (typing.Union, types.UnionType):
+            inner = [a for a in typing.get_args(element) if a is not type(None)]
             if len(inner) == 1:
-                annotation, optional = inner[0], True
-        if typing.get_origin(annotation) is Annotated:
-            annotation, how = typing.get_args(annotation)
-        if annotation not in _ACCEPTED:
+                element, optional = inner[0], True
+        if typing.get_origin(element) is list or typing.get_args(element) == (int, ...):
+            element, many = typing.get_args(element)[0], True
+        if typing.get_origin(element) is Annotated:
+            element, how = typing.get_args(element)
+        if element not in _ACCEPTED or (many and (optional or element not in (Tensor, int))):
             raise TypeError(
                 f'op parameter {parameter.name} has the annotation {annotation}, which has no operator type'
             )
-        return cls(parameter.name, annotation, optional, how != '', how == 'overwritten', parameter.default)
+        keyword_only = parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        written = how != '', how == 'overwritten'
+        return cls(parameter.name, element, optional, many, *written, keyword_only, parameter.default)
+
+    @property
+    def required(self) -> bool:
+        """Whether a call must give it."""
+        return self.default is inspect.Parameter.empty
 
     def accepts(self, value: Any) -> bool:
         """Whether an argument has the type of the annotation."""
-        return (self.optional and value is None) or isinstance(value, _ACCEPTED[self.type][0])
+        accepted = _ACCEPTED[self.type][0]
+        if self.many:
+            return isinstance(value, (list, tuple)) and all(isinstance(v, accepted) for v in value)
+        return (self.optional and value is None) or isinstance(value, accepted)
 
     @property
     def words(self) -> str:
         """What is accepted, as it reads in an error."""
+        if self.many:
+            return 'a list of tensors' if self.type is Tensor else 'a tuple of integers'
         return _ACCEPTED[self.type][1]
 
     @property
     def schema(self) -> str:
         """How the parameter reads in the operator schema."""
+        mark = '?' if self.optional else ''
         if self.type is QuantTensor:
-            return f'Tensor {self.name}, Tensor {self.name}_sf, str {self.name}_fmt'
-        word = _SCHEMA_TYPES[self.type]
-        if self.mutated:
-            word = f'Tensor({self.name}!)'
-        text = f'{word}{"?" if self.optional else ""} {self.name}'
-        return text if self.default is inspect.Parameter.empty else f'{text}={self._default}'
+            end = '' if self.required else '=None'
+            return ', '.join(
+                f'{word}{mark} {self.name}{suffix}{end}'
+                for word, suffix in (('Tensor', ''), ('Tensor', '_sf'), ('str', '_fmt'))
+            )
+        word = f'Tensor({self.name}!)' if self.mutated else _SCHEMA_TYPES[self.type]
+        text = f'{word}{"[]" if self.many else mark} {self.name}'
+        return text if self.required else f'{text}={self._default}'
 
     @property
     def _default(self) -> str:
@@ -94,4 +127,4 @@ class Param:
             return f'"{self.default}"'
         if isinstance(self.default, torch.dtype):
             return str(self.default).removeprefix('torch.')
-        return str(self.default)
+        return str(list(self.default)) if self.many else str(self.default)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
+from tile_kernels.core.autograd import IDENTITY
 from tile_kernels.core.cases import Case, Cases, bounds_of, case_id
 from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.knobs import knobs
@@ -71,25 +72,25 @@ def check_kernel(op: Op, case: Case, device: str | torch.device = 'cpu') -> tupl
         expected = _outcome(op, op.twin, _arguments(op, case, device))
         for _ in range(3 if torch.device(device).type == 'cuda' else 1):  # the third call on a GPU is a replay
             with _running_kernels(device):
-                actual = _outcome(op, op, _arguments(op, case, device))
+                actual = _outcome(op, op.call, _arguments(op, case, device))
             _compare('kernel and twin', actual, expected, _match(op))
     return actual, expected
 
 
 def check_operator(op: Op, case: Case, device: str | torch.device = 'cpu') -> None:
     """Assert that the operator gives what the direct call gives."""
-    direct = _outcome(op, op, _arguments(op, case, device))
-    operator = _outcome(op, lambda **kwargs: op.operator(*op._flatten(kwargs)), _arguments(op, case, device))
+    direct = _outcome(op, op.call, _arguments(op, case, device))
+    operator = _outcome(op, lambda **kwargs: op.operator_form(kwargs), _arguments(op, case, device))
     _compare('direct call and operator', direct, operator, _match(op))
 
 
 def check_fake(op: Op, case: Case, device: str | torch.device = 'cpu') -> None:
     """Assert that fake tensors tell the truth about the result."""
-    real = _outcome(op, op, _arguments(op, case, device))
+    real = _outcome(op, op.call, _arguments(op, case, device))
     mode = FakeTensorMode()
     arguments = tree_map_only(Tensor, mode.from_tensor, _arguments(op, case, device))
     with mode:
-        fake = _outcome(op, op, arguments)
+        fake = _outcome(op, op.call, arguments)
     for name, tensor in real.items():
         if _meta(fake[name]) != _meta(tensor):
             raise AssertionError(f'fake and real: {name}: {_meta(fake[name])} != {_meta(tensor)}')
@@ -99,23 +100,23 @@ def check_opcheck(op: Op, case: Case, device: str | torch.device = 'cpu') -> Non
     """Assert what PyTorch itself demands of an operator: schema, fake, autograd, tracing with dynamic shapes."""
     arguments = _arguments(op, case, device)
     _require_gradients(op, arguments)
-    flat = tuple(op._flatten(arguments))
+    flat, keywords = op.operator_form.arguments(arguments)
     checks = ['test_schema', 'test_autograd_registration', 'test_faketensor', 'test_aot_dispatch_dynamic']
-    if any(isinstance(value, Tensor) and value.dtype in _NOT_COMPARABLE for value in flat):
+    if any(isinstance(value, Tensor) and value.dtype in _NOT_COMPARABLE for value in (*flat, *keywords.values())):
         checks.remove('test_schema')
-    torch.library.opcheck(op.operator, flat, test_utils=checks)
+    torch.library.opcheck(op.operator, flat, keywords, test_utils=checks)
 
 
 def check_gradient(op: Op, case: Case, device: str | torch.device = 'cpu') -> None:
     """Assert that the backward op, if there is one, agrees with autograd through the twin."""
-    if op.backward is None:
+    if op.backward is None or op.backward == IDENTITY:
         return
     taken = {param.name for param in op.backward.params}
     outputs = [name for name in op.outputs if f'd{name}' in taken]
     with poisoned():
         expected = _gradients(op, op.twin, outputs, _arguments(op, case, device))
         with _running_kernels(device):
-            actual = _gradients(op, op, outputs, _arguments(op, case, device))
+            actual = _gradients(op, op.call, outputs, _arguments(op, case, device))
     match = _match(op.backward)
     _compare('gradient and autograd of the twin', actual, expected, match if isinstance(match, dict) else {})
 
@@ -137,9 +138,10 @@ def _arguments(op: Op, case: Case, device: str | torch.device) -> dict[str, Any]
     names = [param.name for param in op.params if param.overwritten]
     read = {id(value) for name, value in arguments.items() if name not in names}
     for name in names:
-        x = arguments.get(name)
-        if x is not None and id(x) not in read:
-            x.copy_(ones.view(x.dtype)[0].expand_as(x))
+        value = arguments.get(name)
+        for x in value if isinstance(value, (list, tuple)) else (value,):
+            if x is not None and id(x) not in read:
+                x.copy_(ones.view(x.dtype)[0].expand_as(x))
     return arguments
 
 
@@ -152,13 +154,17 @@ def _outcome(op: Op, call: Callable[..., Any], arguments: dict[str, Any]) -> Out
     """Everything a call produced, by name: its results and the arguments it wrote in place."""
     result = call(**arguments)
     results = () if result is None else result if isinstance(result, tuple) else (result,)
-    mutated = {p.name: arguments[p.name] for p in op.params if p.mutated and arguments.get(p.name) is not None}
+    mutated: Outcome = {}
+    for param in op.params:
+        if param.mutated and arguments.get(param.name) is not None:
+            value = arguments[param.name]
+            mutated |= {f'{param.name}[{i}]': x for i, x in enumerate(value)} if param.many else {param.name: value}
     return dict(zip(op.outputs, results, strict=True)) | mutated
 
 
 def _require_gradients(op: Op, arguments: dict[str, Any]) -> list[str]:
     """Make leaves of the arguments the backward op has gradients for, where their dtype allows; returns their names."""
-    outputs = op.backward.outputs if op.backward is not None else ()
+    outputs = op.backward.outputs if op.backward is not None and op.backward != IDENTITY else ()
     given = {name: arguments.get(name) for name in (output.removeprefix('d') for output in outputs)}
     leaves = [name for name, value in given.items() if isinstance(value, Tensor) and value.is_floating_point()]
     for name in leaves:

@@ -37,7 +37,7 @@ def measure(op: Op, case: Case, device: str | torch.device) -> Record:
     on_gpu = torch.device(device).type == 'cuda'
     warmup, rep = DURATIONS['cuda' if on_gpu else 'cpu']
     moved, flops = moved_bytes(op, arguments), cases.flops(**arguments) if cases.flops else None
-    result = benchmark_kernel(op, kwargs=arguments, warmup=warmup, rep=rep, num_bytes=moved, flops=flops)
+    result = benchmark_kernel(op.call, kwargs=arguments, warmup=warmup, rep=rep, num_bytes=moved, flops=flops)
     record = {
         'op': op.name,
         'case': case_id(case),
@@ -48,8 +48,8 @@ def measure(op: Op, case: Case, device: str | torch.device) -> Record:
         'gbps': result.gbps,
         'pct_of_copy': result.pct_of_copy,
         **({} if flops is None else {'tflops': result.tflops}),
-        'host_us': host_time(op, kwargs=arguments) * 1e3 if on_gpu else None,
-        'graph_us': graph_time(op, kwargs=arguments) * 1e3 if on_gpu else None,
+        'host_us': host_time(op.call, kwargs=arguments) * 1e3 if on_gpu else None,
+        'graph_us': graph_time(op.call, kwargs=arguments) * 1e3 if on_gpu else None,
     }
     return {key: round(value, 3) if isinstance(value, float) else value for key, value in record.items()}
 
@@ -60,7 +60,7 @@ def moved_bytes(op: Op, arguments: dict[str, Any]) -> int:
     What is overwritten is among the arguments, and counts once.
     """
     changed = [arguments.get(param.name) for param in op.params if param.mutated and not param.overwritten]
-    return count_bytes(arguments, changed, op(**arguments))
+    return count_bytes(arguments, changed, op.call(**arguments))
 
 
 def table(records: Iterable[Record]) -> list[str]:

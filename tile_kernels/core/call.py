@@ -1,0 +1,214 @@
+"""Calling an op: a generated function looks for a replay of such a call, and `Calls.run` serves all others.
+
+A call runs through the operator where a tracer or a dispatch mode wants to see it. Else it runs the body directly, with
+autograd around it if a gradient is needed. The second call that looks like an earlier one is recorded
+(`core/replay.py`); later ones repeat its allocations and launches.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from tile_kernels.core import check
+from tile_kernels.core.autograd import Differentiable, Transformable
+from tile_kernels.core.formats import QuantFormat, QuantTensor
+from tile_kernels.core.knobs import knobs, overrides
+from tile_kernels.core.launch import on_current_device, state
+from tile_kernels.core.replay import BODY, MISS, record
+
+if TYPE_CHECKING:
+    from tile_kernels.core.op import Op
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch_active = torch._C._are_functorch_transforms_active
+
+_TENSORS = (Tensor, Parameter)
+
+#: Types of arguments that are no tensors.
+_PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, QuantFormat, QuantTensor))
+
+#: Keys an op remembers before it forgets them all: shapes come and go.
+_MAX_KEYS = 4096
+#: Replays of one key, which differ in strides, alignment or autocast.
+_MAX_REPLAYS = 8
+
+
+class Calls:
+    """What an op has learned of its calls, and how it serves those it has not seen."""
+
+    def __init__(self, op: Op) -> None:
+        self.op = op
+        #: Options and first shape -> functions that replay such calls; none yet after the first.
+        self.replays: dict[tuple, list[Callable]] = {}
+
+    def run(self, key: tuple | None, given: dict[str, Any]) -> Any:
+        """A call that no replay serves, all arguments by name; `key` is None if the call cannot be remembered."""
+        op = self.op
+        if torch.compiler.is_compiling() or _dispatch_modes():
+            return op.wrap(op.operator_form(given), given)
+        if op.written:
+            op.refuse_gradients(given)
+        if _functorch_active():
+            return op.wrap(Transformable.apply(op, *op.operator_form.flatten(given)), given)
+        tensors: list[Tensor | None] = []
+        for param in op.params:
+            value = given[param.name]
+            for part in value if param.many and isinstance(value, (list, tuple)) else (value,):
+                if isinstance(part, Tensor) and type(part) not in _TENSORS:
+                    return op.wrap(op.operator_form(given), given)  # a subclass knows more: the dispatcher decides
+                if type(part) is QuantTensor:
+                    tensors += part
+                elif isinstance(part, Tensor):
+                    tensors.append(part)
+                elif part is None and param.type in (Tensor, QuantTensor):
+                    tensors += [None] if param.type is Tensor else [None, None]
+                elif type(part) not in _PLAIN:
+                    return op.execute(**given)  # the checks of the body will say what is wrong with it
+        first = next((t for t in tensors if t is not None), None)
+        if first is None:
+            return op.execute(**given)
+        differentiates = op.backward is not None and torch.is_grad_enabled()
+        if differentiates and any(t is not None and t.requires_grad for t in tensors):
+            return op.wrap(Differentiable.apply(op, *op.operator_form.flatten(given)), given)
+        if key is None or not first.is_cuda:
+            return op.execute(**given)
+        return self.learn(key, first, tensors, given)
+
+    def learn(self, key: tuple, first: Tensor, tensors: list[Tensor | None], given: dict[str, Any]) -> Any:
+        """Run the body; what the second such call does, later ones repeat."""
+        op, known = self.op, self.replays.get(key)
+        if known is None:
+            op.check_types(given)
+            if len(self.replays) >= _MAX_KEYS:
+                self.replays.clear()
+            self.replays[key] = []
+        if known is None or state.watchers or not on_current_device(first.get_device()):
+            return op.body(**given)
+        result, replay = record(op.body, (), given, tensors, op.written_of(given))
+        if replay is not None:
+            if len(known) >= _MAX_REPLAYS:
+                known.clear()
+            known.append(replay)
+        return result
+
+
+def write_call(op: Op) -> Callable:
+    """The call of an op with its own parameters: looks up how such calls are replayed, else hands over to `Calls.run`.
+
+    Written out for the op, since walking over any arguments costs more than all the rest:
+
+        def topk_gate(_op, scores, num_topk):
+            _key = None
+            if not (_is_compiling() or _dispatch_modes() or _functorch_active()):
+                if type(scores) in _tensors:
+                    _key = (_knobs.epoch, _knobs.had_blocks and _overrides() or (), scores.shape, num_topk)
+                    ...
+    """
+    constants: dict[str, Any] = {
+        '__op__': op,
+        '_is_compiling': torch.compiler.is_compiling,
+        '_dispatch_modes': _dispatch_modes,
+        '_functorch_active': _functorch_active,
+        '_is_grad_enabled': torch.is_grad_enabled,
+        '_replays': op.calls.replays,
+        '_knobs': knobs,
+        '_overrides': overrides,
+        '_state': state,
+        '_tensors': _TENSORS,
+        '_QuantTensor': QuantTensor,
+        '_MISS': MISS,
+        '_BODY': BODY,
+    }
+    head, key, star = ['_op'], ['_knobs.epoch', '_knobs.had_blocks and _overrides() or ()'], False
+    tests: list[str] = []
+    tensors: list[str] = []
+    for param in op.params:
+        name = param.name
+        if param.keyword_only and not star:
+            head.append('*')
+            star = True
+        constants[f'_default_{name}'] = param.default
+        head.append(name if param.default is inspect.Parameter.empty else f'{name}=_default_{name}')
+        if param.type is QuantTensor:
+            given = f'type({name}) is _QuantTensor'
+            tests.append(f'({name} is None or {given})' if param.optional else given)
+            if param.optional:
+                key.append(f'{name} is not None and {name}.fmt')
+                tensors.append(f'*({name} or (None, None))')
+            else:
+                key += [f'{name}.fmt'] if tensors else [f'{name}[0].shape', f'{name}.fmt']
+                tensors += [f'{name}[0]', f'{name}[1]']
+        elif param.type is Tensor and param.many:
+            tests.append(f'type({name}) is list and all(type(_x) in _tensors for _x in {name})')
+            key.append(f'len({name})')
+            tensors.append(f'*{name}')
+        elif param.type is Tensor:
+            given = f'type({name}) in _tensors'
+            tests.append(f'({name} is None or {given})' if param.optional else given)
+            key += [f'{name} is None'] if param.optional else [] if tensors else [f'{name}.shape']
+            tensors.append(name)
+        else:
+            key.append(name)
+    key += ['_is_grad_enabled()'] if op.backward is not None or op.written else []
+    same = ', '.join(f'{param.name}={param.name}' for param in op.params)
+    lines = f"""
+def {op.fn.__name__}({', '.join(head)}):
+    _key = None
+    if not (_is_compiling() or _dispatch_modes() or _functorch_active()):
+        if {' and '.join(tests) or 'False'}:
+            _key = ({', '.join(key)},)
+            try:
+                _known = _replays.get(_key)
+            except TypeError:
+                _known = _key = None
+            if _known and not _state.watchers:
+                for _replay in _known:
+                    _result = _replay({', '.join(tensors)})
+                    if _result is not _MISS:
+                        return _op.body({same}) if _result is _BODY else _result
+    return _op.calls.run(_key, dict({same}))
+"""
+    exec(lines, constants)
+    return constants[op.fn.__name__]
+
+
+def write_public_call(op: Op, public: Callable) -> Callable:
+    """`__call__` of an op with a public function: hands its arguments on."""
+    signature = inspect.signature(public)
+    parameters = list(signature.parameters.values())
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY) for p in parameters):
+        return lambda _op, *args, **kwargs: public(*args, **kwargs)
+    constants: dict[str, Any] = {'_public': public}
+    head, words, star = ['_op'], [], False
+    for parameter in parameters:
+        name, keyword = parameter.name, parameter.kind is parameter.KEYWORD_ONLY
+        if keyword and not star:
+            head.append('*')
+            star = True
+        constants[f'_default_{name}'] = parameter.default
+        head.append(name if parameter.default is parameter.empty else f'{name}=_default_{name}')
+        words.append(f'{name}={name}' if keyword else name)
+    exec(f'def {public.__name__}({", ".join(head)}):\n    return _public({", ".join(words)})', constants)
+    return constants[public.__name__]
+
+
+def refuse_gradients(op: Op, given: dict[str, Any]) -> None:
+    """Autograd does not see what a kernel writes: gradients that pass through an argument would be wrong."""
+    if not torch.is_grad_enabled():
+        return
+    for name in op.written:
+        for value in given[name] if isinstance(given[name], (list, tuple)) else (given[name],):
+            if isinstance(value, Tensor) and value.requires_grad:
+                check.fail(
+                    name,
+                    'must not require a gradient, since it is written in place',
+                    f'{check.describe(value)} that does',
+                    hint=f'call it under torch.no_grad() or give it {name}.detach()',
+                    op=op.name,
+                )
