@@ -7,8 +7,7 @@ from tile_kernels import ArgumentError, knobs
 from tile_kernels.reference.transform import rotary_embedding_ref
 from tile_kernels.testing.numeric import assert_equal, calc_diff
 from tile_kernels.transform import apply_rotary, rotary_embedding
-from tile_kernels.transform.rotary import apply_rotary_
-from tile_kernels.transform.rotary_kernels import rotary_kernel
+from tile_kernels.transform.rotary_embedding_kernels import rotary_kernel
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +44,7 @@ def test_is_a_turn_in_the_complex_plane(interleaved, dtype):
 
 def test_query_and_key_go_in_one_launch():
     query, key, cache = torch.randn(4, 3, 64), torch.randn(4, 1, 64), table(4, 64)
-    launches = apply_rotary_.trace(query, cache, key)
+    launches = apply_rotary.trace(query, cache, key)
     assert [launch.kernel for launch in launches] == [rotary_kernel]
 
 

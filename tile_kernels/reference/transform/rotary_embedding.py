@@ -25,14 +25,14 @@ def _angles(
     return cos, -sin if conjugate else sin
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Turn the pairs of the first channels."""
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotate the pairs of the first channels."""
     rotary = 2 * cos.shape[-1]
-    turned, rest = x[..., :rotary].float(), x[..., rotary:]
-    a, b = turned.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else turned.chunk(2, dim=-1)
+    rotated, rest = x[..., :rotary].float(), x[..., rotary:]
+    a, b = rotated.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else rotated.chunk(2, dim=-1)
     pairs = _fma(a, cos, -(b * sin)), _fma(a, sin, b * cos)
-    turned = torch.stack(pairs, dim=-1).flatten(-2) if interleaved else torch.cat(pairs, dim=-1)
-    return torch.cat((turned.to(x.dtype), rest), dim=-1)
+    rotated = torch.stack(pairs, dim=-1).flatten(-2) if interleaved else torch.cat(pairs, dim=-1)
+    return torch.cat((rotated.to(x.dtype), rest), dim=-1)
 
 
 def rotary_embedding(
@@ -44,10 +44,10 @@ def rotary_embedding(
     conjugate: bool = False,
     seqlen_offset: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Turn pairs of channels of query and key."""
+    """Rotate pairs of channels of query and key."""
     cos, sin = _angles(query, cos_sin_cache, positions, conjugate, seqlen_offset)
     nothing = query.flatten()[:0].clone()
-    return tuple(nothing if x is None else _turn(x, cos, sin, interleaved) for x in (query, key))
+    return tuple(nothing if x is None else _rotate(x, cos, sin, interleaved) for x in (query, key))
 
 
 def rotary_embedding_bwd(
@@ -59,26 +59,10 @@ def rotary_embedding_bwd(
     conjugate: bool = False,
     seqlen_offset: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `rotary_embedding`: the inverse turn."""
+    """Gradients of `rotary_embedding`: the inverse rotation."""
     key = None if drotated_key.dim() == 1 else drotated_key
     options = (positions, interleaved, not conjugate, seqlen_offset)
     return rotary_embedding(drotated_query, cos_sin_cache, key, *options)
-
-
-def apply_rotary_(
-    query: Tensor,
-    cos_sin_cache: Tensor,
-    key: Tensor | None = None,
-    positions: Tensor | None = None,
-    interleaved: bool = False,
-    conjugate: bool = False,
-    seqlen_offset: int = 0,
-) -> None:
-    """Turn pairs of channels of query and key in place."""
-    turned = rotary_embedding(query, cos_sin_cache, key, positions, interleaved, conjugate, seqlen_offset)
-    for x, y in zip((query, key), turned, strict=True):
-        if x is not None:
-            x.copy_(y)
 
 
 def rotary_embedding_ref(
@@ -90,6 +74,6 @@ def rotary_embedding_ref(
     interleaved: bool = False,
     conjugate: bool = False,
 ) -> Tensor:
-    """Turn pairs of channels of one tensor, cosines and sines given apart as (length, R / 2)."""
+    """Rotate pairs of channels of one tensor, cosines and sines given apart as (length, R / 2)."""
     cache = torch.cat((cos, sin), dim=-1).float()
-    return _turn(x, *_angles(x, cache, positions, conjugate, seqlen_offsets), interleaved)
+    return _rotate(x, *_angles(x, cache, positions, conjugate, seqlen_offsets), interleaved)

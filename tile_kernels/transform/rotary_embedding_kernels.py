@@ -1,4 +1,4 @@
-"""The kernel of rotary position embedding; see `rotary` for the maths.
+"""The kernel of rotary position embedding; see `rotary_embedding` for the maths.
 
 Some blocks own heads of the query, the others heads of the key. A thread has the same pairs of `heads` heads of a
 token, so it looks up their angles once and has all its loads in flight.
@@ -16,7 +16,7 @@ from tile_kernels.core.lang import T, macro
 
 def choose(
     dtype: torch.dtype,
-    num_turned: int,
+    num_rotated: int,
     width: int,
     cache_width: int,
     tail: int,
@@ -41,7 +41,7 @@ def choose(
 )
 def rotary_kernel(
     dtype: torch.dtype,
-    num_turned: int,
+    num_rotated: int,
     width: int,
     cache_width: int,
     tail: int,
@@ -54,10 +54,10 @@ def rotary_kernel(
     heads: int,
     resident_threads: int,
 ):
-    """`width` pairs for each thread; `tail` channels behind those that are turned are copied."""
+    """`width` pairs for each thread; `tail` channels behind those that are rotated are copied."""
     num_threads = 128
-    half, turned = num_turned // 2, num_turned // 2 // width
-    slots = turned + -(-tail // (2 * width))
+    half, rotated = num_rotated // 2, num_rotated // 2 // width
+    slots = rotated + -(-tail // (2 * width))
     element = T.dtype(dtype)
     num_batches, seq_len = T.dynamic('num_batches'), T.dynamic('seq_len')
     query_heads, key_heads, head_dim = T.dynamic('query_heads'), T.dynamic('key_heads'), T.dynamic('head_dim')
@@ -94,7 +94,7 @@ def rotary_kernel(
                 y[place, head, channel + e] = y_local[part, e]
 
     @macro
-    def turn_heads(x, y, cache, positions, index, num_heads, num_tokens, length, offset, sign):
+    def rotate_heads(x, y, cache, positions, index, num_heads, num_tokens, length, offset, sign):
         """The part of a thread: pairs `slot` of every `head_lanes`-th head of a token."""
         x_local = T.alloc_local((heads, 2, width), element)
         y_local = T.alloc_local((2, width), element)
@@ -114,20 +114,20 @@ def rotary_kernel(
         if batched:
             batch = T.truncdiv(token, length)
             place = token - batch * length
-        first = T.if_then_else(slot < turned, slot * (2 * width if interleaved else width), 2 * width * slot)
-        second = first + T.if_then_else(slot < turned, width if interleaved else half, width)
+        first = T.if_then_else(slot < rotated, slot * (2 * width if interleaved else width), 2 * width * slot)
+        second = first + T.if_then_else(slot < rotated, width if interleaved else half, width)
         if token < num_tokens:
             for k in T.unroll(heads):
                 head = lane + k * head_lanes
                 if head < num_heads:
                     load(x, batch, place, head, first, x_local, k, 0)
-                    if num_turned + tail >= 2 * width * slots or second < num_turned + tail:
+                    if num_rotated + tail >= 2 * width * slots or second < num_rotated + tail:
                         load(x, batch, place, head, second, x_local, k, 1)
             if placed:
                 position = (positions[batch, place] if batched else positions[place]) + T.cast(offset, position_type)
             else:
                 position = T.cast(place + offset, position_type)
-            if slot < turned:
+            if slot < rotated:
                 if position >= 0 and position < cache.shape[0]:
                     for p in T.unroll(width // cache_width):
                         for e in T.vectorized(cache_width):
@@ -143,7 +143,7 @@ def rotary_kernel(
             for k in T.unroll(heads):
                 head = lane + k * head_lanes
                 if head < num_heads:
-                    if slot < turned:
+                    if slot < rotated:
                         pairs = T.view(x_local, (heads, 2 * width), element)
                         out = T.view(v_local, (2 * width,), T.float32)
                         for e in T.unroll(width):
@@ -160,7 +160,7 @@ def rotary_kernel(
                         for e in T.vectorized(width):
                             y_local[0, e] = x_local[k, 0, e]
                         store(y, batch, place, head, first, y_local, 0)
-                        if second < num_turned + tail:
+                        if second < num_rotated + tail:
                             for e in T.vectorized(width):
                                 y_local[1, e] = x_local[k, 1, e]
                             store(y, batch, place, head, second, y_local, 1)
@@ -171,7 +171,7 @@ def rotary_kernel(
         key: key_type,
         query_out: query_out_type,
         key_out: key_out_type,
-        cos_sin_cache: T.Tensor((cache_rows, num_turned), T.float32),
+        cos_sin_cache: T.Tensor((cache_rows, num_rotated), T.float32),
         positions: T.Tensor(position_shape, position_type),
         num_tokens: T.int32,
         length: T.int32,
@@ -186,7 +186,7 @@ def rotary_kernel(
             T.annotate_min_blocks_per_sm(resident_threads // num_threads)
             thread = T.get_thread_binding()
             if not with_key or pid < query_blocks:
-                turn_heads(
+                rotate_heads(
                     query,
                     query if in_place else query_out,
                     cos_sin_cache,
@@ -199,7 +199,7 @@ def rotary_kernel(
                     sign,
                 )
             elif with_key:
-                turn_heads(
+                rotate_heads(
                     key,
                     key if in_place else key_out,
                     cos_sin_cache,
