@@ -7,7 +7,7 @@ import torch
 
 from tile_kernels import ArgumentError, knobs, rand
 from tile_kernels.rand.normal import normal_
-from tile_kernels.reference.rand import _log, _philox
+from tile_kernels.reference.rand.normal import _log, _philox
 from tile_kernels.testing.numeric import assert_equal
 
 

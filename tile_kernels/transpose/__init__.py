@@ -1,26 +1,10 @@
 """Transposes of matrices, every dtype and every size."""
 
-from torch import Tensor
-
-from tile_kernels.core import check
-from tile_kernels.transpose.batched_transpose import batched_transpose, batched_transpose_bwd, bits_of
+from tile_kernels.transpose.batched_transpose import batched_transpose, batched_transpose_bwd
+from tile_kernels.transpose.transpose import transpose
 
 __all__ = ['batched_transpose', 'batched_transpose_bwd', 'transpose']
 
 
 def __dir__() -> list[str]:
     return __all__
-
-
-def transpose(x: Tensor) -> Tensor:
-    """Transpose a matrix: `batched_transpose` for a batch of one.
-
-    Args:
-        x: (num_rows, num_cols), with the dtypes, sizes and strides of `batched_transpose`.
-
-    Returns:
-        (num_cols, num_rows), contiguous, never sharing memory with `x`.
-    """
-    check.shape(x, 'x', 'num_rows num_cols')
-    bits_of(x, 'x')  # while it is the matrix that was given
-    return batched_transpose(x.unsqueeze(0)).squeeze(0)

@@ -1,0 +1,96 @@
+"""Normal random numbers that are the same on a CPU and on a GPU, for the same seed and the same order of calls.
+
+A call takes the next numbers of one stream for the whole process, also inside `torch.compile`. The stream is advanced
+by the host: a call captured in a CUDA graph gives the same numbers each time it is replayed.
+"""
+
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tile_kernels.core import check
+from tile_kernels.rand.normal import DTYPES, normal_
+
+
+class _Stream:
+    """The seed of the process and how many groups of four numbers have been taken."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.seed: int | None = None
+        self.taken = 0
+
+    def take(self, count: int) -> tuple[int, int]:
+        """Seed and offset of the next `count` numbers."""
+        with self.lock:
+            if self.seed is None:
+                self.seed = torch.initial_seed()
+            offset, self.taken = self.taken, self.taken + -(-count // 4)
+            return self.seed, offset
+
+    def restart(self, seed: int) -> None:
+        with self.lock:
+            self.seed, self.taken = seed, 0
+
+
+_stream = _Stream()
+
+
+def set_seed(seed: int) -> None:
+    """Begin the stream of `seed`, here and in PyTorch's own generators (`torch.manual_seed`)."""
+    check.integer(seed, 'seed')
+    if not -(1 << 63) <= seed < 1 << 64:
+        check.fail('seed', 'must have at most 64 bits', str(seed))
+    torch.manual_seed(seed)
+    _stream.restart(seed)
+
+
+def randn(
+    *size: int | tuple[int, ...], dtype: torch.dtype | None = None, device: torch.device | str | None = None
+) -> Tensor:
+    """A tensor of independent normal numbers of mean 0 and variance 1.
+
+    Args:
+        size: extents, one by one or as a tuple.
+        dtype: bfloat16, float16 or float32; PyTorch's default dtype if None.
+        device: where to make them; a GPU if there is one and None is given.
+
+    Returns:
+        A contiguous tensor; its numbers depend on `set_seed` and on the calls since, not on the device. Without
+        `set_seed` the stream is that of `torch.initial_seed()`.
+    """
+    shape: Any = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else size
+    for extent in shape:
+        check.integer(extent, 'size', 0)
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    check.one_of(dtype, DTYPES, 'dtype')
+    place = torch.device(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
+    return (_traced_draw if torch.compiler.is_compiling() else _draw)(shape, dtype, place)
+
+
+def _draw(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The next numbers of the stream."""
+    out = torch.empty(size, dtype=dtype, device=device)
+    normal_(out, *_stream.take(math.prod(size)))
+    return out
+
+
+#: `_draw` as an operator: a compiled graph calls it each time it runs, and the stream goes on.
+_traced_draw = torch.library.custom_op(
+    'tile_kernels::rand_draw', _draw, mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
+
+
+@_traced_draw.register_fake
+def _(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(size, dtype=dtype, device=device)
+
+
+def randn_like(t: Tensor) -> Tensor:
+    """`randn` in the shape and dtype and on the device of `t`."""
+    check.dtype(t, 't', DTYPES)
+    return randn(t.shape, dtype=t.dtype, device=t.device)
