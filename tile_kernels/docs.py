@@ -1,4 +1,4 @@
-"""The generated pages: `docs/api` and `docs/ops` with its index, `docs/settings.md` and tables in README and `docs/status.md`.
+"""The generated pages: `docs/api`, `docs/ops`, `docs/settings.md`, and tables in README and `docs/status.md`.
 
     python -m tile_kernels.docs            write them
     python -m tile_kernels.docs --check    fail if they are out of date

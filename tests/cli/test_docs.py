@@ -186,7 +186,8 @@ def test_the_page_of_the_layer_shows_the_last_records():
 
 def test_the_page_of_formats_says_which_functions_take_a_name():
     page = (docs.ROOT / 'docs' / 'formats.md').read_text()
-    taking, others = page.partition('## Functions that take a name')[2].partition('## Scale blocks')[0].split('The other casts')
+    section = page.partition('## Functions that take a name')[2].partition('## Scale blocks')[0]
+    taking, others = section.split('The other casts')
     functions = {name: inspect.signature(getattr(quant, name)) for name in quant.__all__ if name[0].islower()}
     formats = {name: str(found.parameters['fmt']) for name, found in functions.items() if 'fmt' in found.parameters}
     for name, annotation in formats.items():
