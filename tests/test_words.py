@@ -68,6 +68,9 @@ LONG_SENTENCES = {
     'transpose': 5,
 }
 
+#: Private words left in comments and docstrings of the package.
+PRIVATE_IN_CODE = 26
+
 ABBREVIATIONS = ('e.g.', 'i.e.', 'vs.', 'etc.', 'cf.', 'approx.')
 
 
@@ -116,6 +119,12 @@ def cells_of(text: str) -> list[str]:
     return [cell.strip() for row in rows for cell in re.split(r'(?<!\\)\|', row)]
 
 
+def private_words(text: str) -> list[tuple[str, str]]:
+    """Private phrases of a text outside inline code, each with the plain word."""
+    prose = re.sub(r'`[^`]*`', '', ' '.join(text.split()))
+    return [(m.group(), plain) for words, plain in PRIVATE_WORDS.items() for m in re.finditer(words, prose, re.I)]
+
+
 def anchors_of(page: Path) -> set[str]:
     """What `#...` may follow the name of a page: its headings as GitHub writes them."""
     headings = re.findall(r'^#+ (.*)$', page.read_text(), re.MULTILINE)
@@ -143,9 +152,7 @@ def test_pages_have_short_sentences_and_cells(page):
 
 @pytest.mark.parametrize('page', PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_pages_use_the_usual_terms(page):
-    prose = re.sub(r'`[^`]*`', '', ' '.join(page.read_text().split()))
-    found = {m.group(): plain for words, plain in PRIVATE_WORDS.items() for m in re.finditer(words, prose, re.I)}
-    assert not found, 'write the plain word instead'
+    assert not private_words(page.read_text()), 'write the plain word instead'
 
 
 @pytest.mark.parametrize('page', PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -223,3 +230,9 @@ def test_comments_and_docstrings_only_get_shorter():
     found = count_long_sentences()
     more = {folder: (n, LONG_SENTENCES.get(folder, 0)) for folder, n in found.items()}
     assert not {k: v for k, v in more.items() if v[0] > v[1]}, f'folder: (now, allowed); split sentences: {found}'
+
+
+def test_private_words_only_get_fewer():
+    texts = [text for path in PACKAGE.rglob('*.py') for text in prose_of(path.read_text())]
+    found = [words for text in texts for words in private_words(text)]
+    assert len(found) <= PRIVATE_IN_CODE, f'write the plain word: {found}'
