@@ -1,4 +1,4 @@
-"""The generated pages: `docs/api` and `docs/ops` with its index, `docs/settings.md` and the tables in README.
+"""The generated pages: `docs/api`, `docs/ops`, `docs/settings.md`, and tables in README and `docs/status.md`.
 
     python -m tile_kernels.docs            write them
     python -m tile_kernels.docs --check    fail if they are out of date
@@ -49,7 +49,7 @@ MAX_LISTED = 12
 #: The device README speaks about.
 README_DEVICE = 'H200'
 
-#: The ops whose cases README lists, side by side.
+#: The ops whose cases `docs/status.md` lists, side by side.
 README_OPS = ('engram.gate', 'engram.gate_bwd_partial')
 
 #: Ops without a backward of their own whose public function has one.
@@ -71,6 +71,8 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
     made |= {root / 'docs' / 'api' / f'{part}.md': api_page(part) for part in (*tile_kernels.FAMILIES, *LAYERS)}
     made[root / 'docs' / 'settings.md'] = settings_page()
     made[root / 'README.md'] = readme(root / 'README.md', ops, records)
+    if (page := root / 'docs' / 'status.md').exists():
+        made[page] = status(page, ops, records)
     return made
 
 
@@ -285,30 +287,51 @@ def index_page(ops: Sequence[Op], records: Sequence[Record]) -> str:
 
 
 def readme(path: Path, ops: Sequence[Op], records: Sequence[Record]) -> str:
-    """README with its tables replaced: all families, and the cases of a few ops."""
+    """README with its table replaced: all families."""
+    rows = [
+        (_family(name, 'docs/api'), _purpose(own[0]), len(own), shares(own, records)[0])
+        for name, own in _families(ops).items()
+    ]
+    heading = ('family', 'what it does', 'ops', f'% of copy, {README_DEVICE}')
+    return _between_marks(path, f'{markdown(heading, rows)}\n')
+
+
+def status(path: Path, ops: Sequence[Op], records: Sequence[Record]) -> str:
+    """`docs/status.md` with its tables replaced: families with gradients apart, and the cases of a few ops."""
+    rows = [
+        (
+            _family(name, 'api'),
+            shares([op for op in own if not is_gradient(op)], records)[0],
+            shares([op for op in own if is_gradient(op)], records)[0],
+            shares(own, records)[1],
+        )
+        for name, own in _families(ops).items()
+    ]
+    heading = ('family', '% of copy', '% of copy, gradients', 'least, µs')
+    return _between_marks(path, f'{markdown(heading, rows)}\n\n{occasion(ops, records)}\n{side_by_side(records)}')
+
+
+def _families(ops: Iterable[Op]) -> dict[str, list[Op]]:
+    """The ops of every family."""
+    found: dict[str, list[Op]] = {}
+    for op in ops:
+        found.setdefault(op.family, []).append(op)
+    return found
+
+
+def _family(name: str, folder: str) -> str:
+    """The name of a family, with a link to its page if it has one."""
+    return f'[`{name}`]({folder}/{name}.md)' if name in tile_kernels.FAMILIES else f'`{name}`'
+
+
+def _between_marks(path: Path, tables: str) -> str:
+    """The text of a page with what stands between its two marks replaced."""
     text = path.read_text() if path.exists() else ''
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise ArgumentError(
             f'{path} must hold one {BEGIN} and one {END}, got {text.count(BEGIN)} and {text.count(END)}'
         )
-    families: dict[str, list[Op]] = {}
-    for op in ops:
-        families.setdefault(op.family, []).append(op)
-    rows = [
-        (
-            f'[`{name}`](docs/api/{name}.md)' if name in tile_kernels.FAMILIES else f'`{name}`',
-            _purpose(own[0]),
-            len(own),
-            shares([op for op in own if not is_gradient(op)], records)[0],
-            shares([op for op in own if is_gradient(op)], records)[0],
-            shares(own, records)[1],
-        )
-        for name, own in families.items()
-    ]
-    share = f'% of copy, {README_DEVICE}'
-    heading = ('family', 'what it does', 'ops', share, f'{share}, gradients', 'least, µs')
     head, rest = text.split(BEGIN)
-    tables = f'{markdown(heading, rows)}\n\n{occasion(ops, records)}\n{side_by_side(records)}'
     return f'{head}{BEGIN}\n{tables}{END}{rest.split(END)[1]}'
 
 
@@ -367,10 +390,11 @@ def occasion(ops: Sequence[Op], records: Iterable[Record]) -> str:
     done = cases & {(r['op'], r['case']) for r in own}
     commits = list(dict.fromkeys(r['commit'][:7] for r in own))
     return (
-        f'Worst and best case of any op that moves at least {LARGE_BYTES >> 20} MB, but for counts beyond the '
-        f'{BANDWIDTH / 1e12:.1f} TB/s of the memory; least time of any case in a CUDA graph. '
-        f'{own[0]["device"]}, {own[0]["date"][:10]}, commit{"s" * (len(commits) > 1)} {", ".join(commits)}; '
-        f'{len(done)} of {len(cases)} benchmark cases measured, each on the page of its op.'
+        f'Each range spans the slowest and the fastest case that moves at least {LARGE_BYTES >> 20} MB. '
+        f'Cases above the {BANDWIDTH / 1e12:.1f} TB/s peak are left out: they did not read every byte we counted. '
+        '`least` is the shortest time of any case in a CUDA graph. '
+        f'{own[0]["device"]}, {own[0]["date"][:10]}, commit{"s" * (len(commits) > 1)} {", ".join(commits)}. '
+        f'{len(done)} of {len(cases)} benchmark cases are measured, each on the page of its op.'
     )
 
 
