@@ -49,7 +49,7 @@ def _called(op: str) -> tuple[str, dict[str, str], FrameType | None]:
         inside = package == 'tile_kernels' and family not in _INTERNAL
         called = frame.f_globals.get('__op__')  # the generated call of an op
         if called is not None:
-            name, names, user = called.name, {}, frame
+            name, names, user = f'{called.family}.{called.fn.__name__}', {}, frame
         elif inside and frame.f_code.co_varnames[:1] == ('self',):  # a method: the user knows the class
             owner = type(frame.f_locals['self'])
             inner = function.startswith('_') or function == 'forward'

@@ -74,7 +74,7 @@ def op(
         backward: the op that computes gradients. Its parameter `d<output>` is the gradient of that output, its other
             parameters are inputs, options or outputs of this op by name, its output `d<input>` the gradient of it.
             'identity' hands the gradient of the first output to the first argument, unchanged.
-        name: the op's name when it differs from the function's; a leading underscore of that does not count.
+        name: the op's name when it differs from the function's, whose leading underscore does not count.
         twin: reference implementation, or the name of one in `tile_kernels.reference.<family>` (default: of the op).
         same_gradient: inputs whose gradient is that of another input, e.g. the summands of a sum.
         out: whether `op.out`, called `<name>_`, writes the outputs into memory of the caller; the body then allocates
@@ -82,10 +82,9 @@ def op(
     """
 
     def declare(fn: Callable[Args, Result]) -> Op[Args, Result]:
-        own = name or fn.__name__.removeprefix('_')
         hints = typing.get_type_hints(fn, include_extras=True)
         params = [Param.of(p, hints[p.name]) for p in inspect.signature(fn).parameters.values()]
-        made: Op[Args, Result] = Op(fn, params, tuple(outputs.split()), backward, own, twin, same_gradient or {})
+        made: Op[Args, Result] = Op(fn, params, tuple(outputs.split()), backward, name, twin, same_gradient or {})
         made.returns_quant = hints.get('return') is QuantTensor
         if out:
             made.body = made._allocate
@@ -107,11 +106,12 @@ class Op(Generic[Args, Result]):
         params: list[Param],
         outputs: tuple[str, ...],
         backward: Op | str | None,
-        name: str,
+        name: str | None,
         twin: Callable | str | None,
         same_gradient: dict[str, str],
     ) -> None:
-        fn.__name__, fn.__code__ = name, fn.__code__.replace(co_name=name)  # errors name the op, not its body
+        own = fn.__name__.removeprefix('_')
+        fn.__name__, fn.__code__ = own, fn.__code__.replace(co_name=own)  # errors name the op, not its body
         functools.update_wrapper(self, fn)
         self.fn: Callable[..., Any] = fn
         self.params = params
@@ -120,11 +120,11 @@ class Op(Generic[Args, Result]):
         self.backward: Any = backward
         package, _, rest = fn.__module__.partition('.')
         self.family = rest.partition('.')[0] if package == 'tile_kernels' else package
-        self.name = f'{self.family}.{name}'
+        self.name = f'{self.family}.{name or own}'
         self.returns_quant = False
         self.same_gradient = same_gradient
         self._cases: Cases | Callable[[], Cases | None] | None = None
-        self._twin = twin or name
+        self._twin = twin or own
         self.written = [p.name for p in params if p.mutated]
         self.body: Callable[..., Any] = self._write if self.written else self.fn
         if backward is not None and any(p.many and p.type is Tensor for p in params):
@@ -320,11 +320,12 @@ def _writing(op: Op) -> Op[..., None]:
             memory.copy_(value)
 
     names = ' and '.join(f'`{name}`' for name in op.outputs)
-    fn.__doc__ = f'`{op.name.partition(".")[2]}` that writes {names} into memory of the caller; arguments as there.'
-    fn.__module__, fn.__qualname__ = op.fn.__module__, f'{op.fn.__name__}_'
+    fn.__name__ = f'{op.fn.__name__}_'
+    fn.__doc__ = f'`{op.fn.__name__}` that writes {names} into memory of the caller; arguments as there.'
+    fn.__module__, fn.__qualname__ = op.fn.__module__, fn.__name__
     for function in (fn, twin):
         function.__signature__ = signature  # type: ignore[attr-defined]
-    made: Op[..., None] = Op(fn, [*op.params, *extra], (), None, f'{op.fn.__name__}_', twin, {})
+    made: Op[..., None] = Op(fn, [*op.params, *extra], (), None, f'{op.name.partition(".")[2]}_', twin, {})
 
     def cases() -> Cases | None:
         """The first, the second and the last smoke case of the op, and one to measure."""
