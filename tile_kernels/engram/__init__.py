@@ -1,18 +1,16 @@
 """Engram: conditional memory, looked up by hashes of the last tokens and gated into the residual streams."""
 
+from tile_kernels.engram.engram_gate_bwd import engram_gate_bwd
+from tile_kernels.engram.engram_gate_forward import engram_gate_backward, engram_gate_forward, engram_weight_grad
 from tile_kernels.engram.fused_weight import fused_weight
 from tile_kernels.engram.gate import engram_gate_fwd
-from tile_kernels.engram.gate_bwd import engram_gate_bwd
+from tile_kernels.engram.grad_w_reduce import grad_w_reduce
 from tile_kernels.engram.hash import engram_hash
-from tile_kernels.engram.projection import engram_gate_backward, engram_gate_forward, engram_weight_grad
 from tile_kernels.engram.short_conv import short_conv
-from tile_kernels.engram.sinkhorn import (
-    engram_sinkhorn_finalize,
-    engram_sinkhorn_step,
-    engram_sinkhorn_step_reduce,
-)
-from tile_kernels.engram.sinkhorn_momentum import engram_sinkhorn_momentum_update
-from tile_kernels.engram.sum_partials import grad_w_reduce
+from tile_kernels.engram.sinkhorn_finalize import engram_sinkhorn_finalize
+from tile_kernels.engram.sinkhorn_momentum_update import engram_sinkhorn_momentum_update
+from tile_kernels.engram.sinkhorn_step import engram_sinkhorn_step
+from tile_kernels.engram.sinkhorn_step_reduce import engram_sinkhorn_step_reduce
 
 __all__ = [
     'engram_gate_backward',

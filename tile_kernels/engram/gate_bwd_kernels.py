@@ -2,8 +2,8 @@
 
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import WARP, T, macro, resident_blocks
-from tile_kernels.engram._gate import bwd_config
-from tile_kernels.engram._rows import (
+from tile_kernels.engram._checks import bwd_config
+from tile_kernels.engram._macros import (
     ROW_PASS_CONFIGS,
     SLOT,
     load_row,
@@ -16,18 +16,14 @@ from tile_kernels.engram._rows import (
 #: Longest row whose weights fit into shared memory beside the partial sum.
 MAX_STAGED = 16384
 
+
 #: Channels of 16 bytes of float32.
 HALF = SLOT // 2
-
-# Config -------------------------------------------------------------------------------------
 
 
 def choose(hidden: int, num_streams: int, piece: int, masked: bool, residual: bool, size: int) -> dict:
     """The number of partial sums belongs to it, so both are decided in one place."""
     return bwd_config(hidden)
-
-
-# Kernel -------------------------------------------------------------------------------------
 
 
 @macro

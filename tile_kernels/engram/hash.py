@@ -18,15 +18,10 @@ from tile_kernels.core.lang import T, macro
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
 
-# Config -------------------------------------------------------------------------------------
-
 
 def choose(ngram: int, num_heads: int, masked: bool, size: int) -> dict:
     """Four tokens share a division's preparation; few tokens are spread over more threads."""
     return dict(block_tokens=4 if size >= 2048 else 1, num_threads=128)
-
-
-# Kernel -------------------------------------------------------------------------------------
 
 
 @macro
@@ -107,10 +102,7 @@ def hash_kernel(ngram: int, num_heads: int, masked: bool, *, block_tokens: int, 
     return hash
 
 
-# Op -----------------------------------------------------------------------------------------
-
-
-@op(outputs='out')
+@op(outputs='out', name='hash')
 def engram_hash(
     ngram_token_ids: Tensor,
     multipliers: Tensor,
@@ -158,9 +150,6 @@ def engram_hash(
     size = 0 if num_layers * columns == 0 else num_tokens
     launch(hash_kernel, static, ngram_token_ids, multipliers, sizes, offsets, mask, out, size=size)
     return out
-
-
-# Cases --------------------------------------------------------------------------------------
 
 
 def _make(

@@ -22,18 +22,17 @@ from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import WARP, T, macro, resident_blocks
 from tile_kernels.core.launch import config_for, launch
 from tile_kernels.core.op import op
-from tile_kernels.engram._rows import FAST_EXP2, SLOT, sigmoid_of
-from tile_kernels.engram.sum_partials import sum_of_partials
+from tile_kernels.engram._macros import FAST_EXP2, SLOT, sigmoid_of
+from tile_kernels.engram.grad_w_reduce import sum_of_partials
 
 MAX_TAPS, MAX_REACH = 8, 32
+
 
 PASS_CONFIGS = {
     'TL_DISABLE_SAFE_MEMORY_ACCESS': True,
     'TL_DISABLE_THREAD_STORAGE_SYNC': True,
     'TL_ENABLE_LOWER_LDGSTG': True,
 }
-
-# Config -------------------------------------------------------------------------------------
 
 
 def choose(channels: int, taps: int, dilation: int, size: int) -> dict:
@@ -61,9 +60,6 @@ SPACE = dict(
 def num_walks(num_tokens: int, dilation: int, length: int) -> int:
     """Walks of a sequence."""
     return -(-num_tokens // (dilation * length)) * dilation
-
-
-# Kernels ------------------------------------------------------------------------------------
 
 
 @macro
@@ -276,9 +272,6 @@ def short_conv_bwd_kernel(
     return short_conv_bwd
 
 
-# Ops ----------------------------------------------------------------------------------------
-
-
 def _check(x: Tensor, weight: Tensor, dilation: int) -> tuple[int, int, int, int]:
     """Check what both directions share; returns batch_size, num_tokens, channels, taps."""
     batch_size, num_tokens, channels = check.shape(x, 'x', 'batch num_tokens channels', dtype=torch.bfloat16)
@@ -342,9 +335,6 @@ def short_conv(x: Tensor, weight: Tensor, dilation: int = 1) -> Tensor:
     return y
 
 
-# Cases --------------------------------------------------------------------------------------
-
-
 def _make(batch: int, num_tokens: int, channels: int, taps: int = 4, dilation: int = 3) -> dict:
     return dict(
         x=torch.randn(batch, num_tokens, channels, dtype=torch.bfloat16),
@@ -363,9 +353,18 @@ SMOKE = (
     + grid(batch=[2], num_tokens=[150], channels=[8], taps=[3], dilation=[4])  # several runs
     + grid(batch=[1], num_tokens=[5], channels=[24], taps=[1], dilation=[1])
 )
+
+
 FULL = grid(batch=[1, 3], num_tokens=[4001], channels=[576, 8192], taps=[4], dilation=[1, 3])
+
+
 BENCH = grid(batch=[1], num_tokens=[64, 4096], channels=[16384]) + grid(batch=[2], num_tokens=[2001], channels=[28672])
+
+
 BOUNDS = dict(rtol=1e-4, atol=1e-4)
 
+
 short_conv.cases(make=_make, match=BOUNDS, smoke=SMOKE, full=FULL, bench=BENCH)
+
+
 short_conv_bwd.cases(make=_make_bwd, match=BOUNDS, smoke=SMOKE, full=FULL, bench=BENCH)

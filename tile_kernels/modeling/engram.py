@@ -23,7 +23,7 @@ from tile_kernels.engram import (
     grad_w_reduce,
     short_conv,
 )
-from tile_kernels.engram._gate import MAX_STREAMS
+from tile_kernels.engram._checks import MAX_STREAMS
 from tile_kernels.engram.short_conv import MAX_TAPS
 from tile_kernels.modeling._parameters import float32_of
 

@@ -1,4 +1,4 @@
-"""The Engram gate, its gradient and its weights."""
+"""What the Engram gate means, in plain PyTorch."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.core.forms import shown_as
-from tile_kernels.engram._gate import num_partials_for
+from tile_kernels.reference.engram.fused_weight import fused_weight
 
 
 def gate(
@@ -36,20 +36,6 @@ def gate(
     return y.to(x.dtype), dot, score, rstd_x, rstd_k
 
 
-def gate_inference(
-    x: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight_fused: Tensor,
-    eps: float,
-    clamp_value: float,
-    image_token_mask: Tensor | None = None,
-    residual: bool = True,
-) -> Tensor:
-    """The first result of `gate`."""
-    return gate(x, k, v, weight_fused, eps, clamp_value, image_token_mask, residual)[0]
-
-
 def gate_(
     x: Tensor,
     k: Tensor,
@@ -61,105 +47,7 @@ def gate_(
     residual: bool = True,
 ) -> None:
     """`gate_inference` in place."""
-    x.copy_(gate_inference(x, k, v, weight_fused, eps, clamp_value, image_token_mask, residual))
-
-
-def gate_bwd_partial(
-    dy: Tensor,
-    x: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight_fused: Tensor,
-    dot: Tensor,
-    gate_score: Tensor,
-    rstd_x: Tensor,
-    rstd_k: Tensor,
-    clamp_value: float,
-    image_token_mask: Tensor | None = None,
-    residual: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of `gate` from what it saved, that of the weights as sums over every num_partials-th token."""
-    num_tokens, num_streams, hidden = x.shape
-    dyf, xf, kf, vf = dy.float(), x.float(), k.float(), v.float()
-    s = rstd_x * rstd_k * hidden**-0.5
-    dgate = (dyf * vf.unsqueeze(1)).sum(-1)
-    slope = dgate * gate_score * (1 - gate_score) * 0.5 * (s / dot.abs()).sqrt()
-    slope = slope.where(dot.abs() * s >= clamp_value, 0.0)
-    dx = slope.unsqueeze(-1) * (kf * weight_fused - xf * (dot * rstd_x**2 / hidden).unsqueeze(-1))
-    dk = slope.unsqueeze(-1) * (xf * weight_fused - kf * (dot * rstd_k**2 / hidden).unsqueeze(-1))
-    dv = (gate_score.unsqueeze(-1) * dyf).sum(1)
-    dweight = slope.unsqueeze(-1) * xf * kf
-    if image_token_mask is not None:
-        text = ~image_token_mask[:, None, None]
-        dx, dk, dweight, dv = (
-            dx.where(text, 0.0),
-            dk.where(text, 0.0),
-            dweight.where(text, 0.0),
-            dv.where(text[:, 0], 0.0),
-        )
-    dx = dx + dyf if residual else dx
-    num_partials = num_partials_for(num_tokens, num_streams, hidden)
-    partial = dweight.new_zeros(num_partials, num_streams, hidden)
-    partial.index_add_(0, torch.arange(num_tokens, device=x.device) % num_partials, dweight)
-    return dx.to(x.dtype), dk.to(x.dtype), dv.to(x.dtype), partial
-
-
-def packed_gate_bwd_partial(
-    dy: Tensor,
-    x: Tensor,
-    kv: Tensor,
-    weight_fused: Tensor,
-    dot: Tensor,
-    gate_score: Tensor,
-    rstd_x: Tensor,
-    rstd_k: Tensor,
-    clamp_value: float,
-    image_token_mask: Tensor | None = None,
-    residual: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`gate_bwd_partial` with keys and values in one tensor."""
-    k, v = kv[:, :-1], kv[:, -1]
-    saved = (dot, gate_score, rstd_x, rstd_k)
-    dx, dk, dv, partial = gate_bwd_partial(dy, x, k, v, weight_fused, *saved, clamp_value, image_token_mask, residual)
-    return dx, torch.cat([dk, dv.unsqueeze(1)], dim=1), partial
-
-
-def gate_bwd(
-    dy: Tensor,
-    x: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight_fused: Tensor,
-    dot: Tensor,
-    gate_score: Tensor,
-    rstd_x: Tensor,
-    rstd_k: Tensor,
-    clamp_value: float,
-    image_token_mask: Tensor | None = None,
-    residual: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of `gate`."""
-    saved = (dot, gate_score, rstd_x, rstd_k)
-    dx, dk, dv, partial = gate_bwd_partial(dy, x, k, v, weight_fused, *saved, clamp_value, image_token_mask, residual)
-    return dx, dk, dv, partial.sum(0)
-
-
-def grad_w_reduce(
-    grad_w_partial: Tensor,
-    weight_hidden: Tensor,
-    weight_embed: Tensor,
-    grad_weight_hidden: Tensor,
-    grad_weight_embed: Tensor,
-) -> None:
-    """Add the gradients of both norm weights to the given buffers."""
-    total = grad_w_partial.sum(0)
-    grad_weight_hidden.copy_(grad_weight_hidden + total * weight_embed.float())
-    grad_weight_embed.copy_(grad_weight_embed + total * weight_hidden.float())
-
-
-def fused_weight(weight_hidden: Tensor, weight_embed: Tensor) -> Tensor:
-    """The product of both norm weights in float32."""
-    return weight_hidden.float() * weight_embed.float()
+    x.copy_(gate(x, k, v, weight_fused, eps, clamp_value, image_token_mask, residual)[0])
 
 
 def _gate_ref(

@@ -1,4 +1,4 @@
-"""What the Engram gate and its gradient share on the host: checks, alignment, samples."""
+"""Checks of the Engram ops, and the numbers of their partial sums."""
 
 from typing import Any
 
@@ -7,10 +7,13 @@ from torch import Tensor
 
 from tile_kernels.core import check
 from tile_kernels.core.lang import resident_blocks
-from tile_kernels.engram._rows import MAX_HIDDEN, row_layout
+from tile_kernels.engram._macros import MAX_HIDDEN, SLOT, row_layout
 
 BF16, F32 = torch.bfloat16, torch.float32
+
+
 MAX_STREAMS = 8
+
 
 #: SMs that the gradient fills, those of an H200; a constant, so that results are the same on every GPU.
 BUSY_SMS = 132
@@ -85,24 +88,28 @@ def split_packed(kv: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return kv[:, :num_streams], kv[:, num_streams]
 
 
-def random_gate(num_tokens: int, hidden: int, num_streams: int = 4, layout: str = 'dense', images: float = 0.0) -> dict:
-    """Inputs of a gate.
+DTYPES = (torch.float32, torch.bfloat16)
 
-    k and v are `dense`, `packed` in one tensor, `odd`: rows that no wide access may touch, or `far` apart.
-    """
-    x = torch.randn(num_tokens, num_streams, hidden, dtype=BF16)
-    k = torch.randn(num_tokens, num_streams, hidden, dtype=BF16)
-    v = torch.randn(num_tokens, hidden, dtype=BF16)
-    if layout == 'packed':
-        k, v = split_packed(torch.cat([k, v[:, None]], dim=1), x)
-    if layout == 'odd':
-        k, v = (torch.nn.functional.pad(t, (1, 1))[..., 1:-1] for t in (k, v))
-    if layout == 'far':
-        k = torch.empty_strided(k.shape, (2**23 + 8, hidden, 1), dtype=BF16).copy_(k)
-    return dict(
-        x=x,
-        k=k,
-        v=v,
-        weight_fused=torch.randn(num_streams, hidden),
-        image_token_mask=torch.rand(num_tokens) < images if images else None,
-    )
+
+#: Blocks that go through the rows of a matrix: two on each of 128 SMs.
+MAX_PARTIALS = 256
+
+
+def sinkhorn_partials(num_rows: int) -> int:
+    """Partial sums of a step; at least one, so that there are always zeros to add up."""
+    return torch.sym_max(1, torch.sym_min(num_rows, MAX_PARTIALS))
+
+
+def check_matrix(matrix: Tensor, row_scale: Tensor, col_scale: Tensor) -> tuple[int, int]:
+    """Check a matrix and its scales; returns num_rows and num_columns."""
+    num_rows, num_columns = check.shape(matrix, 'matrix', 'num_rows num_columns', dtype=DTYPES)
+    check.shape(row_scale, 'row_scale', 'num_rows', dtype=torch.float32, num_rows=num_rows)
+    check.shape(col_scale, 'col_scale', 'num_columns', dtype=torch.float32, num_columns=num_columns)
+    check.multiple(num_columns, SLOT, 'num_columns')
+    check.at_least(num_columns, SLOT, 'num_columns')
+    check.at_most(num_columns, MAX_HIDDEN, 'num_columns')
+    check.contiguous(matrix, 'matrix')
+    check.contiguous(row_scale, 'row_scale')
+    check.contiguous(col_scale, 'col_scale')
+    check.same_device(matrix=matrix, row_scale=row_scale, col_scale=col_scale)
+    return num_rows, num_columns

@@ -20,18 +20,14 @@ from tile_kernels.core.op import Mut, op
 
 WEIGHTS = (torch.bfloat16, torch.float32)
 
+
 #: Warps of a block, partial sums that a thread has in flight.
 WARPS, IN_FLIGHT = 16, 8
-
-# Config -------------------------------------------------------------------------------------
 
 
 def choose(width: int, weight_dtype: torch.dtype | None, grad_dtype: torch.dtype | None, num_columns: int) -> dict:
     """Whole warps side by side, or fewer threads where few columns would leave SMs idle."""
     return dict(lanes=32 if num_columns >= 8192 else 8)
-
-
-# Kernel -------------------------------------------------------------------------------------
 
 
 @kernel(choose=choose, space=dict(lanes=(8, 16, 32)), pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True})
@@ -100,9 +96,6 @@ def sum_partials_kernel(width: int, weight_dtype: torch.dtype | None, grad_dtype
     return sum_partials
 
 
-# Ops ----------------------------------------------------------------------------------------
-
-
 def sum_of_partials(partial: Tensor, out: Tensor | None = None) -> Tensor:
     """The sum over the first dimension, written to `out` if it is given."""
     out = partial.new_empty(partial.shape[1:]) if out is None else out
@@ -153,9 +146,6 @@ def grad_w_reduce(
     weights = (weight_hidden.view(-1), weight_embed.view(-1))
     grads = (grad_weight_hidden.view(-1), grad_weight_embed.view(-1))
     launch(sum_partials_kernel, static, flat, *weights, None, *grads, size=num_streams * hidden)
-
-
-# Cases --------------------------------------------------------------------------------------
 
 
 def _make(

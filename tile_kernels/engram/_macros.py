@@ -8,11 +8,17 @@ from tile_kernels.core.lang import WARP, T, macro
 
 MAX_THREADS = 1024
 
+
 #: Channels that belong together in a row of bfloat16: 16 bytes, as neighbouring threads access neighbouring ones.
 SLOT = 8
 
+
+#: Elements of a row that a thread of a Sinkhorn step holds.
+OWN = 24
+
 #: Longest row; beyond it a thread would hold more than its registers.
 MAX_HIDDEN = 32768
+
 
 #: Rows end where slots end, so guards would only cost; barriers stand where they are needed; nvcc splits a plain
 #: 16-byte store of converted values into words, an explicit one stays whole.
@@ -22,6 +28,7 @@ ROW_PASS_CONFIGS = {
     'TL_DISABLE_SHARED_MEMORY_REUSE': True,
     'TL_ENABLE_LOWER_LDGSTG': True,
 }
+
 
 #: 2^x as the hardware has it, denormals flushed: what CUDA offers by name adds three instructions for them.
 FAST_EXP2 = """
@@ -118,3 +125,13 @@ def wait_for(row_local, zero, sums):
     words = T.view(row_local, (count, 4), T.uint32)
     for i in T.unroll(count):
         sums[0] = T.reinterpret(T.reinterpret(sums[0], T.uint32) | (words[i, 0] & zero), T.float32)
+
+
+@macro
+def scale_row(raw_local, row_scale, col_local, x_local, sums):
+    """Multiply the matrix by both scales, in float32; sums[0] = the sum of the squares."""
+    T.clear(sums)
+    for i in T.unroll(x_local.shape[0]):
+        for e in T.unroll(x_local.shape[1]):
+            x_local[i, e] = row_scale * T.cast(raw_local[i, e], T.float32) * col_local[i, e]
+            sums[0] = sums[0] + x_local[i, e] * x_local[i, e]

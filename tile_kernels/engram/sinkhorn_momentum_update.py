@@ -16,12 +16,10 @@ from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, macro
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import Mut, op
-from tile_kernels.engram._sinkhorn import DTYPES
+from tile_kernels.engram._checks import DTYPES
 
 #: Neighbouring elements that a thread owns: 16 bytes of float32.
 QUAD = 4
-
-# Kernel -------------------------------------------------------------------------------------
 
 
 @macro
@@ -113,10 +111,7 @@ def sinkhorn_momentum_kernel(
     return sinkhorn_momentum
 
 
-# Op -----------------------------------------------------------------------------------------
-
-
-@op(outputs='update')
+@op(outputs='update', name='sinkhorn_momentum_update')
 def engram_sinkhorn_momentum_update(grad: Tensor, momentum_buffer: Mut, beta1: float, nesterov: bool = True) -> Tensor:
     """Move the momentum towards the gradient and give the update.
 
@@ -141,9 +136,6 @@ def engram_sinkhorn_momentum_update(grad: Tensor, momentum_buffer: Mut, beta1: f
     static = (grad.dtype, momentum_buffer.dtype, check.vector_bytes(*flat), nesterov)
     launch(sinkhorn_momentum_kernel, static, *flat, beta1, 1 - beta1)
     return update
-
-
-# Cases --------------------------------------------------------------------------------------
 
 
 def _make(
