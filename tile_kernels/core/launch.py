@@ -152,7 +152,7 @@ def launch(
         size = first.shape[0]
     if size == 0:
         return
-    if type(kernel) is tuple:
+    if isinstance(kernel, tuple):
         bound = kernel[0].bound.get((kernel, static, size, first.get_device()))
     else:
         bound = kernel.bound.get((static, size, first.get_device()))
@@ -243,11 +243,10 @@ def _bind(kernels: Variants, static: tuple, size: int, first: Tensor, rest: tupl
         _multiple_devices = torch.cuda.device_count() > 1
         bound = kernel.loaded[key] = kernel.load(static, config, arch_of(index))
     if state.config is None and state.gpu is None:
-        several = isinstance(kernels, tuple)
-        table = kernels[0].bound if several else kernels.bound
+        table = kernels[0].bound if isinstance(kernels, tuple) else kernels.bound
         if len(table) >= _MAX_BOUND:
             table.clear()
-        table[(kernels, static, size, index) if several else (static, size, index)] = bound
+        table[(kernels, static, size, index) if isinstance(kernels, tuple) else (static, size, index)] = bound
     return bound
 
 
