@@ -1,5 +1,6 @@
 """Every kernel lowers to CUDA for every architecture it claims; a sample of each is compiled and must not spill."""
 
+import itertools
 import re
 
 import pytest
@@ -8,9 +9,9 @@ import torch
 import tile_kernels
 from tile_kernels import knobs
 from tile_kernels.core import nvcc
-from tile_kernels.core.gpus import ARCHS, arch_number
+from tile_kernels.core.gpus import ARCHS, arch_number, gpu_named
 from tile_kernels.core.jit import kernels
-from tile_kernels.core.launch import meant_for
+from tile_kernels.core.launch import on_gpu
 from tile_kernels.core.op import ops
 
 for family in tile_kernels.FAMILIES:
@@ -24,15 +25,14 @@ SHARED_BYTES = 227 << 10
 def bench_variants() -> tuple[dict[tuple, object], set[str]]:
     """Distinct (kernel, static arguments, config) of the bench cases, and the kernels an op launches first.
 
-    Found by dry runs on fake tensors. Those of Hopper, and the projection of GPUs without clusters, which no bench case
-    there takes.
+    Found by dry runs on fake tensors. Those of Hopper, and those of GPUs without wgmma and clusters.
     """
     found, first = {}, set()
-    for op, arch in [*((op, 'sm_90a') for op in ops.values()), (ops['mhc.norm_fn'], 'sm_80')]:
+    for op, arch in itertools.product(ops.values(), ('sm_90a', 'sm_80')):
         if op.case_set is None:
             continue
         for case in op.case_set.bench:
-            with meant_for(arch):
+            with on_gpu(arch):
                 launches = op.trace_case(case)
             first.update(launch.kernel.name for launch in launches[:1])
             for launch in launches:
@@ -108,8 +108,8 @@ def test_lowers_for_hopper(launch):
 @pytest.mark.parametrize('arch', [a for a in ARCHS if a != 'sm_90a'])
 @pytest.mark.parametrize('launch', one_per_kernel(BENCH), ids=name)
 def test_lowers_for_other_architectures(launch, arch):
-    if not launch.kernel.supports(arch):
-        pytest.skip(f'needs sm_{launch.kernel.min_arch}')
+    if not launch.kernel.claims(launch.static, gpu_named(arch)):
+        pytest.skip(f'{launch.kernel.name} does not claim {arch}')
     source = launch.kernel.source(launch.static, arch=arch, **launch.config)
     assert launch.kernel.name in source
     if arch_number(arch) < 90:  # nvcc refuses it there

@@ -7,7 +7,7 @@ import torch
 from tile_kernels.core import check
 from tile_kernels.core.errors import UnsupportedError
 from tile_kernels.core.formats import AMAX_FLOOR, AMAX_FLOOR_E4M3_SF, ELEMENTS
-from tile_kernels.core.gpus import num_sms_of
+from tile_kernels.core.gpus import cuda_gpu
 from tile_kernels.core.knobs import KNOBS, knobs
 
 #: Settings that are accepted for TileKernels' users and change nothing here.
@@ -24,7 +24,7 @@ def _current_device(function: str) -> int:
 
 def get_device_num_sms() -> int:
     """Multiprocessors of the current CUDA device."""
-    return num_sms_of(_current_device('get_device_num_sms'))
+    return cuda_gpu(_current_device('get_device_num_sms')).sms
 
 
 def set_num_sms(num_sms: int) -> None:

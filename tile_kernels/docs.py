@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import tile_kernels
 from tile_kernels.cli import console
 from tile_kernels.cli.bench import GPU_TIMER, read_records
@@ -23,7 +25,7 @@ from tile_kernels.cli.explain import config_words, explain_case
 from tile_kernels.cli.selection import all_cases, load_ops
 from tile_kernels.core.cases import Case, case_id
 from tile_kernels.core.errors import ArgumentError
-from tile_kernels.core.gpus import DEVICES
+from tile_kernels.core.gpus import DEFAULT_GPU, GPUS
 from tile_kernels.core.knobs import KNOBS
 from tile_kernels.core.op import Op
 from tile_kernels.docs_api import (
@@ -59,7 +61,7 @@ OTHER_GRADIENTS = {'quant.fake_quantise': 'in the public function: the gradient 
 LARGE_BYTES = 32 << 20
 
 #: Who is faster did not move all that was counted: an input of which only the shape matters, or what L2 held.
-BANDWIDTH = DEVICES[README_DEVICE.lower()].bandwidth
+BANDWIDTH = GPUS[README_DEVICE.lower()].bandwidth
 
 
 def pages(root: Path = ROOT) -> dict[Path, str]:
@@ -214,10 +216,10 @@ def cost_table(op: Op) -> str:
             (case_id(case), kernels, console.size(found.bytes), f'{found.floor_us:.1f}', f'{found.copy_us:.1f}')
         )
     table = markdown(('case', 'launches', 'moves', 'floor on H200, us', 'copy on H200, us'), rows)
-    peaks = DEVICES['h200'].flops
+    half, fp8 = (DEFAULT_GPU.peaks[dtype] / 1e12 for dtype in (torch.bfloat16, torch.float8_e4m3fn))
     rule = (
         'Floor: the bytes at the published bandwidth, or the products at the published dense peak of '
-        f'{peaks[2] / 1e12:.0f} TFLOP/s (fp8: {peaks[1] / 1e12:.0f}), whichever takes longer.\n\n'
+        f'{half:.0f} TFLOP/s (fp8: {fp8:.0f}), whichever takes longer.\n\n'
     )
     return rule + table if products else table
 

@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from tile_kernels.core.errors import ArgumentError, CompileError, TileKernelsError
-from tile_kernels.core.gpus import check_arch
+from tile_kernels.core.errors import ArgumentError, CompileError, TileKernelsError, UnsupportedError
+from tile_kernels.core.gpus import gpu_named
 from tile_kernels.core.jit import Kernel, cache_dir, kernels
 from tile_kernels.core.knobs import knobs
-from tile_kernels.core.launch import meant_for
+from tile_kernels.core.launch import on_gpu
 from tile_kernels.core.nvcc import require_tilelang
 
 if TYPE_CHECKING:
@@ -110,7 +110,8 @@ def precompile(
         ops: names of ops or families to compile for their benchmark and smoke cases (default: all ops), or the cases
             themselves: `{'quant.per_token_cast': [dict(num_tokens=64, hidden=7168)]}`. What a case leaves out is that
             of the op's first benchmark case. A backward is an op of its own.
-        archs: architectures to compile for, e.g. `('sm_90a', 'sm_100a')`; `sm_90` means `sm_90a`.
+        archs: what to compile for: architectures like `sm_90a` (`sm_90` means the same), or GPUs like `h100`. The first
+            known GPU of an architecture stands for it.
         out: directory to fill, to be named in `TK_CACHE_DIR` where the kernels run (default: the cache directory).
         jobs: compilations at a time (default: one per CPU core).
         progress: show a progress bar when stderr is a terminal.
@@ -135,10 +136,10 @@ def precompile(
 def find_variants(
     ops: Mapping[str, Iterable[Mapping[str, Any]]] | Iterable[str] | None, archs: str | Sequence[str]
 ) -> list[Variant]:
-    """The distinct kernels that the cases of `ops` launch, on the architectures they support."""
+    """The distinct kernels that the cases of `ops` launch, on the GPUs that run them."""
     from tile_kernels.cli.selection import find_op, find_ops, launches_of, typical_case
 
-    targets = list(dict.fromkeys(check_arch(arch) for arch in ([archs] if isinstance(archs, str) else archs)))
+    targets = list(dict.fromkeys(gpu_named(arch) for arch in ([archs] if isinstance(archs, str) else archs)))
     if isinstance(ops, str):
         ops = [ops]
     cases: list[tuple[Op, Any]] = []
@@ -151,14 +152,13 @@ def find_variants(
             if op.case_set is not None:
                 cases += [(op, case) for case in op.case_set.bench + op.case_set.smoke]
     variants = []
-    for arch in targets:
-        with meant_for(arch):
-            launches = [launch for op, case in cases for launch in launches_of(op, case)]
-        variants += [
-            Variant(launch.kernel, launch.static, tuple(launch.config.items()), arch)
-            for launch in launches
-            if launch.kernel.supports(arch)
-        ]
+    for gpu in targets:
+        for op, case in cases:
+            with on_gpu(gpu), suppress(UnsupportedError):
+                variants += [
+                    Variant(launch.kernel, launch.static, tuple(launch.config.items()), gpu.target)
+                    for launch in launches_of(op, case)
+                ]
     return list(dict.fromkeys(variants))
 
 

@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument('--inputs', type=Path)
     parser.add_argument('--out', type=Path, default=DEFAULT)
     args = parser.parse_args()
-    cases = {str(case): case for case in contract.contract_cases('smoke')}
+    cases = {str(case): case for case in contract.contract_cases('smoke', variants=True)}
     recorded = json.loads(args.out.read_text())['cases'] if args.out.exists() else {}
     if args.write_inputs:
         wanted = cases.keys() - recorded.keys() if args.missing else cases.keys()

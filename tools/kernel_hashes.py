@@ -11,25 +11,33 @@ import hashlib
 import json
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import tile_kernels  # noqa: F401
+from tile_kernels.core.errors import UnsupportedError
+from tile_kernels.core.gpus import GPUS, gpu_named
 from tile_kernels.core.jit import kernels
-from tile_kernels.core.launch import meant_for
+from tile_kernels.core.launch import on_gpu
 from tile_kernels.core.op import ops
 
 
 def variants(arch: str, sets: tuple[str, ...]) -> dict[str, tuple]:
-    """Every (kernel, static arguments, config) of the cases, under words that stay the same between commits."""
-    found = {}
+    """Every (kernel, static arguments, config) of the cases, under words that stay the same between commits.
+
+    Those that a GPU of the architecture takes, and those of any known GPU that it could run.
+    """
+    target, found = gpu_named(arch), {}
     for op in ops.values():
         for name in sets:
             for case in getattr(op.case_set, name) if op.case_set else ():
-                with meant_for(arch):
-                    for launch in op.trace_case(case):
-                        config = sorted(launch.config.items())
-                        words = f'{arch} {launch.kernel.name}{[str(s) for s in launch.static]}{config}'
-                        found[words] = (arch, launch.kernel.name, launch.static, launch.config)
+                for gpu in (target, *GPUS.values()):
+                    with on_gpu(gpu), suppress(UnsupportedError):
+                        for launch in op.trace_case(case):
+                            config = sorted(launch.config.items())
+                            words = f'{arch} {launch.kernel.name}{[str(s) for s in launch.static]}{config}'
+                            if launch.kernel.claims(launch.static, target):
+                                found[words] = (arch, launch.kernel.name, launch.static, launch.config)
     return found
 
 

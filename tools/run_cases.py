@@ -33,14 +33,16 @@ def main() -> int:
 
     shard, shards = map(int, arguments.shard.split('/'))
     wanted = arguments.ops or list(ops)
-    cases = [case for case in contract.contract_cases(arguments.level) if case.op.name in wanted][shard::shards]
+    cases = [case for case in contract.contract_cases(arguments.level, variants=True) if case.op.name in wanted]
+    cases = cases[shard::shards]
     start, run, wrong, absent = time.perf_counter(), 0, 0, 0
     for case in cases:
         if time.perf_counter() - start > arguments.seconds:
             break
         run += 1
         try:
-            contract.check_kernel(case.op, case.case, 'cuda')
+            with case.choosing():
+                contract.check_kernel(case.op, case.case, 'cuda')
         except tile_kernels.CompileError as error:
             if not tile_kernels.knobs.disable_jit:
                 raise

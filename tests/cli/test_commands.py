@@ -49,8 +49,8 @@ def test_explain_says_what_a_floor_stands_on():
 
 
 def test_explain_knows_its_devices(toy):
-    with pytest.raises(ArgumentError, match="device must be one of h200, h100, b200, got 'a100'"):
-        explain(NAME, device='a100')
+    with pytest.raises(ArgumentError, match=r"device must be one of h200, h100, .*, got 'k80'"):
+        explain(NAME, device='k80')
 
 
 def test_show_compiles_without_a_gpu(toy, cli):

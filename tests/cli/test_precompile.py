@@ -89,7 +89,7 @@ def test_dry_runs_find_the_kernels_that_real_tensors_launch():
 
 
 def test_architectures_a_kernel_does_not_claim_are_left_out(toy, toy_module, monkeypatch):
-    monkeypatch.setattr(toy_module.double_kernel, 'min_arch', 90)
+    monkeypatch.setattr(toy_module.double_kernel, 'serves', lambda static, gpu: gpu.arch >= 90)
     assert {variant.arch for variant in find_variants([NAME], ('sm_80', 'sm_90a'))} == {'sm_90a'}
 
 

@@ -111,7 +111,7 @@ def test_source_and_resources_need_no_gpu(sample):
 
 
 def test_choose_outside_its_space_is_an_error(sample):
-    bad = jit.Kernel(sample.spread_kernel.builder, lambda *a: {'num_threads': 96}, {'num_threads': (64,)}, {}, 80, None)
+    bad = jit.Kernel(sample.spread_kernel.builder, lambda *a: {'num_threads': 96}, {'num_threads': (64,)}, {})
     with pytest.raises(ArgumentError, match=r'num_threads must be in \(64,\), got 96'):
         bad.config(STATIC, 5)
 
@@ -120,15 +120,9 @@ def test_compiler_failures_carry_kernel_and_arguments(sample):
     def broken(hidden, *, num_threads):
         raise ValueError('no available layout found for x')
 
-    made = jit.Kernel(broken, None, {}, {}, 80, None)
+    made = jit.Kernel(broken, None, {}, {})
     with pytest.raises(CompileError, match=r'broken\(32; num_threads=64\): TileLang found no layout'):
         made.tir(32, num_threads=64)
-
-
-def test_too_old_an_architecture_is_a_sentence(sample, tmp_path):
-    hopper = jit.Kernel(sample.spread_kernel.builder, None, {}, {}, 90, None)
-    with knobs(cache_dir=tmp_path), pytest.raises(UnsupportedError, match='needs sm_90 or newer, the GPU is sm_80'):
-        hopper.library(STATIC, {'num_threads': 64}, 'sm_80')
 
 
 @pytest.mark.parametrize(

@@ -261,7 +261,7 @@ def test_dry_run_gives_launches_and_cost_without_a_gpu(sample):
 def test_a_floor_is_the_longer_of_moving_and_multiplying():
     assert Cost(48 * 10**6).floor_us() == pytest.approx(10)
     assert Cost(48 * 10**6, 2 * 989 * 10**7).floor_us() == pytest.approx(20)
-    assert Cost(48 * 10**6, 2 * 989 * 10**7, operand_bytes=1).floor_us() == pytest.approx(10, rel=1e-3)
+    assert Cost(48 * 10**6, 2 * 989 * 10**7, dtype=torch.float8_e4m3fn).floor_us() == pytest.approx(10, rel=1e-3)
 
 
 def test_help_shows_an_op_as_a_function():

@@ -1,9 +1,11 @@
 """Every kernel of the library is written in the dialect the interpreter knows; a TileLang upgrade breaks here first."""
 
+import itertools
+
 import tile_kernels
 from tile_kernels import knobs
 from tile_kernels.core.jit import kernels
-from tile_kernels.core.launch import meant_for
+from tile_kernels.core.launch import on_gpu
 from tile_kernels.core.op import ops
 from tile_kernels.interpreter import unknown_constructs
 
@@ -14,12 +16,12 @@ for family in tile_kernels.FAMILIES:
 def launches_of_every_kernel() -> dict[tuple, object]:
     """A launch of every kernel by smoke cases; all distinct ones with `TK_FULL_TEST=1`.
 
-    Those of Hopper, and the projection of GPUs without clusters, which no case there takes.
+    Those of Hopper, and those of GPUs without wgmma and clusters.
     """
     found: dict[tuple, object] = {}
-    for op, arch in [*((op, 'sm_90a') for op in ops.values()), (ops['mhc.norm_fn'], 'sm_80')]:
+    for op, arch in itertools.product(ops.values(), ('sm_90a', 'sm_80')):
         for case in op.case_set.smoke if op.case_set else ():
-            with meant_for(arch):
+            with on_gpu(arch):
                 launches = op.trace_case(case)
             for launch in launches:
                 variant = (launch.static, tuple(launch.config.items())) if knobs.full_test else ()

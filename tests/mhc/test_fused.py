@@ -1,16 +1,17 @@
 """What is fused gives the bits of its parts, and the low-level forms write what the ops return."""
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tile_kernels import mhc
 from tile_kernels.core.errors import ArgumentError
+from tile_kernels.core.gpus import GPUS
 from tile_kernels.core.knobs import knobs
-from tile_kernels.core.launch import forced_config, meant_for
+from tile_kernels.core.launch import forced_config, on_gpu
 from tile_kernels.core.op import ops
-from tile_kernels.mhc import _cluster, pre_kernels
+from tile_kernels.mhc import pre_kernels
 from tile_kernels.mhc.apply_mix import apply_mix_bwd
 from tile_kernels.mhc.big_fuse import big_fuse
 from tile_kernels.mhc.norm_fn import norm_fn_bwd
@@ -126,7 +127,7 @@ def test_gradients_of_pre_take_misaligned_coefficients():
 @pytest.mark.parametrize('name', ['pre', 'pre_bwd', 'post_pre', 'post_pre_bwd'])
 def test_four_streams_fit_gpus_with_99_kb_of_shared_memory(name):
     op = ops[f'mhc.{name}']
-    with meant_for('sm_120a'):
+    with on_gpu('sm_120a'):
         launches = [launch for case in op.case_set.bench for launch in op.trace_case(case)]
     variants = {(launch.kernel, launch.static, tuple(launch.config.items())) for launch in launches}
     for kernel, static, config in variants:
@@ -152,7 +153,7 @@ def test_clusters_that_take_more_tiles_than_they_have_room_for(stages):
     assert_equal(found[0], mhc.post(*layer))
     assert_all_equal(found[1:], again)
     assert_all_equal(found[5:], mixes_only)
-    with meant_for('sm_80'):
+    with on_gpu('sm_80'):
         assert_all_equal(found[5:], mhc.norm_fn(found[0], fn))
 
 
@@ -169,18 +170,17 @@ def test_a_gpu_without_large_clusters_takes_two_passes():
     inputs = [x.cpu() for x in pre_inputs(5, 64, 4)]  # or the GPU they are on would count
     names = {}
     for arch in ('sm_80', 'sm_90a', 'sm_100a', 'sm_120a'):
-        with meant_for(arch):
+        with on_gpu(arch):
             names[arch] = [launch.kernel.name for launch in big_fuse.trace(*inputs)]
     assert names['sm_90a'] == names['sm_100a'] == ['pre_streams_kernel']
     assert names['sm_80'] == names['sm_120a'] == ['project_slices_kernel', 'mix_and_apply_kernel']
 
 
 @pytest.mark.parametrize(('num_sms', 'hidden', 'one_pass'), [(132, 4096, True), (78, 4096, False), (78, 2048, True)])
-def test_a_part_of_a_gpu_takes_clusters_it_can_place(monkeypatch, num_sms, hidden, one_pass):
-    monkeypatch.setattr(_cluster, 'arch_of', lambda device: 'sm_90a')
-    monkeypatch.setattr(pre_kernels, 'num_sms_of', lambda device: num_sms)
-    residual = SimpleNamespace(shape=(5, 4, hidden), is_cuda=True, get_device=lambda: 0)
-    assert goes_in_one_pass(residual, torch.empty(24, 4 * hidden)) == one_pass
+def test_a_part_of_a_gpu_takes_clusters_it_can_place(num_sms, hidden, one_pass):
+    residual, fn = torch.empty(5, 4, hidden, dtype=BF16), torch.empty(24, 4 * hidden)
+    with on_gpu(replace(GPUS['h200'], sms=num_sms)):
+        assert goes_in_one_pass(residual, fn) == one_pass
 
 
 def test_post_pre_of_misaligned_views_takes_the_kernels_of_both_ops():

@@ -7,7 +7,7 @@ import torch
 
 from tile_kernels import knobs, mhc
 from tile_kernels.core.errors import ArgumentError
-from tile_kernels.core.launch import forced_config, meant_for
+from tile_kernels.core.launch import forced_config, on_gpu
 from tile_kernels.core.op import ops
 from tile_kernels.mhc.norm_fn import _make_bwd, norm_fn_bwd
 from tile_kernels.mhc.norm_fn_bwd_kernels import norm_fn_bwd_kernel
@@ -37,7 +37,7 @@ def test_parts_of_dfn_are_summed_by_pairs_of_blocks_or_by_a_kernel(parts, exact)
     given = _make_bwd(**CASES['mhc.norm_fn_bwd'])
     found, names = {}, {}
     for arch in ('sm_80', 'sm_90a'):
-        with forced_config(norm_fn_bwd_kernel, parts=parts, num_stages=3), knobs(interpret=True), meant_for(arch):
+        with forced_config(norm_fn_bwd_kernel, parts=parts, num_stages=3), knobs(interpret=True), on_gpu(arch):
             names[arch] = [launch.kernel.name for launch in norm_fn_bwd.trace(**given)]
             found[arch] = norm_fn_bwd(**given)
     assert ('sum_dfn_kernel' in names['sm_90a']) == (parts == 3)

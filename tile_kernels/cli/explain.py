@@ -12,8 +12,8 @@ from tile_kernels.cli.selection import case_by_id, find_op, launches_of, typical
 from tile_kernels.core.cases import Case, case_id
 from tile_kernels.core.cost import Cost
 from tile_kernels.core.errors import ArgumentError
-from tile_kernels.core.gpus import DEVICES, DeviceSpec
-from tile_kernels.core.launch import Launch
+from tile_kernels.core.gpus import GPUS, Gpu
+from tile_kernels.core.launch import Launch, on_gpu
 from tile_kernels.core.op import Op
 
 
@@ -24,7 +24,7 @@ class Explanation:
     op: Op
     case: Case
     launches: tuple[Launch, ...]
-    device: DeviceSpec
+    device: Gpu
 
     @property
     def bytes(self) -> int:
@@ -61,7 +61,7 @@ def explain(op: str | Op, /, *, device: str = 'h200', **case: Any) -> Explanatio
 
     Args:
         op: the op or its name, e.g. `quant.per_token_cast`.
-        device: the GPU whose floor is stated: one of `h200`, `h100`, `b200`.
+        device: the GPU the call is explained for, e.g. `h200`, `b200` or `a100`.
         case: entries of the case, as values or spelled (`fmt='e4m3_1x128_f32'`); the rest is that of the op's first
             benchmark case.
 
@@ -74,15 +74,16 @@ def explain(op: str | Op, /, *, device: str = 'h200', **case: Any) -> Explanatio
 
 def explain_case(op: Op, case: Case, device: str = 'h200') -> Explanation:
     """`explain` for a complete case."""
-    if device not in DEVICES:
-        raise ArgumentError(f'explain: device must be one of {", ".join(DEVICES)}, got {device!r}')
-    return Explanation(op, case, tuple(launches_of(op, case)), DEVICES[device])
+    if device not in GPUS:
+        raise ArgumentError(f'explain: device must be one of {", ".join(GPUS)}, got {device!r}')
+    with on_gpu(device):
+        return Explanation(op, case, tuple(launches_of(op, case)), GPUS[device])
 
 
-def bound(cost: Cost, device: DeviceSpec) -> str:
+def bound(cost: Cost, device: Gpu) -> str:
     """What the floor of a launch stands on."""
     if cost.floor_us(device) > cost.bytes / device.bandwidth * 1e6:
-        return f'{device.flops[cost.operand_bytes] / 1e12:.4g} TFLOP/s'
+        return f'{device.peaks[cost.dtype] / 1e12:.4g} TFLOP/s'
     return f'{device.bandwidth / 1e12:.3g} TB/s'
 
 
@@ -99,7 +100,7 @@ def decided_by(launch: Launch) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `explain`."""
     add_case_arguments(parser)
-    parser.add_argument('--device', default='h200', choices=DEVICES, help='GPU whose floor is stated (default h200)')
+    parser.add_argument('--device', default='h200', choices=GPUS, help='GPU to explain the call for (default h200)')
 
 
 def add_case_arguments(parser: argparse.ArgumentParser) -> None:

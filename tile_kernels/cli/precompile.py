@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 
 from tile_kernels.cli import console
+from tile_kernels.core.gpus import GPUS
 from tile_kernels.precompile import precompile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `precompile`."""
     parser.add_argument('ops', nargs='*', metavar='OP', help='ops or families (default: all)')
-    parser.add_argument('--arch', nargs='+', default=['sm_90a'], metavar='ARCH', help='architectures (default sm_90a)')
+    parser.add_argument(
+        '--arch', nargs='+', default=['sm_90a'], metavar='ARCH', help='architectures or GPUs (default sm_90a)'
+    )
     parser.add_argument('--out', metavar='DIR', help='directory to fill (default: the cache directory)')
     parser.add_argument('--jobs', type=int, metavar='N', help='compilations at a time (default: one per CPU core)')
 
@@ -19,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compile, then one line per failure and one for the whole."""
     first, *names = args.arch  # `--arch sm_90a moe`: moe is an op
-    archs = [first, *(name for name in names if name.startswith('sm_'))]
+    archs = [first, *(name for name in names if name.startswith('sm_') or name in GPUS)]
     ops = args.ops + [name for name in names if name not in archs]
     done = precompile(ops or None, archs=archs, out=args.out, jobs=args.jobs)
     out = console.output()

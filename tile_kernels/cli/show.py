@@ -11,8 +11,8 @@ from tile_kernels.cli import console
 from tile_kernels.cli.explain import add_case_arguments, config_words, selected_case
 from tile_kernels.cli.selection import launches_of
 from tile_kernels.core import nvcc
-from tile_kernels.core.gpus import check_arch
-from tile_kernels.core.launch import Launch, meant_for
+from tile_kernels.core.gpus import gpu_named
+from tile_kernels.core.launch import Launch, on_gpu
 
 PARTS = ('tilelang', 'cuda', 'ptx', 'resources')
 
@@ -20,16 +20,17 @@ PARTS = ('tilelang', 'cuda', 'ptx', 'resources')
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `show`."""
     add_case_arguments(parser)
-    parser.add_argument('--arch', default='sm_90a', help='architecture to compile for (default sm_90a)')
+    parser.add_argument('--arch', default='sm_90a', help='architecture or GPU to compile for (default sm_90a)')
     parser.add_argument('--what', choices=PARTS, action='append', help='only this part; may be repeated')
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the parts asked for, of every kernel the case launches."""
-    arch = check_arch(args.arch)
+    gpu = gpu_named(args.arch)
+    arch = gpu.target
     op, case = selected_case(args)
     out = console.output()
-    with meant_for(arch):
+    with on_gpu(gpu):
         launches = launches_of(op, case)
     for launch in launches:
         static = ', '.join(str(s).removeprefix('torch.') for s in launch.static)

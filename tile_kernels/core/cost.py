@@ -6,30 +6,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from tile_kernels.core.gpus import DEVICES, DeviceSpec
+from tile_kernels.core.gpus import DEFAULT_GPU, Gpu
 
 
 @dataclass(frozen=True)
 class Cost:
     """Bytes an op must move through device memory, each input read once, each output written once, and its products.
 
-    `flops` counts the operations of matrix products, whose operands have elements of `operand_bytes`; others are not
-    counted.
+    `flops` counts the operations of matrix products, whose operands have elements of `dtype`; others are not counted.
     """
 
     bytes: int
     flops: int = 0
-    operand_bytes: int = 2
+    dtype: torch.dtype = torch.bfloat16
 
-    def floor_us(self, device: DeviceSpec = DEVICES['h200']) -> float:
+    def floor_us(self, gpu: Gpu = DEFAULT_GPU) -> float:
         """Microseconds at the published bandwidth or the published peak of products, the longer: none is faster."""
-        return max(self.bytes / device.bandwidth, self.flops / device.flops[self.operand_bytes]) * 1e6
+        return max(self.bytes / gpu.bandwidth, self.flops / gpu.peaks[self.dtype]) * 1e6
 
-    def copy_us(self, device: DeviceSpec = DEVICES['h200']) -> float:
+    def copy_us(self, gpu: Gpu = DEFAULT_GPU) -> float:
         """Microseconds a device-to-device copy of the same bytes takes: the yardstick of the benchmarks."""
-        return self.bytes / device.copy_bandwidth * 1e6
+        return self.bytes / gpu.copy_bandwidth * 1e6
 
 
 def count_product(static: Sequence[Any], args: Sequence[Any]) -> int:

@@ -18,6 +18,7 @@ import os
 import re
 import tempfile
 import threading
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,16 @@ from typing import Any
 import torch
 
 from tile_kernels.core import nvcc
-from tile_kernels.core.errors import ArgumentError, CompileError, TileKernelsError, UnsupportedError
-from tile_kernels.core.gpus import MIN_ARCH, arch_number
+from tile_kernels.core.errors import ArgumentError, CompileError, TileKernelsError
+from tile_kernels.core.gpus import DEFAULT_GPU, Gpu, gpu_named
 from tile_kernels.core.knobs import default_cache_dir, knobs
 
 log = logging.getLogger('tile_kernels')
 
 Config = dict[str, Any]
+
+#: `(static, gpu) -> bool`; the static arguments have the names of the builder's parameters.
+Serves = Callable[[Any, Gpu], bool]
 
 #: Every kernel by name, in definition order.
 kernels: dict[str, Kernel] = {}
@@ -59,23 +63,24 @@ def kernel(
     choose: Callable[..., Config] | None = None,
     space: dict[str, tuple] | None = None,
     pass_configs: dict[str, Any] | None = None,
-    min_arch: int = MIN_ARCH,
-    max_arch: int | None = None,
+    serves: Serves | None = None,
     flops: Callable[[tuple, tuple], int] | None = None,
 ) -> Callable[[Callable], Kernel]:
     """Declare a kernel builder.
 
     Args:
-        choose: pure function `(*static, size) -> config`; what runs unless the caller says otherwise.
+        choose: pure function `(*static, size) -> config`; what runs unless the caller says otherwise. If it has a
+            parameter `gpu`, it is called with the `Gpu` as well. What fixes the order of a sum must not depend on it.
         space: the values each config entry may take; what the tuner walks.
         pass_configs: names of `PassConfigKey` members on top of the house defaults.
-        min_arch: lowest compute capability (90 for Hopper) the kernel supports.
-        max_arch: highest one, for a kernel made of instructions that only one generation has.
+        serves: the calls this kernel claims, e.g. `lambda static, gpu: gpu.has_wgmma and static.k % 64 == 0`. Of the
+            variants of a launch at most one may claim a call. A kernel without `serves` runs everywhere; among
+            variants it is the fallback, which gets the calls that no other claims.
         flops: `(static, arguments) -> operations` of a kernel made of matrix products, for its floor.
     """
 
     def declare(builder: Callable) -> Kernel:
-        made = Kernel(builder, choose, space or {}, pass_configs or {}, min_arch, max_arch, flops)
+        made = Kernel(builder, choose, space or {}, pass_configs or {}, serves, flops)
         kernels[made.name] = made
         return made
 
@@ -91,8 +96,7 @@ class Kernel:
         choose: Callable[..., Config] | None,
         space: dict[str, tuple],
         pass_configs: dict[str, Any],
-        min_arch: int,
-        max_arch: int | None,
+        serves: Serves | None = None,
         flops: Callable[[tuple, tuple], int] | None = None,
     ) -> None:
         self.__doc__ = builder.__doc__
@@ -101,18 +105,20 @@ class Kernel:
         self.choose = choose
         self.space = space
         self.pass_configs = pass_configs
-        self.min_arch = min_arch
-        self.max_arch = max_arch
+        self.serves = serves
         self.flops = flops
         self.name = builder.__name__
-        #: (static, size, device index) -> bound function, the table `launch` looks into.
+        self._choose_sees_gpu = choose is not None and 'gpu' in inspect.signature(choose).parameters
+        #: (static, size, device index) -> bound function, the table `launch` looks into. The first of several variants
+        #: has the table of all; there the tuple of variants comes first in the key.
         self.bound: dict[tuple, Callable] = {}
         #: (static, config values, device index) -> bound function that has been launched once.
         self.loaded: dict[tuple, Callable] = {}
 
-    def config(self, static: tuple, size: int) -> Config:
-        """The config that runs for these static arguments and this problem size."""
-        chosen = self.choose(*static, size) if self.choose else {}
+    def config(self, static: tuple, size: int, gpu: Gpu = DEFAULT_GPU) -> Config:
+        """The config that runs for these static arguments and this problem size on a GPU."""
+        seen = {'gpu': gpu} if self._choose_sees_gpu else {}
+        chosen = self.choose(*static, size, **seen) if self.choose else {}
         for name, value in chosen.items():
             if value not in self.space.get(name, ()):
                 raise ArgumentError(
@@ -120,9 +126,15 @@ class Kernel:
                 )
         return chosen
 
-    def supports(self, arch: str) -> bool:
-        """Whether the kernel claims to run on `arch`."""
-        return self.min_arch <= arch_number(arch) <= (self.max_arch or arch_number(arch))
+    def claims(self, static: tuple, gpu: Gpu) -> bool:
+        """Whether the kernel runs with these static arguments on a GPU: what `serves` says, or always."""
+        return self.serves is None or self.serves(self._named(*static), gpu)
+
+    @functools.cached_property
+    def _named(self) -> Callable[..., Any]:
+        """Makes a tuple of static arguments that has the names of the builder's parameters."""
+        parameters = inspect.signature(self.builder).parameters.values()
+        return namedtuple('Static', [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD])
 
     def tir(self, *static: Any, **config: Any) -> Any:
         """The tile-level PrimFunc."""
@@ -139,11 +151,12 @@ class Kernel:
 
     def source(self, static: tuple, size: int = 4096, arch: str = 'sm_90a', **config: Any) -> str:
         """CUDA source for an architecture."""
-        return self._lower(static, config or self.config(static, size), arch)[0]
+        return self._lower(static, config or self.config(static, size, gpu_named(arch)), arch)[0]
 
     def resources(self, static: tuple, size: int = 4096, arch: str = 'sm_90a', **config: Any) -> dict[str, int]:
         """Registers, spills, stack and shared memory: what ptxas reports and what the launch asks for."""
-        source, dynamic_shared = self._lower(static, config or self.config(static, size), arch)
+        config = config or self.config(static, size, gpu_named(arch))
+        source, dynamic_shared = self._lower(static, config, arch)
         return nvcc.resources(source, arch) | {'dynamic_shared': dynamic_shared}
 
     def _lower(self, static: tuple, config: Config, arch: str) -> tuple[str, int]:
@@ -160,9 +173,6 @@ class Kernel:
                 f'{self.name}{_words(static, config)} for {arch} is not in {cache_dir()} and TK_DISABLE_JIT is set; '
                 'build it with tile-kernels precompile'
             )
-        if not self.supports(arch):
-            newest = '' if self.max_arch is None else f' and at most sm_{self.max_arch}'
-            raise UnsupportedError(f'{self.name} needs sm_{self.min_arch} or newer{newest}, the GPU is {arch}')
         func = self.tir(*static, **config)
         self._in_words(static, config, lambda: self._compile(func, static, config, arch, path))
         return path if path.exists() else self._unwritable[path]

@@ -7,7 +7,7 @@ tensors, and is only noted down in a dry run.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,13 +18,18 @@ from torch._subclasses import FakeTensor
 
 from tile_kernels.core.cost import Cost, touched_bytes
 from tile_kernels.core.errors import LaunchError, UnsupportedError
-from tile_kernels.core.gpus import arch_of
+from tile_kernels.core.gpus import DEFAULT_GPU, Gpu, arch_of, cuda_gpu, gpu_named
 from tile_kernels.core.jit import Config, Kernel
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.nvcc import explain, interpreter_pass_configs
 
+#: A kernel, or the variants of one of which `serves` claims the call.
+Variants = Kernel | tuple[Kernel, ...]
+
 #: Entries of a kernel's (static, size, device) table before it is emptied: sizes come and go, kernels stay.
 _MAX_BOUND = 4096
+
+_WORKERS_WITHOUT_GPU = 3
 
 
 @dataclass(frozen=True)
@@ -43,15 +48,15 @@ class Launch:
         moved = sum(touched_bytes(a) for a in self.args if isinstance(a, Tensor))
         if self.kernel.flops is None:
             return Cost(moved)
-        return Cost(moved, self.kernel.flops(self.static, self.args), self.args[0].element_size())
+        return Cost(moved, self.kernel.flops(self.static, self.args), self.args[0].dtype)
 
 
 class _State(threading.local):
     """What `launch` does in this thread besides launching.
 
     `skip` runs only the checks and allocations of a body, `trace` collects launches instead of making them, `config`
-    replaces what `choose` gives (for the kernel `forced`, or for all), `made` notes what was launched. `arch` is the
-    architecture that launches without a GPU are meant for.
+    replaces what `choose` gives (for the kernel `forced`, or for all), `made` notes what was launched. `gpu` is the GPU
+    that kernels and configs are chosen for, instead of the one at hand.
     """
 
     skip = False
@@ -59,7 +64,7 @@ class _State(threading.local):
     config: Config | None = None
     forced: Kernel | None = None
     made: list[tuple[Callable, tuple]] | None = None
-    arch: str | None = None
+    gpu: Gpu | None = None
     #: Outputs of the op that runs, by name, which `empty` hands out instead of new memory.
     outs: dict[str, Tensor] | None = None
     #: Blocks in force that want to see every launch, so that no call may be replayed.
@@ -88,10 +93,30 @@ def tracing() -> Iterator[list[Launch]]:
 
 
 @contextmanager
-def meant_for(arch: str) -> Iterator[None]:
-    """Let ops that have kernels of their own for an architecture choose those of `arch` in the block, without a GPU."""
-    with state.set(arch=arch):
+def on_gpu(gpu: Gpu | str) -> Iterator[None]:
+    """Choose kernels and configs in the block as on a GPU, given by name (`'a100'`) or architecture (`'sm_80'`).
+
+    Dry runs and the interpreter need no such GPU. Tensors on another GPU take these kernels if that GPU can run them.
+    """
+    with state.set(gpu=gpu_named(gpu) if isinstance(gpu, str) else gpu):
         yield
+
+
+def gpu_of(x: Tensor) -> Gpu:
+    """The GPU that kernels for a tensor are chosen for: that of `on_gpu`, its own, or an H200 for a tensor on none."""
+    if state.gpu is not None:
+        return state.gpu
+    return cuda_gpu(x.get_device()) if x.is_cuda and not isinstance(x, FakeTensor) else DEFAULT_GPU
+
+
+def num_workers(x: Tensor) -> int:
+    """Thread blocks of a persistent kernel: one for each SM of the GPU of `x`, or `knobs.num_sms`.
+
+    Results must not depend on it. Without a GPU there are few, so that the interpreter sees a block take several tiles.
+    """
+    if not x.is_cuda or isinstance(x, FakeTensor):
+        return _WORKERS_WITHOUT_GPU
+    return knobs.num_sms or cuda_gpu(x.get_device()).sms
 
 
 @contextmanager
@@ -109,12 +134,14 @@ def recording() -> Iterator[list[tuple[Callable, tuple]]]:
         yield made
 
 
-def launch(kernel: Kernel, static: tuple, first: Tensor, *rest: Tensor | float | None, size: int | None = None) -> None:
+def launch(
+    kernel: Variants, static: tuple, first: Tensor, *rest: Tensor | float | None, size: int | None = None
+) -> None:
     """Run `kernel`, built for the `static` arguments, on its arguments in parameter order (outputs included).
 
     Args:
-        kernel: what to run.
-        static: its static arguments.
+        kernel: what to run; of several variants, the one that claims the static arguments and the GPU (`variant_for`).
+        static: its static arguments, the same for all variants.
         first: the first argument, a tensor.
         rest: tensors, scalars, and None for a buffer this variant never touches.
         size: problem size given to `choose`, the first extent of the first tensor unless given; 0 launches nothing.
@@ -127,8 +154,11 @@ def launch(kernel: Kernel, static: tuple, first: Tensor, *rest: Tensor | float |
         size = first.shape[0]
     if size == 0:
         return
-    bound = kernel.bound.get((static, size, first.get_device()))
-    if bound is None or state.config is not None:
+    if isinstance(kernel, tuple):
+        bound = kernel[0].bound.get((kernel, static, size, first.get_device()))
+    else:
+        bound = kernel.bound.get((static, size, first.get_device()))
+    if bound is None or state.config is not None or state.gpu is not None:
         bound = _bind(kernel, static, size, first, rest)
         if bound is None:
             return
@@ -139,7 +169,8 @@ def launch(kernel: Kernel, static: tuple, first: Tensor, *rest: Tensor | float |
             with torch.cuda.device(first.get_device()):
                 bound(first, *rest)
     except RuntimeError as error:
-        raise LaunchError(f'{kernel.name}{static}: {explain(str(error))}') from error
+        name = variant_for(kernel, static, gpu_of(first)).name
+        raise LaunchError(f'{name}{static}: {explain(str(error))}') from error
     if state.made is not None:
         state.made.append((bound, (first, *rest)))
 
@@ -152,30 +183,56 @@ def on_current_device(index: int) -> bool:
     return not _multiple_devices or torch._C._cuda_getDevice() == index
 
 
-def config_for(kernel: Kernel, static: tuple, size: int) -> Config:
-    """The config a launch would use; bodies ask for it where a workspace depends on it."""
+def variant_for(kernel: Variants, static: tuple, gpu: Gpu) -> Kernel:
+    """The variant that runs: the one whose `serves` claims the call, else the one without `serves`, the fallback."""
+    variants = kernel if isinstance(kernel, tuple) else (kernel,)
+    claiming = [variant for variant in variants if variant.serves is not None and variant.claims(static, gpu)]
+    claiming = claiming or [variant for variant in variants if variant.serves is None]
+    if len(claiming) == 1:
+        return claiming[0]
+    if claiming:
+        raise LaunchError(f'{_names(claiming, "and")} claim the same call, {static} on {gpu}')
+    raise UnsupportedError(f'{_names(variants, "or")} cannot run with {static} on {gpu}')
+
+
+def _names(kernels: Sequence[Kernel], word: str) -> str:
+    return f' {word} '.join(kernel.name for kernel in kernels)
+
+
+def config_for(kernel: Variants, static: tuple, size: int, x: Tensor) -> Config:
+    """The config a launch on the GPU of `x` would use; bodies ask for it where a workspace depends on it."""
+    gpu = gpu_of(x)
+    return _config(variant_for(kernel, static, gpu), static, size, gpu)
+
+
+def _config(kernel: Kernel, static: tuple, size: int, gpu: Gpu) -> Config:
     if state.config is not None and state.forced in (None, kernel):
         return state.config
-    return kernel.config(static, size)
+    return kernel.config(static, size, gpu)
 
 
-def _record(trace: list[Launch], kernel: Kernel, static: tuple, args: tuple, size: int | None) -> None:
+def _record(trace: list[Launch], kernel: Variants, static: tuple, args: tuple, size: int | None) -> None:
     size = args[0].shape[0] if size is None else size
     if size != 0:
-        trace.append(Launch(kernel, static, config_for(kernel, static, int(size)), int(size), args))
+        gpu = gpu_of(args[0])
+        variant = variant_for(kernel, static, gpu)
+        trace.append(Launch(variant, static, _config(variant, static, int(size), gpu), int(size), args))
 
 
-def _bind(kernel: Kernel, static: tuple, size: int, first: Tensor, rest: tuple) -> Callable | None:
+def _bind(kernels: Variants, static: tuple, size: int, first: Tensor, rest: tuple) -> Callable | None:
     """The bound function for a problem seen for the first time; on a CPU the kernel is interpreted at once."""
     global _multiple_devices
     if first.device.type == 'meta':
         return None
-    config = config_for(kernel, static, size)
+    if first.device.type not in ('cpu', 'cuda'):
+        names = kernels.name if isinstance(kernels, Kernel) else _names(kernels, 'or')
+        raise UnsupportedError(f'{names} runs on CUDA and CPU tensors, got a tensor on {first.device}')
+    gpu = gpu_of(first)
+    kernel = variant_for(kernels, static, gpu)
+    config = _config(kernel, static, size, gpu)
     if first.device.type == 'cpu':
         _interpret(kernel, static, config, (first, *rest))
         return None
-    if first.device.type != 'cuda':
-        raise UnsupportedError(f'{kernel.name} runs on CUDA and CPU tensors, got a tensor on {first.device}')
     index = first.get_device()
     key = (static, tuple(config.items()), index)
     bound = kernel.loaded.get(key)
@@ -187,10 +244,11 @@ def _bind(kernel: Kernel, static: tuple, size: int, first: Tensor, rest: tuple) 
             )
         _multiple_devices = torch.cuda.device_count() > 1
         bound = kernel.loaded[key] = kernel.load(static, config, arch_of(index))
-    if state.config is None:
-        if len(kernel.bound) >= _MAX_BOUND:
-            kernel.bound.clear()
-        kernel.bound[(static, size, index)] = bound
+    if state.config is None and state.gpu is None:
+        table = kernels[0].bound if isinstance(kernels, tuple) else kernels.bound
+        if len(table) >= _MAX_BOUND:
+            table.clear()
+        table[(kernels, static, size, index) if isinstance(kernels, tuple) else (static, size, index)] = bound
     return bound
 
 

@@ -132,8 +132,8 @@ class Op(Generic[Args, Result]):
         self.operator_form = Operator(self.name.replace('.', '_'), params, outputs)
         self._register()
         self.calls = Calls(self)
-        own = write_call(self)
-        self.__class__ = type('Op', (Op,), {'call': own, '__call__': own})
+        call = write_call(self)
+        self.__class__ = type('Op', (Op,), {'call': call, '__call__': call})
         ops[self.name] = self
 
     # Calling --------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.core import check
+from tile_kernels.core.gpus import SUM_SMS
 from tile_kernels.core.lang import resident_blocks
 from tile_kernels.engram._macros import MAX_HIDDEN, SLOT, row_layout
 
@@ -13,10 +14,6 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 
 MAX_STREAMS = 8
-
-
-#: SMs that the gradient fills, those of an H200; a constant, so that results are the same on every GPU.
-BUSY_SMS = 132
 
 
 def check_gate(
@@ -59,7 +56,7 @@ def num_partials_for(num_tokens: int, num_streams: int, hidden: int) -> int:
     """Partial sums of the weight gradient: blocks of a stream that run all at once, none without a token."""
     config = bwd_config(hidden)
     row_threads, _ = row_layout(hidden, config['vectors'])
-    most = max(1, BUSY_SMS * resident_blocks(config['resident_threads'], row_threads) // num_streams)
+    most = max(1, SUM_SMS * resident_blocks(config['resident_threads'], row_threads) // num_streams)
     return torch.sym_min(num_tokens, most)
 
 

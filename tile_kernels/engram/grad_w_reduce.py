@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
+from tile_kernels.core.gpus import SUM_SMS
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import WARP, T
 from tile_kernels.core.launch import launch
@@ -169,6 +170,6 @@ grad_w_reduce.cases(
     match=dict(rtol=1e-5, atol=1e-4),
     smoke=grid(num_partials=[0, 1, 37], num_streams=[4], hidden=[64])
     + grid(num_partials=[9], num_streams=[3], hidden=[67], dtype=WEIGHTS, grad_dtype=[torch.bfloat16]),
-    full=grid(num_partials=[132, 396], num_streams=[1, 4, 8], hidden=[576, 4096, 8192]),
-    bench=grid(num_partials=[64, 128, 132], num_streams=[4], hidden=[4096, 7168]),
+    full=grid(num_partials=[SUM_SMS, 3 * SUM_SMS], num_streams=[1, 4, 8], hidden=[576, 4096, 8192]),
+    bench=grid(num_partials=[64, 128, SUM_SMS], num_streams=[4], hidden=[4096, 7168]),
 )

@@ -310,7 +310,7 @@ def short_conv_bwd(dy: Tensor, x: Tensor, weight: Tensor, dilation: int = 1) -> 
     check.equal(check.vector_bytes(dy), 16, 'alignment of dy')
     dx = torch.empty_like(x)
     static, size = (channels, taps, dilation), batch_size * num_tokens
-    config = config_for(short_conv_bwd_kernel, static, size)
+    config = config_for(short_conv_bwd_kernel, static, size, x)
     num_parts = -(-num_walks(num_tokens, dilation, config['length']) // config['warps'])
     partial = weight.new_empty(batch_size, num_parts, channels * taps)
     launch(short_conv_bwd_kernel, static, dy, x, weight.view(-1), dx, partial, size=size)

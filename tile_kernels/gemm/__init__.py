@@ -1,8 +1,10 @@
 """Matrix products, dense and of groups of rows, each with its own matrix."""
 
-from tile_kernels.gemm.gemm import gemm, gemm_bwd, gemm_fp8
+from tile_kernels.gemm.gemm import gemm, gemm_bwd
+from tile_kernels.gemm.gemm_fp8 import gemm_fp8
 from tile_kernels.gemm.grouped_gemm import grouped_gemm, grouped_gemm_bwd
-from tile_kernels.gemm.grouped_gemm_fp8 import grouped_gemm_fp8, grouped_gemm_fp8_swiglu_cast
+from tile_kernels.gemm.grouped_gemm_fp8 import grouped_gemm_fp8
+from tile_kernels.gemm.grouped_gemm_fp8_swiglu_cast import grouped_gemm_fp8_swiglu_cast
 from tile_kernels.gemm.grouped_gemm_swiglu import grouped_gemm_swiglu
 
 __all__ = [

@@ -12,11 +12,12 @@ from torch import Tensor
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
+from tile_kernels.core.launch import launch, num_workers
 from tile_kernels.core.op import op
-from tile_kernels.gemm._groups import WARPGROUP_ROLES
-from tile_kernels.gemm._operands import SUMS, check_product, launch_product, product_flops, random_operands
-from tile_kernels.gemm.grouped_gemm import build_product
-from tile_kernels.gemm.portable import portable_swiglu_kernel
+from tile_kernels.gemm._checks import check_product
+from tile_kernels.gemm._macros import FALLBACK, WARPGROUP_ROLES
+from tile_kernels.gemm._samples import SUMS, product_flops, random_operands
+from tile_kernels.gemm.grouped_gemm_kernels import build_mma_product, build_product
 
 # Config -------------------------------------------------------------------------------------
 
@@ -28,7 +29,7 @@ def choose(n: int, k: int, num_groups: int, dtype: torch.dtype, num_rows: int) -
     return dict(block_m=128, block_n=128, ring=4 if num_groups <= 256 else 3)  # the counts of tiles take room, too
 
 
-# Kernel -------------------------------------------------------------------------------------
+# Kernels ------------------------------------------------------------------------------------
 
 
 @kernel(choose=choose, space=dict(block_m=(64, 128), block_n=(64, 128), ring=(3, 4, 6)), **WARPGROUP_ROLES)
@@ -36,6 +37,12 @@ def grouped_gemm_swiglu_kernel(n: int, k: int, num_groups: int, dtype: torch.dty
     """See `build_product`."""
     product = build_product(n, k, num_groups, True, dtype, swiglu=True, **config)
     return product.with_attr('global_symbol', 'grouped_gemm_swiglu')
+
+
+@kernel(**FALLBACK)
+def portable_swiglu_kernel(n: int, k: int, num_groups: int, dtype: torch.dtype):
+    """See `build_mma_product`."""
+    return build_mma_product(n, k, num_groups, True, dtype, swiglu=True).with_attr('global_symbol', 'portable_swiglu')
 
 
 # Op -----------------------------------------------------------------------------------------
@@ -57,7 +64,7 @@ def grouped_gemm_swiglu(a: Tensor, b: Tensor, group_end: Tensor) -> Tensor:
     check.multiple(n, 16, 'the rows of a matrix of b')
     d = a.new_empty(num_rows, n // 2)
     kernels = grouped_gemm_swiglu_kernel, portable_swiglu_kernel
-    launch_product(kernels, (n, k, num_groups, a.dtype), a, b, group_end, d)
+    launch(kernels, (n, k, num_groups, a.dtype), a, b, group_end, d, num_workers(a))
     return d
 
 

@@ -1,14 +1,9 @@
 """Clusters: blocks that write into each other's shared memory."""
 
-from torch import Tensor
-from torch._subclasses import FakeTensor
-
-from tile_kernels.core.gpus import arch_number, arch_of
 from tile_kernels.core.lang import T
-from tile_kernels.core.launch import state
 
-#: Compute capabilities of GPUs with clusters of up to 16 blocks, and 227 KB of shared memory.
-FIRST_WITH_CLUSTERS, LAST_WITH_CLUSTERS = 90, 119
+#: Blocks of a cluster on the GPUs that the kernels with clusters are for; these also have 227 KB of shared memory.
+LARGE_CLUSTER = 16
 
 #: Four numbers to the shared memory of another block of the cluster, where a barrier counts their bytes.
 SEND_FOUR = """
@@ -22,20 +17,6 @@ static __device__ __forceinline__ void send_four(
        "f"(a), "f"(b), "f"(c), "f"(d), "r"(rank) : "memory");
 }
 """
-
-
-def on_gpu(x: Tensor) -> bool:
-    """Whether a tensor lies on a GPU that can be asked."""
-    return x.is_cuda and not isinstance(x, FakeTensor)
-
-
-def has_clusters(x: Tensor) -> bool:
-    """Whether the GPU of a tensor has clusters. Without one, the answer for Hopper or for what is `meant_for`."""
-    if on_gpu(x):
-        number = arch_number(arch_of(x.get_device()))
-    else:
-        number = FIRST_WITH_CLUSTERS if state.arch is None else arch_number(state.arch)
-    return FIRST_WITH_CLUSTERS <= number <= LAST_WITH_CLUSTERS
 
 
 def send(place, value_local, barrier, rank):

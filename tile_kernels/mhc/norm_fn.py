@@ -24,9 +24,9 @@ from torch import Tensor
 
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
-from tile_kernels.core.launch import config_for, launch
+from tile_kernels.core.launch import config_for, gpu_of, launch
 from tile_kernels.core.op import Mut, op
-from tile_kernels.mhc._cluster import has_clusters
+from tile_kernels.mhc._cluster import LARGE_CLUSTER
 from tile_kernels.mhc._rows import STREAMS, check_streams, flat, lead_of, vector_width
 from tile_kernels.mhc._slices import Slices
 from tile_kernels.mhc.norm_fn_bwd_kernels import norm_fn_bwd_kernel, prepare_bwd_kernel, sum_dfn_kernel, sums_itself
@@ -64,7 +64,9 @@ def project(residual: Tensor, fn: Tensor) -> tuple[Tensor, Tensor]:
     """The parts of mul and of the sums of squares of residual (num_tokens, num_streams, hidden)."""
     (num_tokens, num_streams, hidden), (num_mixes, k) = residual.shape, fn.shape
     slices = Slices(hidden, num_streams, num_mixes)
-    splits = slices.count if slices.fits_registers else config_for(project_kernel, (k, num_mixes), num_tokens)['splits']
+    splits = slices.count
+    if not slices.fits_registers:
+        splits = config_for(project_kernel, (k, num_mixes), num_tokens, residual)['splits']
     parts = fn.new_empty(splits, num_tokens, padded(num_mixes)), fn.new_empty(splits, num_tokens)
     if slices.fits_registers:
         launch(project_slices_kernel, (hidden, num_streams, num_mixes), residual, fn, *parts)
@@ -114,9 +116,9 @@ def launch_projection_bwd(
     num_tokens, columns = x.shape[0], padded(num_mixes)
     o_parts = fn.new_empty(num_tokens, 2 * columns, dtype=BF16)
     pull = fn.new_empty(num_tokens)
-    clusters = has_clusters(x)
+    clusters = gpu_of(x).max_cluster >= LARGE_CLUSTER
     static = (k, num_mixes, adds_to, 0 if applied is None else hidden, clusters)
-    parts = config_for(norm_fn_bwd_kernel, static, num_tokens)['parts']
+    parts = config_for(norm_fn_bwd_kernel, static, num_tokens, x)['parts']
     dfn = torch.empty_like(fn)
     whole = sums_itself(parts, clusters) and num_tokens > 0
     clears = whole and parts == 4

@@ -1,5 +1,6 @@
 """Kernels of the gradients of the normalised projection. See `norm_fn.py` for the mathematics."""
 
+from tile_kernels.core.gpus import SUM_SMS
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, macro
 from tile_kernels.mhc._cluster import SEND_FOUR, send
@@ -11,8 +12,8 @@ BLOCK_T, BLOCK_K = 64, 128
 #: Parts the tokens may be cut into.
 PARTS = (1, 2, 3, 4, 6, 8, 16, 32)
 
-#: Blocks that run at a time: two on each of 132 SMs. On other devices the choice is the same.
-WAVE = 264
+#: Blocks that run at a time: two on each SM. They fix the order of a sum, so the choice is the same on every GPU.
+WAVE = 2 * SUM_SMS
 
 #: Of a product that runs on while the next is started; the last one waits for all.
 UNWAITED = {'wg_wait': -1}

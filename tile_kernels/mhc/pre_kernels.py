@@ -20,20 +20,16 @@ When all tiles are multiplied, the warps that did so carry what owners left for 
 thread for each token.
 """
 
+from typing import Any
+
 from torch import Tensor
 
 from tile_kernels.core import check
-from tile_kernels.core.gpus import num_sms_of
+from tile_kernels.core.gpus import Gpu
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import WARP, T, macro
-from tile_kernels.mhc._cluster import (
-    FIRST_WITH_CLUSTERS,
-    LAST_WITH_CLUSTERS,
-    SEND_FOUR,
-    has_clusters,
-    on_gpu,
-    send,
-)
+from tile_kernels.core.launch import gpu_of
+from tile_kernels.mhc._cluster import LARGE_CLUSTER, SEND_FOUR, send
 from tile_kernels.mhc._rows import apply_to_vector, post_to_vector, store_vector
 from tile_kernels.mhc._slices import (
     SLICE_PASS_CONFIGS,
@@ -90,18 +86,26 @@ SMS_FOR_CLUSTERS_OF_16 = 100
 
 
 def goes_in_one_pass(residual: Tensor, fn: Tensor, layer: tuple[Tensor, Tensor] | None = None) -> bool:
-    """Whether `pre_streams_kernel` serves them: a slice of fn fits into a block, and the GPU has large clusters.
+    """Whether `pre_streams_kernel` serves them.
 
-    `layer` is x and its residual, which must start at a multiple of 16 bytes; with one, a block may get 256 channels at
-    most. Without a GPU the answer is that for Hopper, or for what the launch is `meant_for`.
+    `layer` is x and its residual, which must start at a multiple of 16 bytes.
     """
-    slices = Slices(residual.shape[-1], residual.shape[-2], fn.shape[0])
-    if not slices.fits:
+    if layer is not None and check.vector_bytes(*layer) < 16:
         return False
-    if layer is not None and (slices.shares > WARPS or check.vector_bytes(*layer) < 16):
+    static = (residual.shape[-1], residual.shape[-2], fn.shape[0], 'pre' if layer is None else 'post_pre')
+    return pre_streams_kernel.claims(static, gpu_of(residual))
+
+
+def fits_clusters(static: Any, gpu: Gpu) -> bool:
+    """Whether a slice of fn fits into a block, and the GPU has clusters for all slices.
+
+    Where y is found, a block may get 256 channels at most.
+    """
+    slices = Slices(static.hidden, static.num_streams, static.num_mixes)
+    if not slices.fits or (static.kind == 'post_pre' and slices.shares > WARPS):
         return False
-    few_sms = on_gpu(residual) and num_sms_of(residual.get_device()) < SMS_FOR_CLUSTERS_OF_16
-    return has_clusters(residual) and not (slices.count == 16 and few_sms)
+    few_sms = slices.count == 16 and gpu.sms < SMS_FOR_CLUSTERS_OF_16
+    return gpu.max_cluster >= LARGE_CLUSTER and not few_sms
 
 
 def choose_project(hidden: int, num_streams: int, num_mixes: int, num_tokens: int) -> dict:
@@ -225,8 +229,7 @@ def project_slices_kernel(hidden: int, num_streams: int, num_mixes: int, *, tile
     choose=choose_pre,
     space=SPACE,
     pass_configs=SLICE_PASS_CONFIGS,
-    min_arch=FIRST_WITH_CLUSTERS,
-    max_arch=LAST_WITH_CLUSTERS,
+    serves=fits_clusters,
 )
 def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, kind: str, *, tile: int, stages: int):
     """Coefficients and input of a layer, 'pre'; 'post_pre' of y = post(x, residual), which is written as well.

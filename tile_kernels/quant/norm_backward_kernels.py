@@ -9,6 +9,7 @@ import math
 
 import torch
 
+from tile_kernels.core.gpus import SUM_SMS
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, macro
 from tile_kernels.quant._macros import LANE, load_lane
@@ -24,8 +25,8 @@ from tile_kernels.quant._norm_rows import (
 )
 from tile_kernels.quant._swiglu_macros import widen_lane
 
-#: Blocks that share the rows, one for each multiprocessor of an H200. Sums depend on it, so it is the same everywhere.
-NUM_BLOCKS = 132
+#: Blocks that divide the rows, one for each SM. They fix the order of a sum, so it is the same on every GPU.
+NUM_BLOCKS = SUM_SMS
 
 #: Warps of a block: as many as there can be, or half as many, with twice the registers.
 MOST_WARPS, HALF_WARPS = 32, 16

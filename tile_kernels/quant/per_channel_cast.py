@@ -41,7 +41,7 @@ FP8 = ('e4m3', 'e5m2')
 #: One group of all rows takes one pass if it has no more rows than the smallest tile that is chosen for it.
 TILE_ROWS = 128
 
-#: Thread blocks that find maxima of all rows: as many as a GPU of 132 multiprocessors runs together.
+#: Thread blocks that find maxima of all rows: about as many as an H200 runs together.
 AMAX_BLOCKS = 512
 
 

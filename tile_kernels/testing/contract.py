@@ -11,9 +11,9 @@ gradient   the backward op agrees with autograd through the twin
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,8 +22,10 @@ from torch.utils._pytree import tree_map_only
 
 from tile_kernels.core.autograd import IDENTITY
 from tile_kernels.core.cases import Case, Cases, bounds_of, case_id
-from tile_kernels.core.errors import ArgumentError
+from tile_kernels.core.errors import ArgumentError, UnsupportedError
+from tile_kernels.core.gpus import DEFAULT_GPU, GPUS, Gpu, cuda_gpu
 from tile_kernels.core.knobs import knobs
+from tile_kernels.core.launch import Launch, on_gpu
 from tile_kernels.core.op import Op, ops
 from tile_kernels.testing.numeric import assert_equal
 from tile_kernels.testing.poison import poisoned
@@ -36,17 +38,29 @@ _NOT_COMPARABLE = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True)
 class ContractCase:
-    """One op on one of its cases; reads as `quant.per_token_cast[num_tokens=37-hidden=256]`."""
+    """One op on one of its cases; reads as `quant.per_token_cast[num_tokens=37-hidden=256]`.
+
+    With a `gpu`, the case runs the kernels of that GPU and reads as `gemm.gemm[m=1-n=136-k=72-bfloat16]@a100`.
+    """
 
     op: Op
     case: Case
+    gpu: str | None = None
 
     def __str__(self) -> str:
-        return f'{self.op.name}[{case_id(self.case)}]'
+        return f'{self.op.name}[{case_id(self.case)}]' + (f'@{self.gpu}' if self.gpu else '')
+
+    def choosing(self) -> AbstractContextManager:
+        """A block in which the kernels of the case are chosen."""
+        return on_gpu(self.gpu) if self.gpu else nullcontext()
 
 
-def contract_cases(level: str | None = None) -> list[ContractCase]:
-    """Every registered op with every case of a level: 'smoke', or 'full' which includes smoke (`TK_FULL_TEST=1`)."""
+def contract_cases(level: str | None = None, variants: bool = False) -> list[ContractCase]:
+    """Every registered op with every case of a level: 'smoke', or 'full' which includes smoke (`TK_FULL_TEST=1`).
+
+    With `variants`, a smoke case that runs other kernels on other GPUs is there once for each set of kernels. On a CUDA
+    device, those are left out that the device cannot run.
+    """
     if level is None:
         level = 'full' if knobs.full_test else 'smoke'
     found = []
@@ -54,7 +68,44 @@ def contract_cases(level: str | None = None) -> list[ContractCase]:
         if op.case_set is not None:
             cases = op.case_set.smoke + (op.case_set.full if level == 'full' else [])
             found += [ContractCase(op, case) for case in cases]
+            if variants:
+                found += [ContractCase(op, case, gpu) for case in op.case_set.smoke for gpu in other_gpus(op, case)]
     return found
+
+
+class _Watched:
+    """A GPU that notes whether anybody asks about it."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self.asked = False
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked = True
+        return getattr(self._gpu, name)
+
+
+def other_gpus(op: Op, case: Case) -> list[str]:
+    """Known GPUs on which a case runs other kernels, or with other static arguments; the first of each such set."""
+    here = cuda_gpu(torch.cuda.current_device()) if torch.cuda.is_available() else DEFAULT_GPU
+    watched = _Watched(here)
+    with on_gpu(cast('Gpu', watched)):
+        seen = [_kernels(op.trace_case(case))]
+    if not watched.asked:
+        return []
+    names = []
+    for name in GPUS:
+        with on_gpu(name), suppress(UnsupportedError):
+            launches = op.trace_case(case)
+            runs = not torch.cuda.is_available() or all(made.kernel.claims(made.static, here) for made in launches)
+            if runs and _kernels(launches) not in seen:
+                seen.append(_kernels(launches))
+                names.append(name)
+    return names
+
+
+def _kernels(launches: list[Launch]) -> list[tuple]:
+    return [(made.kernel, made.static) for made in launches]
 
 
 def check_contract(op: Op, case: Case, device: str | torch.device = 'cpu') -> None:

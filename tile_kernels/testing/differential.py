@@ -50,7 +50,8 @@ def run_case(case: ContractCase, device: str | torch.device, arguments: dict[str
     arguments = arguments_of(case) if arguments is None else arguments
     inputs = digest([leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)])
     arguments = tree_map_only(Tensor, lambda x: moved(x, device), arguments)
-    result = op.call(**arguments)
+    with case.choosing():
+        result = op.call(**arguments)
     results = () if result is None else result if isinstance(result, tuple) else (result,)
     written = [arguments[p.name] for p in op.params if p.mutated and arguments.get(p.name) is not None]
     outputs = [*results, *written]

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tile_kernels.core.gpus import num_sms_of
+from tile_kernels.core.gpus import cuda_gpu
 from tile_kernels.core.knobs import knobs
 
 Item = TypeVar('Item')
@@ -60,13 +60,13 @@ def generate_hidden_sizes(align: int = 64) -> list[int]:
 
 def generate_num_sms() -> list[int]:
     """SM counts to run persistent kernels with: some left free, all, and in full tests a single one."""
-    count = num_sms_of(torch.cuda.current_device()) if torch.cuda.is_available() else NUM_SMS_WITHOUT_GPU
+    count = cuda_gpu(torch.cuda.current_device()).sms if torch.cuda.is_available() else NUM_SMS_WITHOUT_GPU
     return ([1] if knobs.full_test else []) + [count - 20, count]
 
 
 def generate_num_sms_at_level(level: int) -> list[int]:
     """SM counts by level: all; from level 1 on also an odd number less; from level 2 on also a single one."""
-    count = num_sms_of(torch.cuda.current_device()) if torch.cuda.is_available() else NUM_SMS_WITHOUT_GPU
+    count = cuda_gpu(torch.cuda.current_device()).sms if torch.cuda.is_available() else NUM_SMS_WITHOUT_GPU
     return [1, count - 19, count][2 - min(level, 2) :]
 
 

@@ -1,4 +1,4 @@
-"""What the products have in common: tiles of groups of rows, the ring of buffers between warpgroups, the stores.
+"""Device macros of the products: tiles of groups of rows, the ring of buffers between warpgroups, the stores.
 
 A tile of `block_m` rows never crosses the end of a group. A thread block counts the tiles of all groups when it starts,
 so that it finds the group of a tile by bisection; thread blocks take equally many, since no number is without a tile.
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tile_kernels.core.cost import count_product
+from tile_kernels.core.jit import PLAIN_PRODUCTS
 from tile_kernels.core.lang import T, macro
 
 FP8 = torch.float8_e4m3fn
@@ -25,7 +26,6 @@ BAND = 16  # rows of tiles of a group that are finished before the next; the las
 #: Registers of a thread where one warpgroup loads for two that multiply; together the 64 K of an SM.
 LOADING_REGISTERS, MULTIPLYING_REGISTERS = 24, 240
 
-HOPPER = 90
 #: Kernels of warpgroups with different roles, which meet at barriers of their own; one for all threads would stop them
 #: for ever. Every index is in bounds by what the kernel says itself: further guards would cost registers.
 WARPGROUP_ROLES: dict[str, Any] = dict(
@@ -34,10 +34,16 @@ WARPGROUP_ROLES: dict[str, Any] = dict(
         'TL_DISABLE_SHARED_MEMORY_REUSE': True,
         'TL_DISABLE_SAFE_MEMORY_ACCESS': True,
     },
-    min_arch=HOPPER,
-    max_arch=HOPPER,
+    serves=lambda static, gpu: gpu.has_wgmma,
     flops=count_product,
 )
+
+#: Tile of a product by mma, which every GPU has, and its step over the depth.
+MMA_M, MMA_N, MMA_K = 64, 128, 32
+MMA_THREADS = 128
+#: The fallback of every product: `T.gemm` of tiles that threads copy to shared memory themselves. It is simple. It has
+#: not been timed on the GPUs it is for.
+FALLBACK: dict[str, Any] = dict(pass_configs=PLAIN_PRODUCTS, flops=count_product)
 
 
 def wastes_little(extent: int, block: int) -> bool:
@@ -285,3 +291,36 @@ def store_rows(acc_frag, d_shared, d, row, end, col, width: int, member: int):
                 for i, j in T.Parallel(16, columns):
                     if row + rows * 16 + i < end and col + first + T.truncdiv(j, lanes) * lanes < width:
                         d[row + rows * 16 + i, col + first + j] = d_shared[rows * 16 + i, j]
+
+
+# Products by mma ---------------------------------------------------------------------------
+
+
+def most_tiles(num_rows: Any, num_groups: int, tiles_n: int) -> Any:
+    """Numbers of tiles: group g owns those from group_end[g - 1] // MMA_M + g on, one more than it can need."""
+    return (T.truncdiv(num_rows, MMA_M) + num_groups + 1) * tiles_n
+
+
+@macro
+def find_tile(group_end, index, num_rows, num_groups: int, tiles_n: int, tile):
+    """The tile of a number, as `locate_tile` has it; a thread block with one tile to do does not count all of them."""
+    tile[0] = 0
+    tile_m = T.truncdiv(index, tiles_n)
+    tile[4] = T.truncmod(index, tiles_n)
+    if num_groups != DENSE:
+        for step in T.unroll(num_groups.bit_length(), unroll_factor=1):
+            later = tile[0] + (1 << (num_groups.bit_length() - 1 - step))
+            first = T.truncdiv(group_end[T.min(later, num_groups) - 1], MMA_M) + later
+            if later <= num_groups and first <= tile_m:
+                tile[0] = later
+    bound_group(group_end, num_rows, num_groups, tile)
+    tile[1] += (tile_m - T.truncdiv(tile[1], MMA_M) - tile[0]) * MMA_M
+    tile[3] = T.if_then_else(tile[0] < T.max(num_groups, 1) and tile[1] < tile[2], 1, 0)
+
+
+@macro
+def store_tile(acc_frag, d, row, end, col, width: int):
+    """Store the rows before `end`."""
+    for i, j in T.Parallel(MMA_M, MMA_N):
+        if row + i < end and col + j < width:
+            d[row + i, col + j] = acc_frag[i, j]

@@ -1,4 +1,4 @@
-"""Gradient of the matrices of a grouped product: one product over the rows of each group.
+"""Kernels of the gradient of the matrices of a grouped GEMM: one product over the rows of each group.
 
     db[g, n, k] = sum_r dd[r, n] * a[r, k]        over group_end[g - 1] <= r < group_end[g]
 
@@ -10,8 +10,13 @@ import torch
 
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T
-from tile_kernels.gemm._groups import (
+from tile_kernels.gemm._macros import (
+    FALLBACK,
     LOADING_REGISTERS,
+    MMA_K,
+    MMA_M,
+    MMA_N,
+    MMA_THREADS,
     MULTIPLYING_REGISTERS,
     WARPGROUP,
     WARPGROUP_ROLES,
@@ -37,7 +42,7 @@ def choose(n: int, k: int, num_groups: int, dtype: torch.dtype, size: int) -> di
     return dict(block_n=128, block_k=256 if wastes_little(k, 256) else 128, ring=3)
 
 
-# Kernel -------------------------------------------------------------------------------------
+# Kernels ------------------------------------------------------------------------------------
 
 
 @kernel(choose=choose, space=dict(block_n=(64, 128), block_k=(128, 256), ring=(2, 3, 4)), **WARPGROUP_ROLES)
@@ -135,3 +140,48 @@ def grouped_gemm_dw_kernel(
                     T.tma_store_wait(0)
 
     return grouped_gemm_dw
+
+
+@kernel(**FALLBACK)
+def portable_dw_kernel(n: int, k: int, num_groups: int, dtype: torch.dtype):
+    """A thread block owns a tile of one matrix and walks the rows of its group; rows of others count as 0."""
+    num_rows = T.dynamic('num_rows')
+    elem = T.dtype(dtype)
+    num_matrices = max(num_groups, 1)
+
+    @T.prim_func
+    def portable_dw(
+        dd: T.Tensor((num_rows, n), elem),
+        a: T.Tensor((num_rows, k), elem),
+        group_end: T.Tensor((num_matrices,), T.int32),
+        db: T.Tensor((num_matrices, n, k), elem),
+        num_blocks: T.int32,  # of the other variant
+    ):
+        with T.Kernel(T.ceildiv(k, MMA_N), T.ceildiv(n, MMA_M), num_matrices, threads=MMA_THREADS) as (
+            pid_k,
+            pid_n,
+            group,
+        ):
+            dd_shared = T.alloc_shared((MMA_K, MMA_M), elem)
+            a_shared = T.alloc_shared((MMA_K, MMA_N), elem)
+            acc_frag = T.alloc_fragment((MMA_M, MMA_N), T.float32)
+            rows = T.alloc_local((2,), T.int32)
+            find_rows(group_end, group, num_rows, num_groups, rows)
+            start, end = rows[0], rows[1]
+            row_n, row_k = pid_n * MMA_M, pid_k * MMA_N
+            T.clear(acc_frag)
+            for step in T.serial(T.ceildiv(end - start, MMA_K)):
+                row = start + step * MMA_K
+                for i, j in T.Parallel(MMA_K, MMA_M):
+                    dd_shared[i, j] = T.if_then_else(row + i < end and row_n + j < n, dd[row + i, row_n + j], 0)
+                for i, j in T.Parallel(MMA_K, MMA_N):
+                    a_shared[i, j] = T.if_then_else(row + i < end and row_k + j < k, a[row + i, row_k + j], 0)
+                T.gemm(dd_shared, a_shared, acc_frag, transpose_A=True)
+            for i, j in T.Parallel(MMA_M, MMA_N):
+                if row_n + i < n and row_k + j < k:
+                    db[T.cast(group, 'int64'), row_n + i, row_k + j] = acc_frag[i, j]
+
+    return portable_dw
+
+
+DW = grouped_gemm_dw_kernel, portable_dw_kernel

@@ -1,0 +1,64 @@
+"""What the products need of their operands."""
+
+import torch
+from torch import Tensor
+
+from tile_kernels.core import check
+from tile_kernels.gemm._macros import FP8, GROUP
+
+HALVES = (torch.bfloat16, torch.float16)
+MAX_GROUPS = 4096
+
+
+def check_operands(extents: tuple[int, ...], **operands: Tensor) -> None:
+    """What the loads of a product need of its operands."""
+    for name, x in operands.items():
+        check.contiguous(x, name)
+        for extent in extents:
+            check.multiple(extent * x.element_size(), 16, f'the bytes of a row of {name}')
+        if check.vector_bytes(x) < 16:
+            check.fail(name, 'must begin at a multiple of 16 bytes', check.describe(x), hint=f'pass {name}.clone()')
+    check.same_device(**operands)
+
+
+def check_groups(group_end: Tensor, num_groups: int, a: Tensor) -> None:
+    """Where the groups of the rows of `a` end."""
+    check.at_most(num_groups, MAX_GROUPS, 'num_groups')
+    check.shape(group_end, 'group_end', 'num_groups', dtype=torch.int32, num_groups=num_groups)
+    check.contiguous(group_end, 'group_end')
+    check.same_device(a=a, group_end=group_end)
+
+
+def check_product(a: Tensor, b: Tensor, group_end: Tensor) -> tuple[int, int, int, int]:
+    """The operands of a product in half precision; returns num_rows, num_groups, n, k."""
+    num_rows, k = check.shape(a, 'a', 'num_rows k', dtype=HALVES)
+    num_groups, n, _ = check.shape(b, 'b', 'num_groups n k', dtype=a.dtype, k=k)
+    check_operands((n, k), a=a, b=b)
+    check_groups(group_end, num_groups, a)
+    return num_rows, num_groups, n, k
+
+
+def check_gradient(dd: Tensor, a: Tensor, b: Tensor, group_end: Tensor) -> tuple[int, int, int, int]:
+    """The same with the gradient of the result."""
+    num_rows, n = check.shape(dd, 'dd', 'num_rows n', dtype=HALVES)
+    _, k = check.shape(a, 'a', 'num_rows k', dtype=dd.dtype, num_rows=num_rows)
+    num_groups, _, _ = check.shape(b, 'b', 'num_groups n k', dtype=dd.dtype, n=n, k=k)
+    check_operands((n, k), dd=dd, a=a, b=b)
+    check_groups(group_end, num_groups, a)
+    return num_rows, num_groups, n, k
+
+
+def check_fp8(
+    a: Tensor, a_sf: Tensor, b: Tensor, b_sf: Tensor, group_end: Tensor, multiple_of: int
+) -> tuple[int, int, int, int]:
+    """The operands of a product of fp8 codes; returns num_rows, num_groups, n (a multiple as given), k."""
+    num_rows, k = check.shape(a, 'a', 'num_rows k', dtype=FP8)
+    num_groups, n, _ = check.shape(b, 'b', 'num_groups n k', dtype=FP8, k=k)
+    sf = dict(dtype=torch.float32, depth_groups=-(-k // GROUP))
+    check.packed(a_sf, 'a_sf', 'num_rows depth_groups', num_rows=num_rows, **sf)
+    check.packed(b_sf, 'b_sf', 'num_groups n_groups depth_groups', num_groups=num_groups, n_groups=-(-n // GROUP), **sf)
+    check_operands((k,), a=a, b=b)
+    check_groups(group_end, num_groups, a)
+    check.same_device(a=a, a_sf=a_sf, b_sf=b_sf)
+    check.multiple(n, multiple_of, 'the rows of a matrix of b')
+    return num_rows, num_groups, n, k

@@ -1,0 +1,69 @@
+"""Dense matrix product of fp8 operands with scale factors: a grouped GEMM of one group.
+
+    d[m, n] = sum_s a_sf[m, s] * b_sf[n // 128, s] * sum_(k in group s of 128) a[m, k] * b[n, k]
+
+The kernels are those of `grouped_gemm_fp8`.
+"""
+
+import torch
+from torch import Tensor
+
+from tile_kernels.core import check
+from tile_kernels.core.cases import grid
+from tile_kernels.core.launch import launch, num_workers
+from tile_kernels.core.op import op
+from tile_kernels.gemm._checks import check_operands
+from tile_kernels.gemm._macros import DENSE, FP8, GROUP
+from tile_kernels.gemm._samples import SUMS, dense_flops
+from tile_kernels.gemm.grouped_gemm_fp8_kernels import PRODUCT_FP8
+
+# Op -----------------------------------------------------------------------------------------
+
+
+@op(outputs='d')
+def gemm_fp8(a: Tensor, a_sf: Tensor, b: Tensor, b_sf: Tensor) -> Tensor:
+    """The product D = A @ B.T of e4m3 codes with scale factors, in groups of 128 summed in float32.
+
+    Args:
+        a: (m, k) float8_e4m3fn, contiguous, k a multiple of 16.
+        a_sf: (m, ceil(k / 128)) float32; `per_token_cast(x, 'e4m3_1x128_f32')` gives both.
+        b: (n, k) float8_e4m3fn, contiguous, n a multiple of 8.
+        b_sf: (ceil(n / 128), ceil(k / 128)) float32; `per_block_cast(w, 'e4m3_128x128_f32')` gives both.
+
+    Returns:
+        (m, n) bfloat16.
+    """
+    m, k = check.shape(a, 'a', 'm k', dtype=FP8)
+    n, _ = check.shape(b, 'b', 'n k', dtype=FP8, k=k)
+    k_groups = -(-k // GROUP)
+    check.packed(a_sf, 'a_sf', 'm k_groups', dtype=torch.float32, m=m, k_groups=k_groups)
+    check.packed(b_sf, 'b_sf', 'n_groups k_groups', dtype=torch.float32, n_groups=-(-n // GROUP), k_groups=k_groups)
+    check_operands((k,), a=a, b=b)
+    check.same_device(a=a, a_sf=a_sf, b_sf=b_sf)
+    check.multiple(n, 8, 'the rows of b')
+    d = torch.empty((m, n), dtype=torch.bfloat16, device=a.device)
+    operands = a, a_sf, b.view(1, n, k), b_sf
+    launch(PRODUCT_FP8, (n, k, DENSE, False), *operands, None, d, None, num_workers(a))
+    return d
+
+
+# Cases --------------------------------------------------------------------------------------
+
+
+def _make(m: int, n: int, k: int) -> dict:
+    return dict(
+        a=torch.randn(m, k).to(FP8),
+        a_sf=torch.rand(m, -(-k // GROUP)) + 0.5,
+        b=torch.randn(n, k).to(FP8),
+        b_sf=(torch.rand(-(-n // GROUP), -(-k // GROUP)) + 0.5) / k**0.5,
+    )
+
+
+gemm_fp8.cases(
+    make=_make,
+    match=SUMS,
+    smoke=grid(m=[0, 1, 200], n=[136], k=[144]),
+    full=grid(m=[1, 129, 4001], n=[8, 2568], k=[16, 1104]),
+    bench=grid(m=[8192], n=[2048], k=[7168]) + grid(m=[8192], n=[8192], k=[8192]) + grid(m=[64], n=[7168], k=[2048]),
+    flops=dense_flops,
+)
