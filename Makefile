@@ -22,10 +22,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m tile_kernels.docs --check
+	$(BIN)/python -m tools.docs --check
 
 docs: $(STAMP)
-	$(BIN)/python -m tile_kernels.docs
+	$(BIN)/python -m tools.docs
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tile_kernels import FAMILIES
+from tile_kernels.core.op import ops
+
 PACKAGE = Path(__file__).parent.parent / 'tile_kernels'
 
 #: What each part may import of this package; `*` marks everything.
@@ -97,5 +100,39 @@ def test_imports_point_one_way():
     assert not wrong
 
 
-def test_nothing_imports_the_tests():
-    assert not [p for p in PACKAGE.rglob('*.py') if 'import tests' in p.read_text() or 'from tests' in p.read_text()]
+@pytest.mark.parametrize('outside', ['tests', 'tools'])
+def test_the_package_imports_nothing_that_is_not_installed(outside):
+    texts = {path: path.read_text() for path in PACKAGE.rglob('*.py')}
+    assert not [path for path, text in texts.items() if f'import {outside}' in text or f'from {outside}' in text]
+
+
+def test_the_library_does_not_import_its_command_line():
+    library = [path for path in PACKAGE.rglob('*.py') if path.parent.name != 'cli' and path.name != '__main__.py']
+    assert not [path.relative_to(PACKAGE) for path in library if 'cli' in imported_parts(path)]
+
+
+def declares_ops(path: Path) -> bool:
+    decorators = [
+        decorator.func if isinstance(decorator, ast.Call) else decorator
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+        for decorator in node.decorator_list
+    ]
+    return any(isinstance(decorator, ast.Name) and decorator.id == 'op' for decorator in decorators)
+
+
+def test_every_folder_that_declares_ops_is_a_registered_family():
+    found = {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob('*.py') if declares_ops(path)}
+    assert found == set(FAMILIES), 'add the folder to FAMILIES and to the imports of tile_kernels/__init__.py'
+    assert {op.family for op in ops.values()} == set(FAMILIES)
+
+
+def test_a_decorated_op_is_seen(tmp_path):
+    file = tmp_path / 'new.py'
+    for text, expected in (
+        ('@op\ndef f(x): ...', True),
+        ("@op(outputs='y', twin=g)\ndef f(x): ...", True),
+        ('@kernel\ndef f(x): ...', False),
+    ):
+        file.write_text(text)
+        assert declares_ops(file) is expected

@@ -11,10 +11,10 @@ import torch
 from rich.text import Text
 
 from tile_kernels.cli import console
-from tile_kernels.cli.explain import explain_case
-from tile_kernels.cli.selection import load_ops
 from tile_kernels.core.cases import Case, case_id
+from tile_kernels.core.explain import explain_case
 from tile_kernels.core.op import Op
+from tile_kernels.core.registry import load_ops
 from tile_kernels.testing.contract import check_kernel
 from tile_kernels.testing.numeric import max_error
 from tile_kernels.testing.records import measure

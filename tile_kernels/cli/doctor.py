@@ -20,12 +20,12 @@ from pathlib import Path
 import torch
 
 from tile_kernels.cli import console
-from tile_kernels.cli.selection import load_ops
 from tile_kernels.core import nvcc
 from tile_kernels.core.errors import TileKernelsError
 from tile_kernels.core.gpus import MIN_ARCH
 from tile_kernels.core.jit import cache_dir
 from tile_kernels.core.knobs import KNOBS, Knobs, knobs
+from tile_kernels.core.registry import load_ops
 
 PYTHON_MIN, TORCH_MIN = (3, 10), (2, 10)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from tile_kernels.cli import console
-from tile_kernels.precompile import precompile
+from tile_kernels.core.precompile import precompile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from tile_kernels.cli import console
-from tile_kernels.cli.explain import config_words
 from tile_kernels.core.cases import Case, case_id
 from tile_kernels.core.errors import ArgumentError, TileKernelsError, UnsupportedError
+from tile_kernels.core.explain import config_words
 from tile_kernels.core.gpus import arch_of
 from tile_kernels.core.jit import Config, Kernel
 from tile_kernels.core.launch import Launch, forced_config
 from tile_kernels.core.op import Op
-from tile_kernels.precompile import Variant, compile_variants
+from tile_kernels.core.precompile import Variant, compile_variants
 from tile_kernels.testing.bench import benchmark_kernel, graph_time
 from tile_kernels.testing.contract import check_kernel
 

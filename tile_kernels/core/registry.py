@@ -1,4 +1,4 @@
-"""Ops and cases by the words a user types: `quant.per_token_cast`, `quant`, `num_tokens=64`, `dtype=bfloat16`."""
+"""Find ops and cases by what a user types: `quant.per_token_cast`, `quant`, `num_tokens=64`, `dtype=bfloat16`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-import tile_kernels
 from tile_kernels.core.cases import Case, case_id
 from tile_kernels.core.errors import ArgumentError, TileKernelsError
 from tile_kernels.core.formats import QuantFormat
@@ -27,7 +26,8 @@ _FLAGS = {'1': True, 'true': True, 'yes': True, '0': False, 'false': False, 'no'
 
 def load_ops() -> dict[str, Op]:
     """Import every family; all ops by name."""
-    for family in tile_kernels.FAMILIES:
+    package = importlib.import_module('tile_kernels')  # late: the package imports core
+    for family in package.FAMILIES:
         importlib.import_module(f'tile_kernels.{family}')
     return ops
 
