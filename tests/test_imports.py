@@ -112,13 +112,22 @@ def test_the_library_does_not_import_its_command_line():
 
 
 def declares_ops(path: Path) -> bool:
+    """Whether a file decorates a function with the `op` of the core, under whichever name it imports it."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = {
+        alias.asname or alias.name
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and node.module == 'tile_kernels.core.op'
+        for alias in node.names
+        if alias.name == 'op'
+    }
     decorators = [
         decorator.func if isinstance(decorator, ast.Call) else decorator
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes
         if isinstance(node, ast.FunctionDef)
         for decorator in node.decorator_list
     ]
-    return any(isinstance(decorator, ast.Name) and decorator.id == 'op' for decorator in decorators)
+    return any(isinstance(decorator, ast.Name) and decorator.id in names for decorator in decorators)
 
 
 def test_every_folder_that_declares_ops_is_a_registered_family():
@@ -129,10 +138,13 @@ def test_every_folder_that_declares_ops_is_a_registered_family():
 
 def test_a_decorated_op_is_seen(tmp_path):
     file = tmp_path / 'new.py'
+    start = 'from tile_kernels.core.op import op\n'
     for text, expected in (
         ('@op\ndef f(x): ...', True),
         ("@op(outputs='y', twin=g)\ndef f(x): ...", True),
         ('@kernel\ndef f(x): ...', False),
     ):
-        file.write_text(text)
+        file.write_text(start + text)
         assert declares_ops(file) is expected
+    file.write_text('from tile_kernels.interpreter.engine.dialect import op\n@op\ndef f(x): ...')
+    assert not declares_ops(file)
