@@ -18,12 +18,12 @@ PACKAGE = Path(__file__).parent.parent / 'tile_kernels'
 ALLOWED = {
     'core': {'core', 'interpreter'},  # launch reaches the interpreter when it runs a kernel on a CPU
     'reference': {'core', 'reference', 'moe', 'engram'},
-    'compat': {'reference'},
+    'compat': {'compat', 'core', 'engram', 'mhc', 'modeling', 'moe', 'quant', 'reference', 'transpose'},
     'interpreter': {'interpreter', 'core'},
     'engram': {'core', 'engram'},
     'gemm': {'core', 'gemm'},
     'distributed': {'core', 'distributed', 'moe', 'quant'},
-    'modeling': {'core', 'distributed', 'engram', 'gemm', 'mhc', 'modeling', 'moe', 'quant'},
+    'modeling': {'compat', 'core', 'distributed', 'engram', 'gemm', 'mhc', 'modeling', 'moe', 'quant'},
     'rand': {'core', 'rand'},
     'transform': {'core', 'transform'},
     'mhc': {'core', 'mhc', 'reference'},  # the twin of an op with a parameter for each layer calls the one with lists

@@ -9,6 +9,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from tile_kernels.compat import attach
 from tile_kernels.core.errors import ArgumentError, CompileError, LaunchError, TileKernelsError, UnsupportedError
 from tile_kernels.core.formats import QuantFormat, QuantTensor
 from tile_kernels.core.jit import compile_count
@@ -24,14 +25,16 @@ if TYPE_CHECKING:
 
 __version__ = '0.1.0'
 
-#: Module paths of TileKernels that this package has no file for, `tile_kernels.torch` among them.
-__path__.append(f'{__path__[0]}/compat')
-
 #: The module of `precompile` keeps its earlier path, beside the function of that name.
 sys.modules['tile_kernels.precompile'] = sys.modules['tile_kernels.core.precompile']
 
 #: Subpackages that hold ops.
 FAMILIES = ('engram', 'gemm', 'mhc', 'moe', 'quant', 'rand', 'transform', 'transpose')
+
+# Module paths of TileKernels that have no file of their own here, `tile_kernels.torch` among them, are in compat/.
+for _family in FAMILIES:
+    attach(globals()[_family])
+__path__.append(f'{__path__[0]}/compat')
 
 #: Loaded when first used, and left out of `import *`, which must not load them nor replace PyTorch's own `torch`.
 _LAZY = ('config', 'distributed', 'modeling', 'utils', 'reference', 'torch', 'testing', 'interpreter')
