@@ -148,3 +148,21 @@ def test_a_decorated_op_is_seen(tmp_path):
         assert declares_ops(file) is expected
     file.write_text('from tile_kernels.interpreter.engine.dialect import op\n@op\ndef f(x): ...')
     assert not declares_ops(file)
+
+
+@pytest.mark.parametrize(('version', 'said'), [('2.1.0', True), ('1.0.0', True), ('0.1.0', False)])
+def test_the_first_import_notices_the_other_project(version, said, tmp_path):
+    metadata = tmp_path / f'tile_kernels-{version}.dist-info' / 'METADATA'
+    metadata.parent.mkdir()
+    metadata.write_text(f'Metadata-Version: 2.1\nName: tile-kernels\nVersion: {version}\n')
+    code = (
+        f'import sys, warnings; sys.path.insert(0, {str(tmp_path)!r})\n'
+        'with warnings.catch_warnings(record=True) as caught:\n'
+        '    warnings.simplefilter("always"); import tile_kernels\n'
+        'print(*(w.message for w in caught if "another project" in str(w.message)), sep="\\n")'
+    )
+    sentence = (
+        f'tile-kernels {version}, another project, is installed over the files of this package; '
+        'run: pip uninstall tile-kernels open-tile-kernels, then install open-tile-kernels again'
+    )
+    assert run(code).strip() == (sentence if said else '')

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from tile_kernels.compat import attach
+from tile_kernels.core import distribution
 from tile_kernels.core.errors import ArgumentError, CompileError, LaunchError, TileKernelsError, UnsupportedError
 from tile_kernels.core.formats import QuantFormat, QuantTensor
 from tile_kernels.core.jit import compile_count
@@ -23,7 +25,10 @@ if TYPE_CHECKING:
     from tile_kernels import config, distributed, interpreter, modeling, reference, testing, torch, utils
     from tile_kernels.core.explain import explain
 
-__version__ = '0.1.0'
+__version__ = '0.2.0'
+
+if _warning := distribution.warning():
+    warnings.warn(_warning, stacklevel=2)
 
 #: The module of `precompile` keeps its earlier path, beside the function of that name.
 sys.modules['tile_kernels.precompile'] = sys.modules['tile_kernels.core.precompile']
