@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tile_kernels.core.cases import Case, case_id
+from tile_kernels.core.cases import Case, Cases, case_id
 from tile_kernels.core.errors import ArgumentError, TileKernelsError
 from tile_kernels.core.formats import QuantFormat
 from tile_kernels.core.launch import Launch
@@ -61,6 +61,13 @@ def _no_such(name: str, known: Mapping[str, Op]) -> ArgumentError:
     close = difflib.get_close_matches(name, words, n=1, cutoff=0.5)
     hint = f'did you mean {close[0]}?' if close else 'tile-kernels list names them'
     return ArgumentError(f'op must be the name of an op or a family, got {name!r}; {hint}')
+
+
+def cases_of(op: Op) -> Cases:
+    """The cases of an op."""
+    if op.case_set is None:
+        raise ArgumentError(f'{op.name}: has no cases')
+    return op.case_set
 
 
 def all_cases(op: Op) -> list[Case]:

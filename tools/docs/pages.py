@@ -25,7 +25,7 @@ from tile_kernels.core.explain import config_words, explain_case
 from tile_kernels.core.gpus import DEVICES
 from tile_kernels.core.knobs import KNOBS
 from tile_kernels.core.op import Op
-from tile_kernels.core.registry import all_cases, load_ops
+from tile_kernels.core.registry import all_cases, cases_of, load_ops
 from tile_kernels.testing.records import Record
 from tools.docs.api import (
     GENERATED,
@@ -172,7 +172,7 @@ def case_table(op: Op) -> str:
     """What the op is tested and measured with, one row per level."""
     levels = {level: getattr(op.case_set, level) for level in ('smoke', 'full', 'bench')}
     rows = [(level, len(cases), axes(cases)) for level, cases in levels.items() if cases]
-    match = op.case_set.match
+    match = cases_of(op).match
     rule = 'bit for bit' if isinstance(match, str) else f'within {_bounds(match)}'
     return f'The kernel agrees with plain PyTorch {rule}.\n\n' + markdown(('level', 'cases', 'values'), rows)
 
@@ -204,7 +204,7 @@ def _listed(values: list[str]) -> str:
 def cost_table(op: Op) -> str:
     """Launches, bytes and floor of the benchmark cases."""
     rows, products = [], False
-    for case in op.case_set.bench:
+    for case in cases_of(op).bench:
         found = explain_case(op, case)
         kernels = ', '.join(f'{launch.kernel.name} {config_words(launch.config)}' for launch in found.launches)
         products = products or any(launch.cost.flops for launch in found.launches)
