@@ -29,17 +29,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption('op') and config.getoption('quick'):
+    if config.getoption('op', ()) and config.getoption('quick', False):
         raise pytest.UsageError('give either --op or --quick, got both')
-    named(tuple(config.getoption('op')))  # an unknown name fails before anything is collected
+    named(tuple(config.getoption('op', ())))  # an unknown name fails before anything is collected
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave files out that no chosen test is in; None leaves the decision to others."""
-    names = tuple(config.getoption('op'))
-    if not collection_path.is_file() or not (names or config.getoption('quick')):
+    names = tuple(config.getoption('op', ()))
+    if not collection_path.is_file() or not (names or config.getoption('quick', False)):
         return None
-    if config.getoption('quick'):
+    if config.getoption('quick', False):
         chosen = collection_path == GENERIC[0] or TESTS / 'core' in collection_path.parents
     else:
         chosen = collection_path in GENERIC or collection_path in files_of(names)
@@ -48,10 +48,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests of generic files that are not about a chosen op."""
-    names = tuple(config.getoption('op'))
+    names = tuple(config.getoption('op', ()))
     if names:
         chosen = [item for item in items if item.path not in GENERIC or is_about(item, names)]
-    elif config.getoption('quick'):
+    elif config.getoption('quick', False):
         chosen = [item for item in items if item.path not in GENERIC or is_smallest(item)]
     else:
         return
