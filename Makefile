@@ -1,31 +1,42 @@
-# Two commands on a fresh machine: `make demo` runs the kernels, `make test` checks them. Both install first.
+# On a fresh machine `make demo` runs the kernels, `make quick` checks a change, `make test` checks everything.
+# Each installs first.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint docs clean
+.PHONY: demo quick test lint ruff docs clean
 .DEFAULT_GOAL := test
 
+# The distribution was called tile-kernels before; that name belongs to another project.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip uninstall --quiet --disable-pip-version-check --yes tile-kernels
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/tile-kernels demo
 
-test: $(STAMP) lint
+quick: $(STAMP) ruff
+	@echo 'make quick: the core and one case of every op, 1 minute on 2 idle cores'
+	$(BIN)/pytest --quick --numprocesses=2
+
+test: $(STAMP)
+	@echo 'make test: every test, about 14 minutes on 2 idle cores; make quick takes 1'
+	@$(MAKE) --no-print-directory lint
 	$(BIN)/pytest --numprocesses=auto
 
-lint: $(STAMP)
+lint: $(STAMP) ruff
+	$(BIN)/mypy
+	$(BIN)/python -m tools.docs --check
+
+ruff: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/python -m tile_kernels.docs --check
 
 docs: $(STAMP)
-	$(BIN)/python -m tile_kernels.docs
+	$(BIN)/python -m tools.docs
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

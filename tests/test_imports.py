@@ -9,18 +9,21 @@ from pathlib import Path
 
 import pytest
 
+from tile_kernels import FAMILIES
+from tile_kernels.core.op import ops
+
 PACKAGE = Path(__file__).parent.parent / 'tile_kernels'
 
 #: What each part may import of this package; `*` marks everything.
 ALLOWED = {
     'core': {'core', 'interpreter'},  # launch reaches the interpreter when it runs a kernel on a CPU
     'reference': {'core', 'reference', 'moe', 'engram'},
-    'compat': {'reference'},
+    'compat': {'compat', 'core', 'engram', 'mhc', 'modeling', 'moe', 'quant', 'reference', 'transpose'},
     'interpreter': {'interpreter', 'core'},
     'engram': {'core', 'engram'},
     'gemm': {'core', 'gemm'},
     'distributed': {'core', 'distributed', 'moe', 'quant'},
-    'modeling': {'core', 'distributed', 'engram', 'gemm', 'mhc', 'modeling', 'moe', 'quant'},
+    'modeling': {'compat', 'core', 'distributed', 'engram', 'gemm', 'mhc', 'modeling', 'moe', 'quant'},
     'rand': {'core', 'rand'},
     'transform': {'core', 'transform'},
     'mhc': {'core', 'mhc', 'reference'},  # the twin of an op with a parameter for each layer calls the one with lists
@@ -97,5 +100,69 @@ def test_imports_point_one_way():
     assert not wrong
 
 
-def test_nothing_imports_the_tests():
-    assert not [p for p in PACKAGE.rglob('*.py') if 'import tests' in p.read_text() or 'from tests' in p.read_text()]
+@pytest.mark.parametrize('outside', ['tests', 'tools'])
+def test_the_package_imports_nothing_that_is_not_installed(outside):
+    texts = {path: path.read_text() for path in PACKAGE.rglob('*.py')}
+    assert not [path for path, text in texts.items() if f'import {outside}' in text or f'from {outside}' in text]
+
+
+def test_the_library_does_not_import_its_command_line():
+    library = [path for path in PACKAGE.rglob('*.py') if path.parent.name != 'cli' and path.name != '__main__.py']
+    assert not [path.relative_to(PACKAGE) for path in library if 'cli' in imported_parts(path)]
+
+
+def declares_ops(path: Path) -> bool:
+    """Whether a file decorates a function with the `op` of the core, under whichever name it imports it."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = {
+        alias.asname or alias.name
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and node.module == 'tile_kernels.core.op'
+        for alias in node.names
+        if alias.name == 'op'
+    }
+    decorators = [
+        decorator.func if isinstance(decorator, ast.Call) else decorator
+        for node in nodes
+        if isinstance(node, ast.FunctionDef)
+        for decorator in node.decorator_list
+    ]
+    return any(isinstance(decorator, ast.Name) and decorator.id in names for decorator in decorators)
+
+
+def test_every_folder_that_declares_ops_is_a_registered_family():
+    found = {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob('*.py') if declares_ops(path)}
+    assert found == set(FAMILIES), 'add the folder to FAMILIES and to the imports of tile_kernels/__init__.py'
+    assert {op.family for op in ops.values()} == set(FAMILIES)
+
+
+def test_a_decorated_op_is_seen(tmp_path):
+    file = tmp_path / 'new.py'
+    start = 'from tile_kernels.core.op import op\n'
+    for text, expected in (
+        ('@op\ndef f(x): ...', True),
+        ("@op(outputs='y', twin=g)\ndef f(x): ...", True),
+        ('@kernel\ndef f(x): ...', False),
+    ):
+        file.write_text(start + text)
+        assert declares_ops(file) is expected
+    file.write_text('from tile_kernels.interpreter.engine.dialect import op\n@op\ndef f(x): ...')
+    assert not declares_ops(file)
+
+
+@pytest.mark.parametrize(('version', 'said'), [('2.1.0', True), ('1.0.0', True), ('0.1.0', False)])
+def test_the_first_import_notices_the_other_project(version, said, tmp_path):
+    metadata = tmp_path / f'tile_kernels-{version}.dist-info' / 'METADATA'
+    metadata.parent.mkdir()
+    metadata.write_text(f'Metadata-Version: 2.1\nName: tile-kernels\nVersion: {version}\n')
+    code = (
+        f'import sys, warnings; sys.path.insert(0, {str(tmp_path)!r})\n'
+        'with warnings.catch_warnings(record=True) as caught:\n'
+        '    warnings.simplefilter("always"); import tile_kernels\n'
+        'print(*(w.message for w in caught if "another project" in str(w.message)), sep="\\n")'
+    )
+    sentence = (
+        f'tile-kernels {version}, another project, is installed over the files of this package; '
+        'run: pip uninstall tile-kernels open-tile-kernels, then install open-tile-kernels again'
+    )
+    assert run(code).strip() == (sentence if said else '')

@@ -6,28 +6,40 @@ Importing this package neither imports TileLang nor touches CUDA; both happen at
 from __future__ import annotations
 
 import importlib
+import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
+from tile_kernels.compat import attach
+from tile_kernels.core import distribution
 from tile_kernels.core.errors import ArgumentError, CompileError, LaunchError, TileKernelsError, UnsupportedError
 from tile_kernels.core.formats import QuantFormat, QuantTensor
 from tile_kernels.core.jit import compile_count
 from tile_kernels.core.knobs import knobs
-from tile_kernels.precompile import precompile
+from tile_kernels.core.precompile import precompile
 
 # isort: split
 from tile_kernels import engram, gemm, mhc, moe, quant, rand, transform, transpose  # registers every operator
 
 if TYPE_CHECKING:
     from tile_kernels import config, distributed, interpreter, modeling, reference, testing, torch, utils
-    from tile_kernels.cli.explain import explain
+    from tile_kernels.core.explain import explain
 
-__version__ = '0.1.0'
+__version__ = '0.2.0'
 
-#: Module paths of TileKernels that this package has no file for, `tile_kernels.torch` among them.
-__path__.append(f'{__path__[0]}/compat')
+if _warning := distribution.warning():
+    warnings.warn(_warning, stacklevel=2)
+
+#: The module of `precompile` keeps its earlier path, beside the function of that name.
+sys.modules['tile_kernels.precompile'] = sys.modules['tile_kernels.core.precompile']
 
 #: Subpackages that hold ops.
 FAMILIES = ('engram', 'gemm', 'mhc', 'moe', 'quant', 'rand', 'transform', 'transpose')
+
+# Module paths of TileKernels that have no file of their own here, `tile_kernels.torch` among them, are in compat/.
+for _family in FAMILIES:
+    attach(globals()[_family])
+__path__.append(f'{__path__[0]}/compat')
 
 #: Loaded when first used, and left out of `import *`, which must not load them nor replace PyTorch's own `torch`.
 _LAZY = ('config', 'distributed', 'modeling', 'utils', 'reference', 'torch', 'testing', 'interpreter')
@@ -88,5 +100,5 @@ def __getattr__(name: str) -> Any:
     if name in _CONFIG:
         return getattr(importlib.import_module('tile_kernels.config'), name)
     if name == 'explain':
-        return importlib.import_module('tile_kernels.cli.explain').explain
+        return importlib.import_module('tile_kernels.core.explain').explain
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

@@ -9,8 +9,8 @@ import torch
 
 import tile_kernels
 from tile_kernels.cli import bench, console, demo
-from tile_kernels.cli.explain import explain
 from tile_kernels.core.errors import ArgumentError
+from tile_kernels.core.explain import explain
 from tile_kernels.core.knobs import knobs
 
 NAME = 'tests.double'

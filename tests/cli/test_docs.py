@@ -5,13 +5,15 @@ import re
 import pytest
 import torch
 
-from tile_kernels import FAMILIES, docs, docs_api, quant
+from tile_kernels import FAMILIES, quant
 from tile_kernels.cli.bench import GPU_TIMER
-from tile_kernels.cli.explain import explain_case
-from tile_kernels.cli.selection import load_ops
 from tile_kernels.core.cases import case_id
 from tile_kernels.core.errors import ArgumentError
+from tile_kernels.core.explain import explain_case
 from tile_kernels.core.knobs import KNOBS
+from tile_kernels.core.registry import load_ops
+from tools.docs import api as docs_api
+from tools.docs import pages as docs
 
 RECORD = {
     'op': 'tests.double',

@@ -36,6 +36,12 @@ JIT_OFF = {'TK_DISABLE_JIT': 'True'}
 
 CASES = {
     'python': ({'python': (3, 9)}, 'error', 'Python 3.9 is too old', 'Python 3.10 or newer'),
+    'other project': (
+        {'other_distribution': '2.1.0'},
+        'error',
+        'tile-kernels 2.1.0, another project, is installed over the files of this package',
+        'pip uninstall tile-kernels open-tile-kernels, then install open-tile-kernels again',
+    ),
     'torch': ({'torch': '2.9.1'}, 'error', 'torch 2.9.1 is too old', 'pip install "torch>=2.10"'),
     'tilelang missing': (
         {'tilelang': None, 'toolkit': None},

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 import tile_kernels
-from tile_kernels.cli.explain import explain
-from tile_kernels.cli.selection import load_ops
 from tile_kernels.core.cases import case_id
 from tile_kernels.core.errors import ArgumentError
+from tile_kernels.core.explain import explain
 from tile_kernels.core.gpus import arch_of
 from tile_kernels.core.jit import compile_count
 from tile_kernels.core.knobs import knobs
-from tile_kernels.precompile import find_variants, precompile
+from tile_kernels.core.precompile import find_variants, precompile
+from tile_kernels.core.registry import load_ops
 
 NAME = 'tests.double'
 

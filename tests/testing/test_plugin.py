@@ -73,6 +73,22 @@ def test_other_projects_are_left_alone(run):
     result.assert_outcomes(passed=1)
 
 
+def test_other_projects_do_not_wait_for_torch(pytester, monkeypatch):
+    monkeypatch.setenv('PYTEST_DISABLE_PLUGIN_AUTOLOAD', '1')
+    monkeypatch.setenv('PYTHONPATH', str(ROOT))
+    pytester.makepyfile(
+        """
+        import sys
+
+        def test_neither_torch_nor_the_package_is_loaded(pytestconfig):
+            assert pytestconfig.pluginmanager.has_plugin('tile_kernels_pytest')
+            assert not {'torch', 'tile_kernels'} & sys.modules.keys()
+        """
+    )
+    result = pytester.runpytest_subprocess('-p', 'tile_kernels_pytest', '-p', 'no:cacheprovider')
+    result.assert_outcomes(passed=1)
+
+
 def test_options_are_in_the_help(run):
     result = run('', '--help')
     result.stdout.fnmatch_lines(['*--run-benchmark*', '*--benchmark-output=FILE*', '*--seed=SEED*'])

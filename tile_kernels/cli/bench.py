@@ -22,12 +22,12 @@ import torch
 
 import tile_kernels
 from tile_kernels.cli import console, sweep
-from tile_kernels.cli.selection import find_ops
 from tile_kernels.core.cases import Case, case_id
 from tile_kernels.core.errors import ArgumentError, TileKernelsError
 from tile_kernels.core.gpus import arch_of
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.op import Op
+from tile_kernels.core.registry import find_ops
 from tile_kernels.testing.contract import check_kernel
 from tile_kernels.testing.records import Record, measure
 

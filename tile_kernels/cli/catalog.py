@@ -9,9 +9,9 @@ from rich.padding import Padding
 from rich.text import Text
 
 from tile_kernels.cli import console
-from tile_kernels.cli.selection import all_cases, find_ops
 from tile_kernels.core.formats import QuantFormat
 from tile_kernels.core.op import Op
+from tile_kernels.core.registry import all_cases, find_ops
 
 #: Columns of a terminal from which on the table is easy to read.
 TABLE_WIDTH = 160

@@ -8,10 +8,14 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.status import Status
 from rich.table import Table
 from rich.text import Text
+
+from tile_kernels.core.explain import size as size
+from tile_kernels.core.progress import progress_bar as progress
+
+__all__ = ['number', 'output', 'progress', 'size', 'table', 'waiting']
 
 #: Columns of plain text: wide enough that no table wraps in a log file.
 PLAIN_WIDTH = 1000
@@ -20,18 +24,6 @@ PLAIN_WIDTH = 1000
 def output() -> Console:
     """The console of stdout."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
-
-
-def progress() -> Progress:
-    """A progress line on stderr that leaves nothing behind; silent when stderr is not a terminal."""
-    columns = (
-        SpinnerColumn(),
-        TextColumn('{task.description}', markup=False),
-        BarColumn(bar_width=28),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    return Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
 
 
 def waiting(text: str) -> Status:
@@ -63,12 +55,3 @@ def number(value: float | None) -> str | None:
     if magnitude != 0 and not 1e-3 <= magnitude < 1e6:
         return f'{value:.2e}'
     return f'{value:.{0 if magnitude >= 100 else 1 if magnitude >= 10 else 2 if magnitude >= 1 else 3}f}'
-
-
-def size(count: float) -> str:
-    """A number of bytes in the unit that suits it: `89.0 MB`."""
-    for unit in ('B', 'kB', 'MB', 'GB'):
-        if count < 1000 or unit == 'GB':
-            break
-        count /= 1000
-    return f'{count:.0f} {unit}' if unit == 'B' else f'{count:.1f} {unit}'

@@ -11,10 +11,10 @@ import torch
 from rich.text import Text
 
 from tile_kernels.cli import console
-from tile_kernels.cli.explain import explain_case
-from tile_kernels.cli.selection import load_ops
 from tile_kernels.core.cases import Case, case_id
+from tile_kernels.core.explain import explain_case
 from tile_kernels.core.op import Op
+from tile_kernels.core.registry import cases_of, load_ops
 from tile_kernels.testing.contract import check_kernel
 from tile_kernels.testing.numeric import max_error
 from tile_kernels.testing.records import measure
@@ -85,7 +85,7 @@ CPU_COLUMNS = ('op', '~interpreted here', '>max\nerror', '~model-sized', '>floor
 
 def gpu_row(op: Op) -> tuple[list[Any], str | None]:
     """Time a model-sized case and compare it with the twin."""
-    case = largest_case(op, op.case_set.bench, MODEL_LIMIT)
+    case = largest_case(op, cases_of(op).bench, MODEL_LIMIT)
     error, problem = comparison(op, case, 'cuda')
     record = measure(op, case, 'cuda') if problem is None else {}
     cells = [console.number(record.get(key)) for key in ('us', 'gbps', 'pct_of_copy')]
@@ -94,9 +94,9 @@ def gpu_row(op: Op) -> tuple[list[Any], str | None]:
 
 def cpu_row(op: Op) -> tuple[list[Any], str | None]:
     """Interpret a small case, compare it with the twin, and predict a model-sized one."""
-    small = largest_case(op, op.case_set.smoke, SMALL_LIMIT)
+    small = largest_case(op, cases_of(op).smoke, SMALL_LIMIT)
     error, problem = comparison(op, small, 'cpu')
-    predicted = explain_case(op, largest_case(op, op.case_set.bench, MODEL_LIMIT))
+    predicted = explain_case(op, largest_case(op, cases_of(op).bench, MODEL_LIMIT))
     return [op.name, shape_words(small), error, shape_words(predicted.case), f'{predicted.floor_us:.1f}'], problem
 
 
@@ -122,7 +122,7 @@ _DTYPE_WORDS = {torch.bfloat16: 'bf16', torch.float16: 'f16', torch.float32: 'f3
 def comparison(op: Op, case: Case, device: str) -> tuple[Text | None, str | None]:
     """Largest error against the twin, and what is wrong by the op's own rule: nothing, as a rule."""
     if not kernels_run(device):
-        op.call(**op.case_set.arguments(op.name, case, device))
+        op.call(**cases_of(op).arguments(op.name, case, device))
         return None, None
     try:
         actual, expected = check_kernel(op, case, device)

@@ -19,13 +19,14 @@ from pathlib import Path
 
 import torch
 
+import tile_kernels
 from tile_kernels.cli import console
-from tile_kernels.cli.selection import load_ops
-from tile_kernels.core import nvcc
+from tile_kernels.core import distribution, nvcc
 from tile_kernels.core.errors import TileKernelsError
 from tile_kernels.core.gpus import MIN_ARCH
 from tile_kernels.core.jit import cache_dir
 from tile_kernels.core.knobs import KNOBS, Knobs, knobs
+from tile_kernels.core.registry import cases_of, load_ops
 
 PYTHON_MIN, TORCH_MIN = (3, 10), (2, 10)
 
@@ -82,6 +83,7 @@ class Facts:
     settings: dict[str, str]
     settings_error: str | None
     probe_error: str | None
+    other_distribution: str | None = None
 
     @property
     def disable_jit(self) -> bool:
@@ -116,6 +118,14 @@ def python_too_old(facts: Facts) -> Diagnosis | None:
     return Diagnosis(
         'error', f'Python {_dotted(facts.python)} is too old', f'use Python {_dotted(PYTHON_MIN)} or newer'
     )
+
+
+def other_distribution_installed(facts: Facts) -> Diagnosis | None:
+    """Another project has written its files over ours, or we ours over its."""
+    if facts.other_distribution is None:
+        return None
+    cause = f'tile-kernels {facts.other_distribution}, another project, is installed over the files of this package'
+    return Diagnosis('error', cause, distribution.ADVICE)
 
 
 def torch_too_old(facts: Facts) -> Diagnosis | None:
@@ -248,6 +258,7 @@ def probe_failed(facts: Facts) -> Diagnosis | None:
 
 DIAGNOSES: tuple[Callable[[Facts], Diagnosis | None], ...] = (
     python_too_old,
+    other_distribution_installed,
     torch_too_old,
     tilelang_missing,
     tilelang_untested,
@@ -293,6 +304,7 @@ def gather() -> Facts:
         cache=_cache(cache_dir()),
         settings=_settings(),
         settings_error=_error_of(_read_settings),
+        other_distribution=distribution.other_distribution(),
         probe_error=_error_of(_probe) if gpus and (healthy or knobs.disable_jit) else None,
     )
 
@@ -361,7 +373,7 @@ def _probe() -> None:
     from tile_kernels.testing.contract import check_kernel
 
     op = next(op for op in load_ops().values() if op.case_set is not None and op.case_set.smoke)
-    case = next(case for case in op.case_set.smoke if op.trace_case(case))
+    case = next(case for case in cases_of(op).smoke if op.trace_case(case))
     check_kernel(op, case, 'cuda')
 
 
@@ -409,6 +421,7 @@ def rows(facts: Facts) -> list[tuple[str, str]]:
     gpus = [f'{gpu.name}, {gpu.arch}, {gpu.memory_gib:.0f} GiB' for gpu in facts.gpus]
     toolkit = f'{_dotted(facts.toolkit)} ({facts.toolkit_path})' if facts.toolkit else 'not found'
     return [
+        ('tile_kernels', f'{tile_kernels.__version__} ({os.path.dirname(tile_kernels.__file__)})'),
         ('Python', _dotted(facts.python)),
         ('torch', f'{facts.torch} ({"CUDA " + facts.torch_cuda if facts.torch_cuda else "no CUDA"})'),
         ('TileLang', facts.tilelang or 'not installed'),

@@ -24,11 +24,11 @@ COMMANDS = {
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
-    made = argparse.ArgumentParser('tile-kernels', description=tile_kernels.__doc__.splitlines()[0])
+    made = argparse.ArgumentParser('tile-kernels', description=(tile_kernels.__doc__ or '').splitlines()[0])
     made.add_argument('--version', action='version', version=f'tile-kernels {tile_kernels.__version__}')
     commands = made.add_subparsers(dest='command', required=True, metavar='COMMAND')
     for name, module in COMMANDS.items():
-        headline = module.__doc__.splitlines()[0]
+        headline = (module.__doc__ or '').splitlines()[0]
         command = commands.add_parser(name, help=headline, description=headline)
         module.add_arguments(command)
     return made

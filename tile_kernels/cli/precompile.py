@@ -6,7 +6,7 @@ import argparse
 
 from tile_kernels.cli import console
 from tile_kernels.core.gpus import GPUS
-from tile_kernels.precompile import precompile
+from tile_kernels.core.precompile import precompile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

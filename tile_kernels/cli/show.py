@@ -8,11 +8,12 @@ from collections.abc import Callable
 from rich.syntax import Syntax
 
 from tile_kernels.cli import console
-from tile_kernels.cli.explain import add_case_arguments, config_words, selected_case
-from tile_kernels.cli.selection import launches_of
+from tile_kernels.cli.explain import add_case_arguments, selected_case
 from tile_kernels.core import nvcc
+from tile_kernels.core.explain import config_words
 from tile_kernels.core.gpus import gpu_named
 from tile_kernels.core.launch import Launch, on_gpu
+from tile_kernels.core.registry import launches_of
 
 PARTS = ('tilelang', 'cuda', 'ptx', 'resources')
 

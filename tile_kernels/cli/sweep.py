@@ -15,14 +15,15 @@ from typing import Any
 import torch
 
 from tile_kernels.cli import console
-from tile_kernels.cli.explain import config_words
 from tile_kernels.core.cases import Case, case_id
 from tile_kernels.core.errors import ArgumentError, TileKernelsError, UnsupportedError
+from tile_kernels.core.explain import config_words
 from tile_kernels.core.gpus import arch_of
 from tile_kernels.core.jit import Config, Kernel
 from tile_kernels.core.launch import Launch, forced_config
 from tile_kernels.core.op import Op
-from tile_kernels.precompile import Variant, compile_variants
+from tile_kernels.core.precompile import Variant, compile_variants
+from tile_kernels.core.registry import cases_of
 from tile_kernels.testing.bench import benchmark_kernel, graph_time
 from tile_kernels.testing.contract import check_kernel
 
@@ -180,7 +181,7 @@ def attempt(
         with forced_config(subject.kernel, **trial.config):
             if check:
                 check_kernel(op, case, device)
-            us, graph_us = timer(op, op.case_set.arguments(op.name, case, device), effort)
+            us, graph_us = timer(op, cases_of(op).arguments(op.name, case, device), effort)
     except (AssertionError, TileKernelsError, RuntimeError) as error:
         problem = str(error).strip().partition('\n')[0]
         _still_alive(device, trial.config, problem)

@@ -1,6 +1,5 @@
 """Manifold hyper-connections: several residual streams, mixed before and after every layer."""
 
-from tile_kernels.mhc import post_kernel as post_kernel
 from tile_kernels.mhc.apply_mix import apply_mix
 from tile_kernels.mhc.big_fuse import big_fuse
 from tile_kernels.mhc.expand import expand
@@ -27,11 +26,11 @@ from tile_kernels.mhc.front import (
     sinkhorn_normalize,
 )
 from tile_kernels.mhc.head_mix import head_mix
-from tile_kernels.mhc.multilayer_recompute_kernel import mhc_multilayer_recompute
 from tile_kernels.mhc.norm_fn import norm_fn
 from tile_kernels.mhc.norm_weight import merge_norm_weight
 from tile_kernels.mhc.post import post
 from tile_kernels.mhc.post_pre import post_pre, pre
+from tile_kernels.mhc.recompute import mhc_multilayer_recompute
 from tile_kernels.mhc.sinkhorn import sinkhorn
 from tile_kernels.mhc.split_mixes import split_mixes
 

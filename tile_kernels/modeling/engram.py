@@ -8,12 +8,14 @@ Keys and values are projections of the embeddings that the hashes of the last to
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tile_kernels.compat import attach
 from tile_kernels.core import check
 from tile_kernels.engram import (
     engram_gate_bwd,
@@ -250,3 +252,6 @@ class EngramGateLayer(nn.Module):
         gate_weight = None if self.gate_weight is None else self.gate_weight.to(hidden.dtype)
         output, _ = engram_gate_forward(hidden.reshape(-1, hidden.shape[-1]), weight, gate_weight, self.eps)
         return output.view(*hidden.shape[:-1], -1)
+
+
+attach(sys.modules[__name__], 'engram_gate')  # TileKernels has a module of the function's name

@@ -1,6 +1,6 @@
 """Casts between model dtypes and quantised formats, alone and fused with SwiGLU."""
 
-from tile_kernels.core.formats import QuantFormat
+from tile_kernels.core.formats import QuantFormat, QuantTensor
 from tile_kernels.quant.convert import unpack_from_e2m1fn_x2
 from tile_kernels.quant.front import (
     fake_quantise,
@@ -34,7 +34,6 @@ from tile_kernels.quant.front_swiglu import (
     swiglu_forward_and_per_channel_cast_and_transpose,
     swiglu_forward_and_per_token_cast,
 )
-from tile_kernels.quant.types import QuantTensor
 
 __all__ = [
     'QuantFormat',

@@ -1,8 +1,7 @@
 """Tools for testing and measuring kernels, ours and yours: numerics, timers, inputs, the contract of an op.
 
-The pytest plugin (`tile_kernels.testing.plugin`) comes with the package. pytest loads it, and with it the package and
-torch, in every project of an environment, so nothing else here is loaded before it is used. A project that cannot wait
-for torch says `-p no:tile_kernels`.
+The pytest plugin (`tile_kernels_pytest`) comes with the package. pytest loads it in every project of an environment; it
+imports neither the package nor torch there. Modules here load when they are used.
 """
 
 import importlib

@@ -47,7 +47,8 @@ def rotary_embedding(
     """Rotate pairs of channels of query and key."""
     cos, sin = _angles(query, cos_sin_cache, positions, conjugate, seqlen_offset)
     nothing = query.flatten()[:0].clone()
-    return tuple(nothing if x is None else _rotate(x, cos, sin, interleaved) for x in (query, key))
+    rotated_key = nothing if key is None else _rotate(key, cos, sin, interleaved)
+    return _rotate(query, cos, sin, interleaved), rotated_key
 
 
 def rotary_embedding_bwd(

@@ -1,7 +1,7 @@
 """The generated pages: `docs/api`, `docs/ops`, `docs/settings.md`, and tables in README and `docs/status.md`.
 
-    python -m tile_kernels.docs            write them
-    python -m tile_kernels.docs --check    fail if they are out of date
+    python -m tools.docs            write them
+    python -m tools.docs --check    fail if they are out of date
 
 Everything comes from the declarations of ops and settings and from `benchmarks/results/*.jsonl`.
 """
@@ -21,14 +21,15 @@ import tile_kernels
 from tile_kernels.cli import console
 from tile_kernels.cli.bench import GPU_TIMER, read_records
 from tile_kernels.cli.catalog import headline
-from tile_kernels.cli.explain import config_words, explain_case
-from tile_kernels.cli.selection import all_cases, load_ops
 from tile_kernels.core.cases import Case, case_id
 from tile_kernels.core.errors import ArgumentError
+from tile_kernels.core.explain import config_words, explain_case
 from tile_kernels.core.gpus import DEFAULT_GPU, GPUS
 from tile_kernels.core.knobs import KNOBS
 from tile_kernels.core.op import Op
-from tile_kernels.docs_api import (
+from tile_kernels.core.registry import all_cases, cases_of, load_ops
+from tile_kernels.testing.records import Record
+from tools.docs.api import (
     GENERATED,
     LAYERS,
     api_page,
@@ -40,9 +41,8 @@ from tile_kernels.docs_api import (
     public_names,
     signature,
 )
-from tile_kernels.testing.records import Record
 
-ROOT = Path(tile_kernels.__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BEGIN, END = '<!-- ops:begin -->', '<!-- ops:end -->'
 
 #: Values of one entry of the cases that a page lists.
@@ -176,7 +176,7 @@ def case_table(op: Op) -> str:
     """What the op is tested and measured with, one row per level."""
     levels = {level: getattr(op.case_set, level) for level in ('smoke', 'full', 'bench')}
     rows = [(level, len(cases), axes(cases)) for level, cases in levels.items() if cases]
-    match = op.case_set.match
+    match = cases_of(op).match
     rule = 'bit for bit' if isinstance(match, str) else f'within {_bounds(match)}'
     return f'The kernel agrees with plain PyTorch {rule}.\n\n' + markdown(('level', 'cases', 'values'), rows)
 
@@ -208,7 +208,7 @@ def _listed(values: list[str]) -> str:
 def cost_table(op: Op) -> str:
     """Launches, bytes and floor of the benchmark cases."""
     rows, products = [], False
-    for case in op.case_set.bench:
+    for case in cases_of(op).bench:
         found = explain_case(op, case)
         kernels = ', '.join(f'{launch.kernel.name} {config_words(launch.config)}' for launch in found.launches)
         products = products or any(launch.cost.flops for launch in found.launches)
@@ -402,7 +402,7 @@ def occasion(ops: Sequence[Op], records: Iterable[Record]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the pages, or check them."""
-    parser = argparse.ArgumentParser('python -m tile_kernels.docs', description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser('python -m tools.docs', description=__doc__.splitlines()[0])
     parser.add_argument('--check', action='store_true', help='fail if a page is out of date, and change nothing')
     args = parser.parse_args(argv)
     if not args.check:
@@ -410,9 +410,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     wrong = stale()
     for path in wrong:
-        sys.stderr.write(f'{path.relative_to(ROOT)} is out of date; run: python -m tile_kernels.docs\n')
+        sys.stderr.write(f'{path.relative_to(ROOT)} is out of date; run: python -m tools.docs\n')
     return 1 if wrong else 0
-
-
-if __name__ == '__main__':
-    sys.exit(main())

@@ -1,30 +1,30 @@
 import pytest
 import torch
 
-from tile_kernels.cli import selection
+from tile_kernels.core import registry
 from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.formats import QuantFormat
 
 
 def test_a_family_stands_for_all_of_its_ops(toy):
-    assert selection.find_ops(['tests']) == [toy]
-    assert selection.find_ops([]) == [toy]
+    assert registry.find_ops(['tests']) == [toy]
+    assert registry.find_ops([]) == [toy]
 
 
 def test_an_unknown_op_gets_a_suggestion(toy):
     with pytest.raises(ArgumentError, match=r"got 'tests.duoble'; did you mean tests.double\?"):
-        selection.find_op('tests.duoble')
+        registry.find_op('tests.duoble')
 
 
 def test_a_family_is_not_one_op(toy):
     with pytest.raises(ArgumentError, match='got the family tests; tile-kernels list tests names its ops'):
-        selection.find_op('tests')
+        registry.find_op('tests')
 
 
 def test_a_case_that_cannot_be_made_is_a_sentence(toy):
-    case = selection.typical_case(toy, {'num_tokens': '-5'})
+    case = registry.typical_case(toy, {'num_tokens': '-5'})
     with pytest.raises(ArgumentError) as caught:
-        selection.launches_of(toy, case)
+        registry.launches_of(toy, case)
     assert str(caught.value) == (
         'tests.double: no arguments can be made for num_tokens=-5-hidden=128-bfloat16: '
         'in the cases of the op num_tokens is 64, 4096, 0, 5'
@@ -39,20 +39,20 @@ def test_a_case_that_cannot_be_made_is_a_sentence(toy):
     ],
 )
 def test_values_no_case_has_are_told_with_those_there_are(given, possible):
-    op = selection.find_op('transpose.batched_transpose')
+    op = registry.find_op('transpose.batched_transpose')
     with pytest.raises(ArgumentError, match=f'in the cases of the op {possible}'):
-        selection.launches_of(op, selection.typical_case(op, given))
+        registry.launches_of(op, registry.typical_case(op, given))
 
 
 def test_a_case_is_the_first_benchmark_with_changes(toy):
-    case = selection.typical_case(toy, {'num_tokens': '7', 'dtype': 'f32'})
+    case = registry.typical_case(toy, {'num_tokens': '7', 'dtype': 'f32'})
     assert case == {'num_tokens': 7, 'hidden': 128, 'dtype': torch.float32}
 
 
 def test_a_case_by_id(toy):
-    assert selection.case_by_id(toy, 'num_tokens=5-hidden=64-float32')['num_tokens'] == 5
+    assert registry.case_by_id(toy, 'num_tokens=5-hidden=64-float32')['num_tokens'] == 5
     with pytest.raises(ArgumentError, match='near it are num_tokens=5-hidden=64-float32'):
-        selection.case_by_id(toy, 'num_tokens=5-hidden=64-float23')
+        registry.case_by_id(toy, 'num_tokens=5-hidden=64-float23')
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_case_by_id(toy):
     ],
 )
 def test_spelled_values_become_what_the_case_holds(text, like, value):
-    assert selection._value('name', text, like) == value
+    assert registry._value('name', text, like) == value
 
 
 @pytest.mark.parametrize(
@@ -80,9 +80,9 @@ def test_spelled_values_become_what_the_case_holds(text, like, value):
 )
 def test_a_misspelled_value_is_named(text, like):
     with pytest.raises(ArgumentError, match=f"name must be like .*, got '{text}'"):
-        selection._value('name', text, like)
+        registry._value('name', text, like)
 
 
 def test_words_need_an_equals_sign():
     with pytest.raises(ArgumentError, match="key=value, got 'num_tokens'"):
-        selection.words_to_case(['num_tokens'])
+        registry.words_to_case(['num_tokens'])

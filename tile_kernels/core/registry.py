@@ -1,4 +1,4 @@
-"""Ops and cases by the words a user types: `quant.per_token_cast`, `quant`, `num_tokens=64`, `dtype=bfloat16`."""
+"""Find ops and cases by what a user types: `quant.per_token_cast`, `quant`, `num_tokens=64`, `dtype=bfloat16`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-import tile_kernels
-from tile_kernels.core.cases import Case, case_id
+from tile_kernels.core.cases import Case, Cases, case_id
 from tile_kernels.core.errors import ArgumentError, TileKernelsError
 from tile_kernels.core.formats import QuantFormat
 from tile_kernels.core.launch import Launch
@@ -27,7 +26,8 @@ _FLAGS = {'1': True, 'true': True, 'yes': True, '0': False, 'false': False, 'no'
 
 def load_ops() -> dict[str, Op]:
     """Import every family; all ops by name."""
-    for family in tile_kernels.FAMILIES:
+    package = importlib.import_module('tile_kernels')  # late: the package imports core
+    for family in package.FAMILIES:
         importlib.import_module(f'tile_kernels.{family}')
     return ops
 
@@ -61,6 +61,13 @@ def _no_such(name: str, known: Mapping[str, Op]) -> ArgumentError:
     close = difflib.get_close_matches(name, words, n=1, cutoff=0.5)
     hint = f'did you mean {close[0]}?' if close else 'tile-kernels list names them'
     return ArgumentError(f'op must be the name of an op or a family, got {name!r}; {hint}')
+
+
+def cases_of(op: Op) -> Cases:
+    """The cases of an op."""
+    if op.case_set is None:
+        raise ArgumentError(f'{op.name}: has no cases')
+    return op.case_set
 
 
 def all_cases(op: Op) -> list[Case]:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from tile_kernels.core.knobs import knobs
-from tile_kernels.precompile import Variant, attempt, quiet
+from tile_kernels.core.precompile import Variant, attempt, quiet
 
 
 def main() -> None:

@@ -137,7 +137,7 @@ def find_variants(
     ops: Mapping[str, Iterable[Mapping[str, Any]]] | Iterable[str] | None, archs: str | Sequence[str]
 ) -> list[Variant]:
     """The distinct kernels that the cases of `ops` launch, on the GPUs that run them."""
-    from tile_kernels.cli.selection import find_op, find_ops, launches_of, typical_case
+    from tile_kernels.core.registry import find_op, find_ops, launches_of, typical_case
 
     targets = list(dict.fromkeys(gpu_named(arch) for arch in ([archs] if isinstance(archs, str) else archs)))
     if isinstance(ops, str):
@@ -196,7 +196,7 @@ def _compile_in_workers(
     for variant in variants:
         waiting.put(variant)
     # finds the package where this process found it
-    program = f'import sys; sys.path[:] = {sys.path!r}; from tile_kernels.compile_worker import main; main()'
+    program = f'import sys; sys.path[:] = {sys.path!r}; from tile_kernels.core.compile_worker import main; main()'
     folder = cache_dir()
 
     def feed() -> None:
@@ -252,9 +252,9 @@ def attempt(variant: Variant) -> str | None:
 
 
 def _bar(progress: bool) -> Any:
-    from tile_kernels.cli import console
+    from tile_kernels.core.progress import progress_bar
 
-    bar = console.progress()
+    bar = progress_bar()
     bar.disable = bar.disable or not progress
     return bar
 

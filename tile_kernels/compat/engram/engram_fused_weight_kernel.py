@@ -1,0 +1,3 @@
+"""Names of `tile_kernels.engram` at their path in TileKernels."""
+
+from tile_kernels.engram import fused_weight

@@ -1,0 +1,3 @@
+"""Names of `tile_kernels.moe` at their path in TileKernels."""
+
+from tile_kernels.moe import normalize_weight

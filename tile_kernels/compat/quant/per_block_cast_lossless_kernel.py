@@ -1,0 +1,3 @@
+"""Names of `tile_kernels.quant` at their path in TileKernels."""
+
+from tile_kernels.quant import per_block_cast_lossless

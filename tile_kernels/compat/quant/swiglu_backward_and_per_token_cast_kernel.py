@@ -1,0 +1,3 @@
+"""Names of `tile_kernels.quant` at their path in TileKernels."""
+
+from tile_kernels.quant import swiglu_backward_and_per_token_cast

@@ -1,0 +1,1 @@
+"""Tools of the checkout. Not part of the wheel."""
