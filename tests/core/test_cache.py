@@ -189,7 +189,7 @@ def test_a_full_disk_leaves_nothing_and_the_kernel_runs(sample, tmp_path, monkey
 
 
 def test_the_folder_of_an_unwritable_cache_goes_with_the_process(tmp_path):
-    code = f'''
+    code = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
 from tile_kernels.core import cache, nvcc
@@ -198,18 +198,20 @@ nvcc.compile_library = lambda func, configs, arch, path: path.write_bytes(b'comp
 nvcc.nvcc_version = lambda: (13, 0)
 kernel.tir = lambda *static, **config: None
 print(kernel.library((32, 4), {{'num_threads': 128}}, 'sm_90a'))
-'''
+"""
     (tmp_path / 'file').write_text('no directory')
     (tmp_path / 'tmp').mkdir()
     env = {**os.environ, 'TK_CACHE_DIR': str(tmp_path / 'file'), 'TMPDIR': str(tmp_path / 'tmp')}
-    done = subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, '-c', code], env=env, capture_output=True, text=True, check=True, timeout=120
+    )
     assert done.stdout.startswith(str(tmp_path / 'tmp' / 'tile_kernels-'))
     assert temporary_folders(tmp_path / 'tmp') == []
 
 
 def test_a_directory_others_can_write_to_is_refused(sample, folder):
     folder.chmod(0o777)
-    with knobs(cache_dir=folder), pytest.raises(ArgumentError, match='every user can write to .*chmod o-w'):
+    with knobs(cache_dir=folder), pytest.raises(ArgumentError, match=r'every user can write to .*chmod o-w'):
         sample.spread_kernel.library(STATIC, CONFIG, 'sm_90a')
     folder.chmod(0o755)
     (folder / 'sm_90a').chmod(0o757)
@@ -249,7 +251,9 @@ def test_a_home_that_cannot_be_written_is_no_failure(tmp_path, chosen):
     env |= {'HOME': '/proc/nowhere', 'PYTHONPATH': str(ROOT), 'TMPDIR': str(tmp_path)}
     if chosen:
         env['TK_CACHE_DIR'] = str(tmp_path / 'cache')
-    done = subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, '-c', code], env=env, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     expected = tmp_path / 'cache' / 'tilelang' if chosen else tmp_path / 'tile_kernels-'
     assert done.stdout.startswith(str(expected))
@@ -300,10 +304,9 @@ def test_prune_removes_what_nothing_loads(folder, capsys):
 
 
 def test_prune_keeps_what_this_code_loads(folder, capsys):
+    import tile_kernels.moe  # noqa: F401
     from tile_kernels.core.code_digest import code
     from tile_kernels.core.jit import kernels
-
-    import tile_kernels.moe  # noqa: F401
 
     kernel = kernels['normalize_weight_kernel']
     about = kernel._about((8,), {'num_threads': 128}, 'sm_90a', (13, 0))

@@ -386,7 +386,11 @@ def test_a_kernel_of_a_user_counts_with_the_modules_beside_it(user):
         assert user(edit=edit) != before, edit
     for edit in (('return 1', 'return 2'), ('x: int', 'x: float'), ('def other(x):', 'def other(y):')):
         assert user(edit_helper=edit) == before, edit
-    for edit in (('WIDTH = 4', 'WIDTH = 5'), ('return WIDTH', 'return 2 * WIDTH'), ('return x\n\ndef o', 'return 2\n\ndef o')):
+    for edit in (
+        ('WIDTH = 4', 'WIDTH = 5'),
+        ('return WIDTH', 'return 2 * WIDTH'),
+        ('return x\n\ndef o', 'return 2\n\ndef o'),
+    ):
         assert user(edit_helper=edit) != before, edit
 
 

@@ -23,7 +23,6 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,13 +46,14 @@ _PLAIN_DECORATORS = {'cache', 'lru_cache', 'staticmethod', 'classmethod', 'prope
 _COPYING = {'__reduce__', '__reduce_ex__', '__getstate__', '__setstate__', '__getnewargs__', '__copy__', '__deepcopy__'}
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_DEFINITIONS = {ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef}
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _DYNAMIC = {'globals', 'locals', 'vars', 'eval', 'exec', 'compile', '__import__'}
 _SKIPPED_FIELDS = {'ctx', 'type_comment', 'kind', 'type_ignores'}
 _MUTATORS = {'append', 'add', 'update', 'setdefault', 'insert', 'extend'}
 
-#: A function made a kernel by a call, not by a decorator: annotations of the whole module count then.
-_CALLED_LANGUAGE = re.compile(r'(?<!@)(?<!@T\.)\b(prim_func|macro)\(')
+#: A function may be made a kernel by a call, not by a decorator: annotations of the whole module count then.
+_CALLED_LANGUAGE = re.compile(r'(?:prim_func|macro)\(')
 
 Chain = tuple[str, ...]
 
@@ -92,6 +92,23 @@ def _last_name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ''
 
 
+@functools.cache
+def _fields_of(kind: Any) -> tuple[str, ...]:
+    """The fields of a class of nodes that mean something; those that some Python versions lack are empty in others."""
+    return tuple(name for name in kind._fields if name not in _SKIPPED_FIELDS)
+
+
+def _children(node: ast.AST) -> Iterator[ast.AST]:
+    for name in _fields_of(type(node)):
+        value = getattr(node, name, None)
+        if isinstance(value, list):
+            for item in value:
+                if isinstance(item, ast.AST):
+                    yield item
+        elif isinstance(value, ast.AST):
+            yield value
+
+
 class _Writer:
     """Writes a tree without positions, docstrings and annotations that mean nothing; the same on every Python."""
 
@@ -102,39 +119,53 @@ class _Writer:
         self.depth = 0
 
     def write(self, node: Any) -> None:
-        if isinstance(node, ast.Constant):
-            self.out.append(f'{type(node.value).__name__}:{node.value!r}')
-        elif isinstance(node, ast.AST):
-            name = type(node).__name__
-            self.out.append(f'{name}(')
-            dropped, nested = self._dropped(node), isinstance(node, _FUNCTIONS)
-            self.depth += nested
-            for key in node._fields:
-                if key in _SKIPPED_FIELDS or key in dropped:
-                    continue
-                value = getattr(node, key, None)
-                if key == 'args' and 'annotation' in dropped:
-                    value = _without_annotations(value)
-                elif key == 'body' and nested and value and _is_docstring(value[0]):
-                    value = value[1:]
-                elif key == 'body' and isinstance(node, ast.ClassDef):
-                    value = [statement for statement in value if not _is_docstring(statement)]
-                elif key == 'decorator_list':
-                    value = [decorator for decorator in value if not self.skip(decorator)]
-                if value is None or (isinstance(value, list) and not value):
-                    continue
-                self.out.append(f'{key}=')
-                self.write(value)
-            self.depth -= nested
-            self.out.append(')')
-        elif isinstance(node, list):
-            self.out.append('[')
+        kind, out = type(node), self.out
+        if kind is ast.Name:
+            out.append(f'{node.id},')
+        elif kind is ast.Constant:
+            out.append(f'{type(node.value).__name__}:{node.value!r},')
+        elif kind is ast.Attribute:
+            self.write(node.value)
+            out.append(f'.{node.attr},')
+        elif kind is list:
+            out.append('[')
             for item in node:
                 self.write(item)
-                self.out.append(',')
-            self.out.append(']')
+            out.append(']')
+        elif isinstance(node, ast.AST):
+            out.append(f'{kind.__name__}(')
+            special = kind in _DEFINITIONS
+            for key in _fields_of(kind):
+                value = getattr(node, key, None)
+                if value is not None and value != [] and not special:
+                    out.append(f'{key}=')
+                    self.write(value)
+            if special:
+                self._write_definition(node)
+            out.append(')')
         else:
-            self.out.append(repr(node))
+            out.append(f'{node!r},')
+
+    def _write_definition(self, node: Any) -> None:
+        """A function or a class: without docstrings, declarations and annotations that mean nothing."""
+        dropped, nested = self._dropped(node), isinstance(node, _FUNCTIONS)
+        self.depth += nested
+        for key in _fields_of(type(node)):
+            value: Any = getattr(node, key, None)
+            if key in dropped:
+                continue
+            if key == 'args' and 'annotation' in dropped:
+                value = _without_annotations(value)
+            elif key == 'body' and nested and value and _is_docstring(value[0]):
+                value = value[1:]
+            elif key == 'body' and not nested:
+                value = [statement for statement in value if not _is_docstring(statement)]
+            elif key == 'decorator_list':
+                value = [decorator for decorator in value if not self.skip(decorator)]
+            if value is not None and value != []:
+                self.out.append(f'{key}=')
+                self.write(value)
+        self.depth -= nested
 
     def _dropped(self, node: ast.AST) -> tuple[str, ...]:
         if self.depth or self.keep_annotations:
@@ -146,7 +177,7 @@ class _Writer:
 
 
 def _without_annotations(args: ast.arguments) -> ast.arguments:
-    def bare(arg: ast.arg | None) -> ast.arg | None:
+    def bare(arg: Any) -> Any:
         return None if arg is None else ast.arg(arg=arg.arg, annotation=None)
 
     return ast.arguments(
@@ -184,41 +215,68 @@ def _arguments(args: ast.arguments) -> Iterator[ast.arg]:
 
 
 def _bound(nodes: Iterable[ast.AST]) -> set[str]:
-    """Names that statements bind in the scope they stand in."""
+    """Names that statements, or targets, bind in the scope they stand in."""
     names: set[str] = set()
     globals_: set[str] = set()
     stack = list(nodes)
     while stack:
         node = stack.pop()
-        if isinstance(node, ast.Name):
-            if not isinstance(node.ctx, ast.Load):
+        kind = type(node)
+        if kind is ast.Name:
+            if type(node.ctx) is not ast.Load:
                 names.add(node.id)
-        elif isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
+        elif kind in _DEFINITIONS:
             names.add(node.name)
-            stack += node.decorator_list
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+        elif kind is ast.Import or kind is ast.ImportFrom:
             names |= {alias.asname or alias.name.partition('.')[0] for alias in node.names}
-        elif isinstance(node, (*_COMPREHENSIONS, ast.Lambda)):
+        elif kind in _COMPREHENSIONS or kind is ast.Lambda:
             names |= {n.target.id for n in ast.walk(node) if isinstance(n, ast.NamedExpr)}
-        elif isinstance(node, ast.Global):
+        elif kind is ast.Global:
             globals_ |= set(node.names)
-        else:
-            if isinstance(node, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and node.name:
+        elif kind is not ast.Constant:
+            if kind in (ast.ExceptHandler, ast.MatchAs, ast.MatchStar) and node.name:
                 names.add(node.name)
-            elif isinstance(node, ast.MatchMapping) and node.rest:
+            elif kind is ast.MatchMapping and node.rest:
                 names.add(node.rest)
-            stack += ast.iter_child_nodes(node)
+            stack += _children(node)
     return names - globals_
+
+
+def _bound_by_statements(body: list[ast.stmt]) -> set[str]:
+    """`_bound` of the body of a function in which no expression binds a name: expressions are not looked into."""
+    targets: list[ast.AST] = []
+    stack: list[Any] = list(body)
+    while stack:
+        node = stack.pop()
+        kind = type(node)
+        if kind in (ast.Assign, ast.Delete):
+            targets += node.targets
+        elif kind in (ast.AugAssign, ast.AnnAssign):
+            targets.append(node.target)
+        elif kind in (ast.For, ast.AsyncFor):
+            targets.append(node.target)
+            stack += node.body
+            stack += node.orelse
+        elif kind in (ast.If, ast.While):
+            stack += node.body
+            stack += node.orelse
+        elif kind in (ast.With, ast.AsyncWith):
+            targets += [item.optional_vars for item in node.items if item.optional_vars is not None]
+            stack += node.body
+        elif kind not in (ast.Expr, ast.Return, ast.Raise, ast.Assert, ast.Pass):
+            targets.append(node)  # definitions, imports, try and match
+    return _bound(targets)
 
 
 class _Reader:
     """Collects what a tree refers to outside itself."""
 
-    def __init__(self, scan: Scan, skip: Callable[[ast.expr], bool], keep_annotations: bool, package: str) -> None:
+    def __init__(self, scan: Scan, skip: Callable[[ast.expr], bool], module: Module) -> None:
         self.scan = scan
         self.skip = skip
-        self.keep_annotations = keep_annotations
-        self.package = package
+        self.keep_annotations = module.keep_annotations
+        self.has_walrus = module.has_walrus
+        self.package = module.package
         self.depth = 0
 
     def read(self, node: Any, local: frozenset[str]) -> None:
@@ -226,7 +284,7 @@ class _Reader:
         if reader is not None:
             reader(self, node, local)
         else:
-            for child in ast.iter_child_nodes(node):
+            for child in _children(node):
                 self.read(child, local)
 
     def _all(self, nodes: Iterable[ast.AST | None], local: frozenset[str]) -> None:
@@ -262,7 +320,7 @@ class _Reader:
             if called == 'getattr' and not named and of_module != 'import_module':
                 chain = _chain(node.args[0]) if node.args else ()
                 self.scan.looked_up.add(chain if chain and chain[0] not in local else ())
-        for child in ast.iter_child_nodes(node):
+        for child in _children(node):
             self.read(child, local)
 
     def statement(self, node: ast.Expr, local: frozenset[str]) -> None:
@@ -283,7 +341,8 @@ class _Reader:
         others = [d for d in decorators if _last_name(d) not in _PLAIN_DECORATORS]
         if self.depth or self.keep_annotations or others:
             self._all((*(arg.annotation for arg in _arguments(node.args)), node.returns), local)
-        inside = frozenset(_bound(node.body) | {arg.arg for arg in _arguments(node.args)})
+        bound = _bound(node.body) if self.has_walrus else _bound_by_statements(node.body)
+        inside = frozenset(bound | {arg.arg for arg in _arguments(node.args)})
         self.depth += 1
         self._all(node.body, local | inside)
         self.depth -= 1
@@ -308,7 +367,7 @@ class _Reader:
 
     def match_class(self, node: ast.MatchClass, local: frozenset[str]) -> None:
         self.scan.attributes |= set(node.kwd_attrs)
-        for child in ast.iter_child_nodes(node):
+        for child in _children(node):
             self.read(child, local)
 
 
@@ -347,6 +406,7 @@ class Module:
         self.package = name if is_package else name.rpartition('.')[0]
         self.tree = ast.parse(text)
         self.keep_annotations = _CALLED_LANGUAGE.search(text) is not None
+        self.has_walrus = ':=' in text
         self.statements: dict[str, list[ast.stmt]] = {}
         self.imports: dict[str, list[tuple[str, str | None]]] = {}
         self.stars: list[str] = []
@@ -635,7 +695,7 @@ class Code:
             return bool(chain) and Node(*_DECLARATION) in self._resolve(name, chain)[0]
 
         writer = _Writer(module.keep_annotations, skip)
-        reader = _Reader(scan, skip, module.keep_annotations, module.package)
+        reader = _Reader(scan, skip, module)
         if isinstance(statement, ast.ClassDef):  # its methods are nodes of their own
             header = [s for s in statement.body if not isinstance(s, _FUNCTIONS) and not _is_docstring(s)]
             shown: ast.AST = ast.ClassDef(
@@ -647,7 +707,8 @@ class Code:
             )
             local = frozenset(n for n in _bound(header) if not self._defines(module, n))
         elif isinstance(statement, ast.AnnAssign):
-            shown = ast.Assign(targets=[statement.target], value=statement.value)
+            value: Any = statement.value
+            shown = ast.Assign(targets=[statement.target], value=value)
         else:
             shown = statement
         writer.write(shown)
@@ -784,7 +845,9 @@ class Code:
 
     def _types(self, value: Any) -> list[Node]:
         """The classes and functions that an object given to a builder brings with it."""
-        if value is None or isinstance(value, (bool, int, float, str, bytes, torch.dtype)) and not isinstance(value, Enum):
+        if value is None or (
+            isinstance(value, (bool, int, float, str, bytes, torch.dtype)) and not isinstance(value, Enum)
+        ):
             return []
         if isinstance(value, (tuple, list, set, frozenset)) and type(value).__module__ == 'builtins':
             return [node for item in value for node in self._types(item)]

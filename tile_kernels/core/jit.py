@@ -3,7 +3,7 @@
     builder(*static, **config) -> PrimFunc -> shared library -> bound host function
 
 A library on disk is found from the code, static arguments, config and architecture alone, so loading one neither traces
-the kernel nor imports TileLang. Processes may share a directory, and a read-only one serves what it holds (see `cache`).
+the kernel nor imports TileLang. Processes may share a directory; a read-only one serves what it holds (see `cache`).
 """
 
 from __future__ import annotations
