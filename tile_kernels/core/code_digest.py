@@ -92,10 +92,15 @@ def _last_name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ''
 
 
-@functools.cache
-def _fields_of(kind: Any) -> tuple[str, ...]:
+_FIELDS: dict[type, tuple[str, ...]] = {}
+
+
+def _fields_of(kind: type) -> tuple[str, ...]:
     """The fields of a class of nodes that mean something; those that some Python versions lack are empty in others."""
-    return tuple(name for name in kind._fields if name not in _SKIPPED_FIELDS)
+    found = _FIELDS.get(kind)
+    if found is None:
+        found = _FIELDS[kind] = tuple(name for name in kind._fields if name not in _SKIPPED_FIELDS)
+    return found
 
 
 def _children(node: ast.AST) -> Iterator[ast.AST]:
@@ -845,9 +850,7 @@ class Code:
 
     def _types(self, value: Any) -> list[Node]:
         """The classes and functions that an object given to a builder brings with it."""
-        if value is None or (
-            isinstance(value, (bool, int, float, str, bytes, torch.dtype)) and not isinstance(value, Enum)
-        ):
+        if value is None or type(value) in (bool, int, float, str, bytes) or isinstance(value, torch.dtype):
             return []
         if isinstance(value, (tuple, list, set, frozenset)) and type(value).__module__ == 'builtins':
             return [node for item in value for node in self._types(item)]
