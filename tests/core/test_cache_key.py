@@ -5,6 +5,7 @@ import copy
 import dis
 import functools
 import importlib
+import json
 import os
 import pkgutil
 import subprocess
@@ -18,6 +19,7 @@ import torch
 
 import tile_kernels
 from tile_kernels.cli.selection import load_ops
+from tile_kernels.core import cache
 from tile_kernels.core.code_digest import Code, Node, Sources, code
 from tile_kernels.core.jit import kernels
 from tile_kernels.core.knobs import knobs
@@ -297,6 +299,33 @@ def test_the_key_is_the_same_in_every_process(tmp_path):
         command = [sys.executable, '-c', script]
         printed.add(subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, check=True, timeout=120).stdout)
     assert len(printed) == 1
+
+
+def test_a_recorded_digest_holds_until_a_text_or_a_value_changes():
+    name = 'norm_backward_kernel'
+    builder, types = launches()[name].kernel.builder, code().types(launches()[name].static)
+    record = json.loads(json.dumps(code().record(builder, types)))
+    assert record['digest'] == digest(code(), name) and code().holds(record) and Code().holds(record)
+    module = 'tile_kernels.quant._macros'
+    assert not Code(Edited({module: Sources().read(module)[0] + '# more'})).holds(record)
+    constant = next(iter(record['constants']))
+    assert not code().holds({**record, 'constants': {**record['constants'], constant: 'other'}})
+    for broken in (None, [], {}, {'digest': 'x'}, {**record, 'texts': {}}):
+        assert not code().holds(broken)
+
+
+def test_a_process_records_digests_beside_the_libraries(tmp_path, monkeypatch):
+    launch = launches()['norm_backward_kernel']
+    for expected in (1, 0):  # the second process finds the record
+        graph, parsed = Code(), []
+        monkeypatch.setattr(cache, '_digests', {})
+        monkeypatch.setattr(cache, 'code', lambda graph=graph: graph)
+        monkeypatch.setattr(
+            graph, 'reach', lambda roots, graph=graph, parsed=parsed: parsed.append(1) or Code.reach(graph, roots)
+        )
+        found = cache.code_digest(tmp_path, launch.kernel.builder, launch.static)
+        assert found == digest(code(), 'norm_backward_kernel') and bool(parsed) == expected
+    assert len(list(tmp_path.glob('.code/*.json'))) == 1 and not list(tmp_path.rglob('*.tmp'))
 
 
 # A user's own kernel ------------------------------------------------------------------------

@@ -42,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
         for path in leftovers(folder, age=0.0) if args.action == 'clear' else leftovers(folder):
             path.unlink(missing_ok=True)
         if args.action == 'clear':
-            shutil.rmtree(folder / 'tilelang', ignore_errors=True)
+            for name in ('tilelang', '.code'):
+                shutil.rmtree(folder / name, ignore_errors=True)
             for empty in (*folder.glob('sm_*'), folder / '.locks'):
                 with contextlib.suppress(OSError):  # it holds something that is not ours
                     empty.rmdir()

@@ -3,6 +3,7 @@
     <cache>/<arch>/<kernel>-<digest>-cu<nvcc>.so     a library
     <cache>/<arch>/<kernel>-<digest>-cu<nvcc>.json   its manifest: what it is, its size and checksum
     <cache>/.locks/                                  one lock per kernel, so that processes compile it once
+    <cache>/.code/                                   digests of code, and the texts they follow from
 
 The digest covers code, arguments, TileLang, tvm-ffi and host architecture: a library that differs there is never found.
 The nvcc release is in the name beside it. A process prefers its own release, and takes any other where it knows none,
@@ -24,11 +25,12 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tile_kernels.core.code_digest import Node, code
 from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.knobs import default_cache_dir, environment, knobs, set_environment
 
@@ -124,6 +126,44 @@ def check_folder(folder: Path) -> None:
             f'cache: every user can write to {folder}, and put code there that runs as you; '
             'run: chmod o-w on it, or set TK_CACHE_DIR to a directory of your own'
         )
+
+
+_digests: dict[tuple[Callable, tuple[Node, ...]], str] = {}
+
+
+def code_digest(folder: Path, builder: Callable, static: tuple) -> str:
+    """Digest of the code of a kernel.
+
+    A cache directory records digests of the package's kernels with the texts they follow from, since comparing texts
+    takes less time than parsing them.
+    """
+    types = code().types(static)
+    key = (builder, types)
+    if key not in _digests:
+        _digests[key] = _recorded_digest(folder, builder, types)
+    return _digests[key]
+
+
+def _recorded_digest(folder: Path, builder: Callable, types: tuple[Node, ...]) -> str:
+    ours = builder.__module__.startswith('tile_kernels.') and builder.__qualname__ == builder.__name__
+    if not ours or builder.__closure__:
+        return code().digest(builder, types)
+    suffix = hashlib.sha256(repr(types).encode()).hexdigest()[:8]
+    path = folder / '.code' / f'{builder.__module__}.{builder.__name__}-{suffix}.json'
+    check_folder(folder)
+    try:
+        check_folder(path.parent)
+        record = json.loads(path.read_text())
+    except (OSError, ValueError):
+        record = None
+    if code().holds(record):
+        return str(record['digest'])
+    digest = code().digest(builder, types)
+    if folder.is_dir():  # which the first library makes
+        with contextlib.suppress(OSError):
+            _make_folder(path.parent)
+            _write(path, json.dumps(code().record(builder, types)).encode(), 0o644)
+    return digest
 
 
 # Entries ------------------------------------------------------------------------------------
@@ -240,22 +280,20 @@ def store(built: Path, path: Path, about: dict[str, Any]) -> None:
     about = {**about, **runtime(), 'size': len(content), 'sha256': hashlib.sha256(content).hexdigest()}
     _make_folder(path.parent)
     check_folder(path.parent)
-    unfinished: list[Path] = []
+    _write(_manifest(path), json.dumps(about, default=str).encode(), 0o644)
+    _write(path, content, 0o755)
+
+
+def _write(path: Path, content: bytes, mode: int) -> None:
+    """Write a file whole or not at all."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix='.', suffix='.tmp')
     try:
-        for target, data, mode in (
-            (_manifest(path), json.dumps(about, default=str).encode(), 0o644),
-            (path, content, 0o755),
-        ):
-            handle, name = tempfile.mkstemp(dir=path.parent, prefix='.', suffix='.tmp')
-            unfinished.append(Path(name))
-            with os.fdopen(handle, 'wb') as file:
-                file.write(data)
-            unfinished[-1].chmod(mode)
-            os.replace(name, target)
-            unfinished.pop()
+        with os.fdopen(handle, 'wb') as file:
+            file.write(content)
+        os.chmod(name, mode)
+        os.replace(name, path)
     except BaseException:
-        for left in unfinished:
-            left.unlink(missing_ok=True)
+        Path(name).unlink(missing_ok=True)
         raise
 
 
@@ -288,7 +326,7 @@ def stored(folder: Path) -> list[Stored]:
 
 def leftovers(folder: Path, age: float = _ABANDONED) -> list[Path]:
     """What processes that ended early left behind: unfinished files, manifests without a library, old locks."""
-    found = [*folder.glob('sm_*/.*.tmp'), *folder.glob('.locks/*.lock')]
+    found = [*folder.glob('sm_*/.*.tmp'), *folder.glob('.code/.*.tmp'), *folder.glob('.locks/*.lock')]
     found += [path for path in folder.glob('sm_*/*.json') if not path.with_suffix('.so').exists()]
     old = []
     for path in found:

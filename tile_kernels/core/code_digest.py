@@ -34,6 +34,7 @@ _CHECKS = f'{PACKAGE}.core.check'
 _LANGUAGE = (f'{PACKAGE}.core.lang', 'T')
 _DECLARATION = (f'{PACKAGE}.core.jit', 'kernel')
 _COMPILER = f'{PACKAGE}.core.nvcc'
+_SELF = f'{PACKAGE}.core.code_digest'
 
 #: What of the compiler driver shapes a library; the rest of that module finds tools, loads, inspects and explains.
 _COMPILER_ROOTS = ('compile_library', '_pass_configs', '_for_arch')
@@ -556,6 +557,7 @@ class Code:
         self._modules: dict[str, Module | None] = {}
         self._scans: dict[tuple[str, int], Scan] = {}
         self._digests: dict[Any, str] = {}
+        self._texts: dict[str, str] = {}
         self._targets: dict[tuple[str, Chain], tuple[tuple[Node, ...], Chain]] = {}
         self._used: dict[int, tuple[tuple[Node, ...], frozenset[str]]] = {}
         #: What unresolved lookups bring in; memoised with the scan.
@@ -583,6 +585,38 @@ class Code:
                 roots, extra = self._roots(builder)
                 self._digests[key] = self._hash(self.reach([*roots, *types]), extra)
         return self._digests[key]
+
+    def record(self, builder: Callable, types: tuple[Node, ...]) -> dict[str, Any]:
+        """The digest of a kernel of the package with all that it follows from: texts, and values of constants."""
+        digest = self.digest(builder, types)
+        constants = {
+            f'{node.module}:{node.name}': value
+            for node in self.reached(builder, types)
+            if node.name and (value := self._constant(node))
+        }
+        known = [name for name, module in self._modules.items() if module is not None]
+        texts = {name: self._text(name) for name in known if name.partition('.')[0] == PACKAGE}
+        return {'digest': digest, 'texts': {**texts, _SELF: self._text(_SELF)}, 'constants': constants}
+
+    def holds(self, record: Any) -> bool:
+        """Whether a digest that was recorded, by any process, still follows: texts and values are the same."""
+        try:
+            texts, constants = record['texts'], record['constants']
+            return (
+                isinstance(record['digest'], str)
+                and _SELF in texts
+                and all(self._text(name) == text for name, text in texts.items())
+                and all(_plain(self.sources.value(*key.split(':'))) == value for key, value in constants.items())
+            )
+        except (KeyError, TypeError, AttributeError):
+            return False
+
+    def _text(self, name: str) -> str:
+        """Digest of a module's whole text."""
+        if name not in self._texts:
+            found = self.sources.read(name)
+            self._texts[name] = '' if found is None else hashlib.sha256(found[0].encode()).hexdigest()
+        return self._texts[name]
 
     def _hash(self, reached: Iterable[Node], extra: Iterable[str]) -> str:
         digest = hashlib.sha256()

@@ -230,7 +230,7 @@ class Kernel:
 
     def _digest(self, static: tuple, config: Config, arch: str) -> str:
         parts = [
-            code().digest(self.builder, code().types(static)),
+            cache.code_digest(cache_dir(), self.builder, static),
             nvcc.tilelang_version(),
             repr(sorted(cache.runtime().items())),
             self.name,
