@@ -33,6 +33,8 @@ HEALTHY = Facts(
 READ_ONLY = Cache('/opt/kernels', 12, 3_000_000, False)
 EMPTY = Cache('/opt/kernels', 0, 0, False)
 JIT_OFF = {'TK_DISABLE_JIT': 'True'}
+OPEN = Cache('/tmp/k', refused='cache: every user can write to /tmp/k; run: chmod o-w on it')
+DAMAGED = Cache('/opt/kernels', 2, 9, True, None, ('/opt/kernels/sm_90a/x.so is empty', 'y.so is empty'))
 
 CASES = {
     'python': ({'python': (3, 9)}, 'error', 'Python 3.9 is too old', 'Python 3.10 or newer'),
@@ -127,6 +129,14 @@ CASES = {
     ),
     'cache not writable': ({'cache': EMPTY}, 'warning', '/opt/kernels is not writable', 'TK_CACHE_DIR'),
     'cache read-only': ({'cache': READ_ONLY}, 'note', '/opt/kernels is read-only', 'precompile for your shapes'),
+    'cache of everyone': ({'cache': OPEN}, 'error', 'every user can write to /tmp/k', 'chmod o-w'),
+    'damaged kernels': ({'cache': DAMAGED}, 'warning', 'x.so is empty (and 1 more)', 'compiled again'),
+    'damaged kernels, no compiler': (
+        {'cache': DAMAGED, 'settings': JIT_OFF},
+        'error',
+        'x.so is empty (and 1 more)',
+        'tile-kernels precompile --out /opt/kernels',
+    ),
     'setting': (
         {'settings_error': "knobs: TK_NUM_SMS must be positive, got 'abc'"},
         'error',
@@ -179,7 +189,8 @@ def test_this_machine_can_be_looked_at(toy, tmp_path):
     assert facts.python == sys.version_info[:2]
     assert facts.torch == torch.__version__
     assert facts.tilelang == importlib.metadata.version('tilelang') and facts.tilelang_error is None
-    assert facts.cache == Cache(str(tmp_path), 1, 1234, True)
+    damaged = f'{tmp_path}/sm_90a/kernel.so has no readable manifest'
+    assert facts.cache == Cache(str(tmp_path), 1, 1234, True, None, (damaged,))
     assert facts.settings == {'TK_CACHE_DIR': str(tmp_path), 'TK_NUM_SMS': '8'}
     assert facts.gpus == () and facts.probe_error is None
     assert (facts.toolkit is None) == (shutil.which('nvcc') is None)

@@ -46,7 +46,6 @@ def test_a_kernel_that_does_not_compile_is_reported_and_the_rest_goes_on(toy, to
 
     monkeypatch.setattr(toy_module.double_kernel, 'builder', refuse)
     monkeypatch.setattr(toy_module.double_kernel, '_tir_cache', {})
-    monkeypatch.setattr('tile_kernels.core.jit._sources', lambda builder: 'refused')
     status, out, _ = cli('precompile', '--out', str(tmp_path), '--arch', 'sm_90a', 'sm_100a', NAME)
     assert status == 1
     assert 'failed: double_kernel(64, float32; block_m=1, num_threads=64) for sm_100a: no layout\n' in out

@@ -22,6 +22,7 @@ import torch
 import tile_kernels
 from tile_kernels.cli import console
 from tile_kernels.core import distribution, nvcc
+from tile_kernels.core.cache import check_folder, move_tilelang_cache, stored, writable
 from tile_kernels.core.errors import TileKernelsError
 from tile_kernels.core.gpus import MIN_ARCH
 from tile_kernels.core.jit import cache_dir
@@ -62,6 +63,10 @@ class Cache:
     num_kernels: int = 0
     num_bytes: int = 0
     writable: bool = True
+    #: Why the directory is refused.
+    refused: str | None = None
+    #: Libraries that cannot be loaded, with what is wrong with them.
+    damaged: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -241,6 +246,27 @@ def cache_unusable(facts: Facts) -> Diagnosis | None:
     return Diagnosis('warning', cause, 'set TK_CACHE_DIR to a writable directory')
 
 
+def cache_refused(facts: Facts) -> Diagnosis | None:
+    """Others can write to the cache directory."""
+    if facts.cache.refused is None:
+        return None
+    cause, _, action = facts.cache.refused.removeprefix('cache: ').partition('; ')
+    return Diagnosis('error', cause, action)
+
+
+def cache_damaged(facts: Facts) -> Diagnosis | None:
+    """Libraries that were cut short, changed, or built for another machine."""
+    damaged = facts.cache.damaged
+    if not damaged:
+        return None
+    more = f' (and {len(damaged) - 1} more)' if len(damaged) > 1 else ''
+    if facts.disable_jit:
+        action = f'run: tile-kernels precompile --out {facts.cache.folder}, or unset TK_DISABLE_JIT'
+        return Diagnosis('error', f'{damaged[0]}{more}', action)
+    action = 'it is compiled again when it is needed; tile-kernels cache prune removes it'
+    return Diagnosis('warning', f'{damaged[0]}{more}', action)
+
+
 def setting_wrong(facts: Facts) -> Diagnosis | None:
     """An environment variable has a value that means nothing."""
     if facts.settings_error is None:
@@ -269,6 +295,8 @@ DIAGNOSES: tuple[Callable[[Facts], Diagnosis | None], ...] = (
     fp8_unknown,
     driver_too_old,
     cache_unusable,
+    cache_refused,
+    cache_damaged,
     setting_wrong,
     probe_failed,
 )
@@ -315,6 +343,7 @@ def _tilelang() -> tuple[str | None, str | None]:
         version = importlib.metadata.version('tilelang')
     except importlib.metadata.PackageNotFoundError:
         return None, None
+    move_tilelang_cache()
     return version, _error_of(lambda: importlib.import_module('tilelang'))
 
 
@@ -343,10 +372,15 @@ def _gpus() -> tuple[Gpu, ...]:
 
 
 def _cache(folder: Path) -> Cache:
-    libraries = list(folder.glob('*/*.so'))
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    refused = _error_of(lambda: check_folder(folder))
+    libraries = [] if refused else stored(folder)
     return Cache(
-        str(folder), len(libraries), sum(library.stat().st_size for library in libraries), os.access(existing, os.W_OK)
+        str(folder),
+        len(libraries),
+        sum(library.num_bytes for library in libraries),
+        writable(folder),
+        refused,
+        tuple(f'{library.path} {library.problem}' for library in libraries if library.problem is not None),
     )
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import tile_kernels
-from tile_kernels.cli import bench, catalog, demo, doctor, explain, precompile, show
+from tile_kernels.cli import bench, cache, catalog, demo, doctor, explain, precompile, show
 from tile_kernels.core.errors import TileKernelsError
 
 COMMANDS = {
@@ -18,6 +18,7 @@ COMMANDS = {
     'explain': explain,
     'bench': bench,
     'precompile': precompile,
+    'cache': cache,
     'demo': demo,
 }
 

@@ -2,9 +2,8 @@
 
     builder(*static, **config) -> PrimFunc -> shared library -> bound host function
 
-A library on disk is found from the sources, static arguments, config and architecture alone, so loading one neither
-traces the kernel nor imports TileLang. Libraries are written to a temporary name and renamed, so processes may share a
-directory; a read-only directory serves what it holds.
+A library on disk is found from the code, static arguments, config and architecture alone, so loading one neither traces
+the kernel nor imports TileLang. Processes may share a directory; a read-only one serves what it holds (see `cache`).
 """
 
 from __future__ import annotations
@@ -12,10 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-import json
 import logging
-import os
-import re
 import tempfile
 import threading
 from collections import namedtuple
@@ -25,7 +21,8 @@ from typing import Any
 
 import torch
 
-from tile_kernels.core import nvcc
+from tile_kernels.core import cache, nvcc
+from tile_kernels.core.code_digest import code
 from tile_kernels.core.errors import ArgumentError, CompileError, TileKernelsError
 from tile_kernels.core.gpus import DEFAULT_GPU, Gpu, gpu_named
 from tile_kernels.core.knobs import default_cache_dir, knobs
@@ -42,6 +39,9 @@ kernels: dict[str, Kernel] = {}
 
 _compilations = 0
 _compile_lock = threading.Lock()
+
+#: Folders of libraries that could not be stored.
+_kept: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def compile_count() -> int:
@@ -165,20 +165,24 @@ class Kernel:
 
     def library(self, static: tuple, config: Config, arch: str) -> Path:
         """Path of the compiled library, compiling it if it is not there."""
-        path = cache_dir() / arch / f'{self.name}-{self._digest(static, config, arch)}.so'
-        if path.exists():
-            return path
+        entry = self._entry(static, config, arch)
+        found, problem = entry.find(may_compile=not knobs.disable_jit)
+        found = found or self._unwritable.get(entry)
+        if found is not None:
+            return found
         if knobs.disable_jit:
+            if problem is not None:
+                raise CompileError(f'{problem} and TK_DISABLE_JIT is set; build it again with tile-kernels precompile')
             raise CompileError(
                 f'{self.name}{_words(static, config)} for {arch} is not in {cache_dir()} and TK_DISABLE_JIT is set; '
                 'build it with tile-kernels precompile'
             )
-        func = self.tir(*static, **config)
-        self._in_words(static, config, lambda: self._compile(func, static, config, arch, path))
-        return path if path.exists() else self._unwritable[path]
+        if problem is not None:
+            log.warning('%s; it is compiled again', problem)
+        return self._in_words(static, config, lambda: self._compile(entry, static, config, arch))
 
     @functools.cached_property
-    def _unwritable(self) -> dict[Path, Path]:
+    def _unwritable(self) -> dict[cache.Entry, Path]:
         """Libraries that could not be stored in the cache directory, kept in a temporary one for this process."""
         return {}
 
@@ -186,35 +190,60 @@ class Kernel:
         """The bound host function for an architecture."""
         return nvcc.load_function(self.library(static, config, arch))
 
-    def _compile(self, func: Any, static: tuple, config: Config, arch: str, path: Path) -> None:
+    def _compile(self, entry: cache.Entry, static: tuple, config: Config, arch: str) -> Path:
+        """Compile the kernel, unless another process or thread has meanwhile; returns the library."""
         global _compilations
-        log.info('compiling %s%s for %s', self.name, _words(static, config), arch)
-        if knobs.print_source:
-            log.warning('%s', nvcc.lower(func, self.pass_configs, arch)[0])
-        folder = Path(tempfile.mkdtemp(prefix='tile_kernels-'))
-        fresh = folder / path.name
-        nvcc.compile_library(func, self.pass_configs, arch, fresh)
-        with _compile_lock:
-            _compilations += 1
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=path.parent, prefix='.', suffix='.tmp', delete=False) as target:
-                target.write(fresh.read_bytes())
-            Path(target.name).chmod(0o755)
-            about = {'kernel': self.name, 'arch': arch, 'static': [str(s) for s in static], 'config': config}
-            path.with_suffix('.json').write_text(json.dumps(about, default=str))
-            os.replace(target.name, path)
-        except OSError as error:
-            log.warning('cannot store kernels in %s (%s); set TK_CACHE_DIR to a writable directory', path.parent, error)
-            self._unwritable[path] = fresh
-            return
-        fresh.unlink()
-        folder.rmdir()
+        release = nvcc.nvcc_version()
+        path = entry.path(release)
+        with entry.lock():
+            if path.exists() and cache.damage(path) is None:
+                return path
+            func = self.tir(*static, **config)
+            log.info('compiling %s%s for %s', self.name, _words(static, config), arch)
+            if knobs.print_source:
+                log.warning('%s', nvcc.lower(func, self.pass_configs, arch)[0])
+            folder = tempfile.TemporaryDirectory(prefix='tile_kernels-')  # gone with the process at the latest
+            fresh = Path(folder.name) / path.name
+            try:
+                nvcc.compile_library(func, self.pass_configs, arch, fresh)
+                with _compile_lock:
+                    _compilations += 1
+                try:
+                    cache.store(fresh, path, self._about(static, config, arch, release))
+                except OSError as error:
+                    log.warning(
+                        'cannot store kernels in %s (%s); set TK_CACHE_DIR to a writable directory', path.parent, error
+                    )
+                    _kept.append(folder)
+                    return self._unwritable.setdefault(entry, fresh)
+            finally:
+                if folder not in _kept:
+                    folder.cleanup()
+        return path
+
+    def _entry(self, static: tuple, config: Config, arch: str) -> cache.Entry:
+        return cache.Entry(cache_dir(), arch, f'{self.name}-{self._digest(static, config, arch)}')
+
+    def _about(self, static: tuple, config: Config, arch: str, release: cache.Toolkit) -> dict[str, Any]:
+        """What the manifest of a library says."""
+        types = code().types(static)
+        return {
+            'kernel': self.name,
+            'module': self.builder.__module__,
+            'arch': arch,
+            'static': [_word(s) for s in static],
+            'config': config,
+            'code': code().digest(self.builder, types),
+            'types': types,
+            'tilelang': nvcc.tilelang_version(),
+            'nvcc': '.'.join(map(str, release)),
+        }
 
     def _digest(self, static: tuple, config: Config, arch: str) -> str:
         parts = [
-            _sources(self.builder),
+            cache.code_digest(cache_dir(), self.builder, static),
             nvcc.tilelang_version(),
+            repr(sorted(cache.runtime().items())),
             self.name,
             repr([_word(s) for s in static]),
             repr(sorted(config.items())),
@@ -245,27 +274,3 @@ def _words(static: tuple, config: Config) -> str:
     """`(7168, e4m3_1x128_f32; block_m=4)`."""
     options = ', '.join(f'{name}={value}' for name, value in config.items())
     return f'({", ".join(_word(s) for s in static)}' + (f'; {options})' if options else ')')
-
-
-@functools.cache
-def _folder_digest(folder: Path, pattern: str) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(folder.glob(pattern)):
-        digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()
-
-
-@functools.cache
-def _source_folders(family: Path) -> list[Path]:
-    """The folder of a family, and those its files import from: the core, and other families for their macros."""
-    text = '\n'.join(path.read_text() for path in family.glob('*.py'))
-    found = {family.name, *re.findall(r'^from tile_kernels\.(\w+)', text, re.M)}
-    return [family.parent / name for name in sorted(found - {'reference'})]  # twins are no part of a kernel
-
-
-def _sources(builder: Callable) -> str:
-    """Digest of what a kernel is built from: its family's files and those they import, or its own file elsewhere."""
-    path = Path(inspect.getfile(builder))
-    if not builder.__module__.startswith('tile_kernels.'):
-        return _folder_digest(path.parent, path.name)
-    return ''.join(_folder_digest(folder, '*.py') for folder in _source_folders(path.parent))

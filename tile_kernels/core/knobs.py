@@ -76,6 +76,16 @@ def default_cache_dir() -> Path:
     return Path(base) / 'tile_kernels'
 
 
+def environment(name: str) -> str | None:
+    """An environment variable that belongs to another tool, None if it is unset or empty."""
+    return os.environ.get(name) or None
+
+
+def set_environment(name: str, value: str) -> None:
+    """Set an environment variable that another library reads, unless the user has."""
+    os.environ.setdefault(name, value)
+
+
 KNOBS: dict[str, Knob] = {
     'interpret': Knob(
         'TK_INTERPRET', FLAG, False, 'run kernels on CPU tensors through the interpreter instead of the twin'

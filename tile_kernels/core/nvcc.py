@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tile_kernels.core import cache
 from tile_kernels.core.errors import CompileError, UnsupportedError
 from tile_kernels.core.gpus import arch_number
 
@@ -46,7 +47,7 @@ def tilelang_version() -> str:
 
 @functools.cache
 def require_tilelang() -> str:
-    """TileLang's version, if it is one the kernels are tested with."""
+    """TileLang's version, if it is one the kernels are tested with; from here on it may be imported."""
     version = tilelang_version()
     numbers = tuple(int(n) for n in re.findall(r'\d+', version)[:3])
     if not TILELANG_MIN <= numbers < TILELANG_END:
@@ -54,12 +55,14 @@ def require_tilelang() -> str:
             f'compiler: tilelang {version} is outside the tested range >=0.1.15,<0.2; '
             'run: pip install "tilelang>=0.1.15,<0.2"'
         )
+    cache.move_tilelang_cache()
     return version
 
 
 @functools.cache
 def nvcc() -> Path:
     """Path of nvcc as TileLang finds it."""
+    require_tilelang()
     import tilelang.env
 
     home = tilelang.env.CUDA_HOME

@@ -1,0 +1,336 @@
+"""The directory of compiled kernels: names, manifests, checks, locks.
+
+    <cache>/<arch>/<kernel>-<digest>-cu<nvcc>.so     a library
+    <cache>/<arch>/<kernel>-<digest>-cu<nvcc>.json   its manifest: what it is, its size and checksum
+    <cache>/.locks/                                  one lock per kernel, so that processes compile it once
+    <cache>/.code/                                   digests of code, and the texts they follow from
+
+The digest covers code, arguments, TileLang, tvm-ffi and host architecture: a library that differs there is never found.
+The nvcc release is in the name beside it. A process prefers its own release, and takes any other where it knows none,
+may not compile, or cannot write: so kernels built on one machine serve another that has no toolkit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import re
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tile_kernels.core.code_digest import Node, code
+from tile_kernels.core.errors import ArgumentError
+from tile_kernels.core.knobs import default_cache_dir, environment, knobs, set_environment
+
+log = logging.getLogger('tile_kernels')
+
+Toolkit = tuple[int, int]
+
+#: Seconds after which an unfinished file or a lock belongs to no process any more.
+_ABANDONED = 3600.0
+
+
+# This machine -------------------------------------------------------------------------------
+
+
+@functools.cache
+def runtime() -> dict[str, str]:
+    """What a library must agree with to be loaded here, besides the GPU."""
+    try:
+        ffi = importlib.metadata.version('apache-tvm-ffi')
+    except importlib.metadata.PackageNotFoundError:
+        ffi = 'none'
+    return {'tvm_ffi': ffi, 'host': platform.machine()}
+
+
+@functools.cache
+def toolkit() -> Toolkit | None:
+    """Release of nvcc as the toolkit's own files tell it, without running it; None if they do not."""
+    home = environment('CUDA_HOME') or environment('CUDA_PATH')
+    if home is None:
+        found = shutil.which('nvcc')
+        if found is None:
+            home = '/usr/local/cuda'
+        else:
+            visible, real = Path(found).parent.parent, Path(found).resolve().parent.parent
+            home = str(visible if (visible / 'include' / 'cuda_runtime.h').exists() else real)
+    try:
+        about = json.loads((Path(home) / 'version.json').read_text())
+        major, minor, *_ = about['cuda_nvcc']['version'].split('.')
+        return int(major), int(minor)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+@functools.cache
+def move_tilelang_cache() -> None:
+    """Put TileLang's own files beside ours where the user moved those, or where TileLang's folder cannot be written.
+
+    TileLang writes there from its import on, so this has to come first.
+    """
+    chosen = knobs.of_process.get('cache_dir')
+    if environment('TILELANG_CACHE_DIR') is not None:
+        return
+    ours = (chosen if isinstance(chosen, Path) else default_cache_dir()).absolute() / 'tilelang'
+    if not isinstance(chosen, Path) and _can_be_made(Path.home() / '.tilelang' / 'cache'):
+        return
+    set_environment('TILELANG_CACHE_DIR', str(ours if _can_be_made(ours) else _process_folder().name))
+
+
+@functools.cache
+def _process_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder that goes with this process."""
+    return tempfile.TemporaryDirectory(prefix='tile_kernels-')
+
+
+def writable(folder: Path) -> bool:
+    """Whether a directory, or the one it would be made in, can be written."""
+    existing = next((path for path in (folder, *folder.absolute().parents) if path.exists()), None)
+    return existing is not None and existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+
+
+def _can_be_made(folder: Path) -> bool:
+    """Make a directory; whether it can be written then."""
+    try:
+        _make_folder(folder)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a directory into which others can put libraries that this process would run."""
+    try:
+        about = folder.stat()
+    except OSError:  # it is not there; making it is another matter
+        return
+    if about.st_uid not in (os.geteuid(), 0):
+        raise ArgumentError(
+            f'cache: {folder} belongs to user {about.st_uid}, who could put code there that runs as you; '
+            'set TK_CACHE_DIR to a directory of your own'
+        )
+    if about.st_mode & stat.S_IWOTH:
+        raise ArgumentError(
+            f'cache: every user can write to {folder}, and put code there that runs as you; '
+            'run: chmod o-w on it, or set TK_CACHE_DIR to a directory of your own'
+        )
+
+
+_digests: dict[tuple[Callable, tuple[Node, ...]], str] = {}
+
+
+def code_digest(folder: Path, builder: Callable, static: tuple) -> str:
+    """Digest of the code of a kernel.
+
+    A cache directory records digests of the package's kernels with the texts they follow from, since comparing texts
+    takes less time than parsing them.
+    """
+    types = code().types(static)
+    key = (builder, types)
+    if key not in _digests:
+        _digests[key] = _recorded_digest(folder, builder, types)
+    return _digests[key]
+
+
+def _recorded_digest(folder: Path, builder: Callable, types: tuple[Node, ...]) -> str:
+    ours = builder.__module__.startswith('tile_kernels.') and builder.__qualname__ == builder.__name__
+    if not ours or builder.__closure__:
+        return code().digest(builder, types)
+    suffix = hashlib.sha256(repr(types).encode()).hexdigest()[:8]
+    path = folder / '.code' / f'{builder.__module__}.{builder.__name__}-{suffix}.json'
+    check_folder(folder)
+    try:
+        check_folder(path.parent)
+        record = json.loads(path.read_text())
+    except (OSError, ValueError):
+        record = None
+    if code().holds(record):
+        return str(record['digest'])
+    digest = code().digest(builder, types)
+    if folder.is_dir():  # which the first library makes
+        with contextlib.suppress(OSError):
+            _make_folder(path.parent)
+            _write(path, json.dumps(code().record(builder, types)).encode(), 0o644)
+    return digest
+
+
+# Entries ------------------------------------------------------------------------------------
+
+
+def _manifest(path: Path) -> Path:
+    return path.with_suffix('.json')
+
+
+def read_manifest(path: Path) -> dict[str, Any] | None:
+    """What was written beside a library; None if there is nothing that can be read."""
+    try:
+        about = json.loads(_manifest(path).read_text())
+    except (OSError, ValueError):
+        return None
+    return about if isinstance(about, dict) else None
+
+
+def damage(path: Path) -> str | None:
+    """What keeps a library from being loaded, None if nothing does. It is looked at before the loader maps it."""
+    about = read_manifest(path)
+    if about is None:
+        return 'has no readable manifest'
+    for name, here in runtime().items():
+        if about.get(name) != here:
+            return f'was built for {name} {about.get(name)}, this is {here}'
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        return f'cannot be read ({error.strerror})'
+    if not content:
+        return 'is empty'
+    if len(content) != about.get('size'):
+        return f'has {len(content)} bytes instead of {about.get("size")}'
+    if hashlib.sha256(content).hexdigest() != about.get('sha256'):
+        return 'has another checksum than its manifest'
+    return None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where the library of one kernel, with its arguments, is looked for."""
+
+    folder: Path
+    arch: str
+    stem: str
+
+    def path(self, release: Toolkit) -> Path:
+        """The library as an nvcc of this release makes it."""
+        return self.folder / self.arch / f'{self.stem}-cu{release[0]}.{release[1]}.so'
+
+    def find(self, may_compile: bool) -> tuple[Path | None, str | None]:
+        """A library that can be loaded, or else what is wrong with those that are there."""
+        check_folder(self.folder)
+        check_folder(self.folder / self.arch)
+        here = toolkit()
+        problem = None
+        if here is not None:
+            own = self.path(here)
+            if own.exists():
+                reason = damage(own)
+                if reason is None:
+                    return own, None
+                problem = f'{own} {reason}'
+            if may_compile and writable(self.folder / self.arch):
+                return None, problem
+        for path in self._any():
+            reason = damage(path)
+            if reason is None:
+                return path, None
+            problem = f'{path} {reason}'
+        return None, problem
+
+    def _any(self) -> list[Path]:
+        """Libraries of every nvcc release, the newest release first."""
+
+        def release(path: Path) -> list[int]:
+            return [int(n) for n in re.findall(r'\d+', path.stem.rpartition('-cu')[2])]
+
+        return sorted((self.folder / self.arch).glob(f'{self.stem}-cu*.so'), key=release, reverse=True)
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Let one process at a time compile this kernel; where no lock can be made, all may."""
+        import filelock
+
+        path = self.folder / '.locks' / f'{self.arch}-{self.stem}.lock'
+        try:
+            _make_folder(path.parent)
+            held = filelock.FileLock(path, mode=0o644)
+            try:
+                held.acquire(timeout=0)
+            except filelock.Timeout:
+                log.info('waiting for another process that compiles %s for %s', self.stem, self.arch)
+                held.acquire()
+        except (OSError, NotImplementedError):
+            yield
+            return
+        try:
+            yield
+        finally:
+            held.release()
+
+
+def _make_folder(folder: Path) -> None:
+    """Make a directory that only its user writes to, whatever the umask."""
+    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
+    folder.mkdir(exist_ok=True, mode=0o755)
+
+
+def store(built: Path, path: Path, about: dict[str, Any]) -> None:
+    """Put a library and its manifest into the cache, each whole or not at all; an OSError leaves nothing behind."""
+    content = built.read_bytes()
+    about = {**about, **runtime(), 'size': len(content), 'sha256': hashlib.sha256(content).hexdigest()}
+    _make_folder(path.parent)
+    check_folder(path.parent)
+    _write(_manifest(path), json.dumps(about, default=str).encode(), 0o644)
+    _write(path, content, 0o755)
+
+
+def _write(path: Path, content: bytes, mode: int) -> None:
+    """Write a file whole or not at all."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix='.', suffix='.tmp')
+    try:
+        with os.fdopen(handle, 'wb') as file:
+            file.write(content)
+        os.chmod(name, mode)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+# Housekeeping -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A library in the cache; `problem` says why it cannot be loaded."""
+
+    path: Path
+    about: dict[str, Any]
+    num_bytes: int
+    problem: str | None
+
+    def remove(self) -> None:
+        """Delete the library and its manifest."""
+        self.path.unlink(missing_ok=True)
+        _manifest(self.path).unlink(missing_ok=True)
+
+
+def stored(folder: Path) -> list[Stored]:
+    """Every library in a cache directory, by architecture and name."""
+    found = []
+    for path in sorted(folder.glob('sm_*/*.so')):
+        with contextlib.suppress(FileNotFoundError):  # another process removes it meanwhile
+            found.append(Stored(path, read_manifest(path) or {}, path.stat().st_size, damage(path)))
+    return found
+
+
+def leftovers(folder: Path, age: float = _ABANDONED) -> list[Path]:
+    """What processes that ended early left behind: unfinished files, manifests without a library, old locks."""
+    found = [*folder.glob('sm_*/.*.tmp'), *folder.glob('.code/.*.tmp'), *folder.glob('.locks/*.lock')]
+    found += [path for path in folder.glob('sm_*/*.json') if not path.with_suffix('.so').exists()]
+    old = []
+    for path in found:
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime >= age:
+                old.append(path)
+    return sorted(old)
