@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tile_kernels.cli.selection import load_ops
 
 import tile_kernels
-from tile_kernels.core import cache
+from tile_kernels.core import cache, nvcc
 from tile_kernels.core.code_digest import Code, Node, Sources, code
 from tile_kernels.core.jit import kernels
 from tile_kernels.core.knobs import knobs
+from tile_kernels.core.registry import load_ops
 
 ROOT = Path(tile_kernels.__file__).parent
 _HOST = ('core.op', 'core.launch', 'core.check', 'core.cases', 'core.replay', 'core.params', 'core.knobs', 'core.jit')
@@ -326,6 +326,15 @@ def test_a_process_records_digests_beside_the_libraries(tmp_path, monkeypatch):
         found = cache.code_digest(tmp_path, launch.kernel.builder, launch.static)
         assert found == digest(code(), 'norm_backward_kernel') and bool(parsed) == expected
     assert len(list(tmp_path.glob('.code/*.json'))) == 1 and not list(tmp_path.rglob('*.tmp'))
+
+
+def test_a_directory_made_for_the_first_kernel_has_its_digest(tmp_path, monkeypatch):
+    launch = launches()['norm_backward_kernel']
+    monkeypatch.setattr(nvcc, 'compile_library', lambda func, configs, arch, path: path.write_bytes(b'compiled'))
+    with knobs(cache_dir=tmp_path / 'new'):
+        launch.kernel.library(launch.static, launch.config, 'sm_90a')
+    (record,) = (tmp_path / 'new').glob('.code/*.json')
+    assert Code().holds(json.loads(record.read_text()))
 
 
 # A user's own kernel ------------------------------------------------------------------------

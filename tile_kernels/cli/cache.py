@@ -82,7 +82,7 @@ def _row(library: Stored) -> tuple[str, ...]:
 
 def is_stale(library: Stored) -> bool:
     """Whether no process with this code and these versions loads the library."""
-    from tile_kernels.cli.selection import load_ops
+    from tile_kernels.core.registry import load_ops
 
     about = library.about
     if library.problem is not None:

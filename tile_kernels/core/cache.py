@@ -140,30 +140,42 @@ def code_digest(folder: Path, builder: Callable, static: tuple) -> str:
     types = code().types(static)
     key = (builder, types)
     if key not in _digests:
-        _digests[key] = _recorded_digest(folder, builder, types)
+        path = _record(folder, builder, types)
+        recorded: Any = None
+        if path is not None:
+            check_folder(folder)
+            check_folder(path.parent)
+            with contextlib.suppress(OSError, ValueError):
+                recorded = json.loads(path.read_text())
+        if code().holds(recorded):
+            return _digests.setdefault(key, recorded['digest'])
+        _digests[key] = code().digest(builder, types)
+        if folder.is_dir():
+            record_digest(folder, builder, static)
     return _digests[key]
 
 
-def _recorded_digest(folder: Path, builder: Callable, types: tuple[Node, ...]) -> str:
+def record_digest(folder: Path, builder: Callable, static: tuple) -> None:
+    """Record the digest of a kernel in a cache directory, if that has none and can be written."""
+    types = code().types(static)
+    path = _record(folder, builder, types)
+    if path is None:
+        return
+    with contextlib.suppress(OSError, ValueError):
+        if path.exists() and code().holds(json.loads(path.read_text())):
+            return
+    with contextlib.suppress(OSError):
+        _make_folder(path.parent)
+        _write(path, json.dumps(code().record(builder, types)).encode(), 0o644)
+
+
+def _record(folder: Path, builder: Callable, types: tuple[Node, ...]) -> Path | None:
+    """Where the digest of a kernel is recorded; None for one that is not of the package or encloses values."""
     ours = builder.__module__.startswith('tile_kernels.') and builder.__qualname__ == builder.__name__
     if not ours or builder.__closure__:
-        return code().digest(builder, types)
+        return None
     suffix = hashlib.sha256(repr(types).encode()).hexdigest()[:8]
-    path = folder / '.code' / f'{builder.__module__}.{builder.__name__}-{suffix}.json'
-    check_folder(folder)
-    try:
-        check_folder(path.parent)
-        record = json.loads(path.read_text())
-    except (OSError, ValueError):
-        record = None
-    if code().holds(record):
-        return str(record['digest'])
-    digest = code().digest(builder, types)
-    if folder.is_dir():  # which the first library makes
-        with contextlib.suppress(OSError):
-            _make_folder(path.parent)
-            _write(path, json.dumps(code().record(builder, types)).encode(), 0o644)
-    return digest
+    return folder / '.code' / f'{builder.__module__}.{builder.__name__}-{suffix}.json'
 
 
 # Entries ------------------------------------------------------------------------------------

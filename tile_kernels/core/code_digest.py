@@ -693,9 +693,9 @@ class Code:
         if node.name.startswith('@'):
             found = module.at_line(int(node.name[1:]))
             return [found] if found is not None else list(module.tree.body)
-        if not node.name:
+        if node.name not in module.statements:
             return list(module.tree.body)
-        statements = module.statements.get(node.name, [])
+        statements = module.statements[node.name]
         if not node.member:
             return [*statements, *self._registered(module, node.name)]
         bodies = [s.body for s in statements if isinstance(s, ast.ClassDef)]
@@ -892,10 +892,10 @@ class Code:
             return [node for pair in value.items() for item in pair for node in self._types(item)]
         owner = value if isinstance(value, type) or hasattr(value, '__code__') else type(value)
         nodes = []
-        module = self.module(owner.__module__) if isinstance(owner.__module__, str) else None
-        if module is not None:
+        name = owner.__module__
+        if isinstance(name, str) and self.sources.file(name) is not None:  # which is not parsed for this
             top = owner.__qualname__.partition('.')[0]
-            nodes.append(Node(module.name, top if top in module.statements else ''))
+            nodes.append(Node(name, '' if '<locals>' in owner.__qualname__ else top))
         if is_dataclass(value) and not isinstance(value, type):
             nodes += [node for f in fields(value) for node in self._types(getattr(value, f.name, None))]
         return nodes

@@ -210,6 +210,7 @@ class Kernel:
                     _compilations += 1
                 try:
                     cache.store(fresh, path, self._about(static, config, arch, release))
+                    cache.record_digest(entry.folder, self.builder, static)
                 except OSError as error:
                     log.warning(
                         'cannot store kernels in %s (%s); set TK_CACHE_DIR to a writable directory', path.parent, error

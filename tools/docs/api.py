@@ -49,6 +49,8 @@ def _followed(found: Any, seen: set[int]) -> Iterator[Op]:
     own = (getattr(found, '__module__', None) or '').startswith('tile_kernels.')
     if isinstance(found, Op):
         yield found
+        if found.__wrapped__ is not found.fn:  # its public function may call others as well
+            yield from _followed(found.__wrapped__, seen)
     elif own and isinstance(found, type):
         for member in vars(found).values():
             yield from _followed(inspect.unwrap(getattr(member, '__func__', member)), seen)
@@ -66,11 +68,10 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def callers(op: Op) -> list[str]:
-    """The public functions that call an op; itself alone if it is one."""
+    """The public functions that call an op; its own names alone if it is one."""
     public = public_names()
-    if public.get(op.name) is op:
-        return [op.name]
-    return [name for name, value in public.items() if op in called(value) and not isinstance(value, type)]
+    own = [name for name, value in public.items() if value is op]
+    return own or [name for name, value in public.items() if op in called(value) and not isinstance(value, type)]
 
 
 def layers_with(op: Op) -> list[str]:
