@@ -16,6 +16,51 @@ for family in tile_kernels.FAMILIES:
     getattr(tile_kernels, family)
 
 
+FAMILY_FILES = [p for p in FILES if p.parent.parent.name == 'tile_kernels' and p.parent.name in tile_kernels.FAMILIES]
+
+#: Private files of a family: device code, checks on the host, inputs of cases.
+PRIVATE_FILES = {'__init__.py', '_macros.py', '_checks.py', '_samples.py'}
+
+
+def stem_of(op) -> str:
+    """The name of the file that an op belongs to: its own, without the marks of gradients and of forms in place."""
+    return op.name.partition('.')[2].rstrip('_').removesuffix('_bwd').removesuffix('_backward')
+
+
+@pytest.mark.parametrize('op', ops.values(), ids=ops)
+def test_an_op_lives_in_the_file_of_its_name(op):
+    package, family, *rest = op.fn.__module__.split('.')
+    names = {stem_of(op), stem_of(op) + '_bwd', op.name.partition('.')[2].rstrip('_')}
+    assert (package, family) == ('tile_kernels', op.family) and len(rest) == 1 and rest[0] in names
+
+
+@pytest.mark.parametrize('op', ops.values(), ids=ops)
+def test_a_twin_lives_in_the_file_that_its_op_has(op):
+    if op.twin.__module__ != 'tile_kernels.core.op':  # derived from another twin
+        assert op.twin.__module__ == f'tile_kernels.reference.{op.family}.{op.fn.__module__.split(".")[2]}'
+
+
+def test_no_public_function_shares_its_name_with_a_different_op():
+    for family in tile_kernels.FAMILIES:
+        module = getattr(tile_kernels, family)
+        different = [name for name in module.__all__ if getattr(module, name) is not ops.get(f'{family}.{name}')]
+        assert not [name for name in different if f'{family}.{name}' in ops]
+
+
+def test_families_use_the_same_names_for_private_files():
+    private = [p for p in FAMILY_FILES if p.name.startswith('_') and p.name not in PRIVATE_FILES]
+    assert not [p.relative_to(ROOT) for p in private]
+    assert not [p.relative_to(ROOT) for p in FILES if p.name.startswith('front') or p.name.endswith('_device.py')]
+
+
+def test_files_of_kernels_stand_beside_an_op():
+    stems = {(op.family, stem_of(op)) for op in ops.values()} | {
+        (op.family, op.name.partition('.')[2]) for op in ops.values()
+    }
+    kernels = [p for p in FAMILY_FILES if p.name.endswith('_kernels.py')]
+    assert not [p.name for p in kernels if (p.parent.name, p.stem.removesuffix('_kernels')) not in stems]
+
+
 @pytest.mark.parametrize('op', ops.values(), ids=ops)
 def test_every_op_is_complete(op):
     assert op.__doc__, 'needs a docstring'
