@@ -174,3 +174,36 @@ def test_small_kernels_take_milliseconds():
         torch.set_num_threads(threads)
     assert times[0] < 1.0 and min(times[1:]) < 0.1
     torch.testing.assert_close(c, a @ b, rtol=1e-2, atol=1e-1)
+
+
+def test_arguments_by_name():
+    @tilelang.jit(out_idx=[2])
+    def difference(size: int):
+        @T.prim_func
+        def kernel(x: T.Tensor((size,), 'float32'), y: T.Tensor((size,), 'float32'), z: T.Tensor((size,), 'float32')):
+            with T.Kernel(1, threads=32):
+                for i in T.Parallel(size):
+                    z[i] = x[i] - y[i]
+
+        return kernel
+
+    x, y = torch.randn(32), torch.randn(32)
+    with interpreting():
+        assert torch.equal(difference(size=32)(x, y=y), x - y)
+        assert torch.equal(difference(size=32)(y=y, x=x), x - y)
+
+
+def test_outputs_of_every_small_float_type():
+    @tilelang.jit(out_idx=[1])
+    def convert(dtype: str):
+        @T.prim_func
+        def kernel(x: T.Tensor((32,), 'float32'), y: T.Tensor((32,), dtype)):
+            with T.Kernel(1, threads=32):
+                for i in T.Parallel(32):
+                    y[i] = T.cast(x[i], dtype)
+
+        return kernel
+
+    with interpreting():
+        for dtype in ('float8_e4m3', 'float8_e4m3fn', 'float8_e5m2'):
+            assert convert(dtype)(torch.ones(32)).float().tolist() == [1.0] * 32

@@ -65,10 +65,11 @@ class Program:
         self.params: list[Param] = [Param(compiler, var, prim_func.buffer_map) for var in prim_func.params]
         for param in self.params:
             param.bind_symbols(compiler)
+        self.usage = Usage(prim_func)
+        compiler.used = self.usage.variables
         self.body = compiler.stmt(prim_func.body)
         self.branches = compiler.branches
         self.options = options
-        self.usage = Usage(prim_func)
         # An output is declared as one, or stored to and never read.
         self.outputs = set(options.outputs) | {
             position
@@ -177,7 +178,7 @@ class Param:
     def new_tensor(self, frame: Frame) -> torch.Tensor:
         """A tensor of the declared shape, its contents arbitrary."""
         shape = [int(self._compiler.expr(extent)(frame)) for extent in self.node.shape]
-        name = self.dtype.name
+        name = 'float8_e4m3fn' if self.dtype.name == 'float8_e4m3' else self.dtype.name
         if self.dtype.packed:
             shape[-1] //= 2
             name = 'int8'
@@ -210,7 +211,7 @@ class Param:
         if want != shape:
             raise ValueError(f'{kernel}: {self.name} must have shape {want}, got {shape}')
         for extent, step, stride in zip(shape, steps, strides, strict=True):
-            if extent > 1 and step != stride:
+            if 0 not in shape and extent > 1 and step != stride:
                 raise ValueError(f'{kernel}: {self.name} must have strides {steps}, got {strides}')
 
 
@@ -222,12 +223,15 @@ class Usage:
 
         self.loaded: set[Any] = set()
         self.stored: set[Any] = set()
+        self.variables: set[Any] = set()  # that some expression reads
         loads: list[Any] = []
         operands: set[Any] = set()
 
         def visit(node: Any) -> None:
             kind = type(node).__name__
-            if kind == 'BufferStore':
+            if kind == 'Var':
+                self.variables.add(node)
+            elif kind == 'BufferStore':
                 self.stored.add(node.buffer.data)
             elif kind == 'BufferLoad':
                 loads.append(node)
@@ -289,10 +293,10 @@ def logical_layout(tensor: torch.Tensor, dtype: DType) -> tuple[tuple[int, ...],
 
 def tensor_memory(tensor: torch.Tensor) -> ByteMemory:
     """The bytes a tensor can reach, shared with it."""
-    reach = 0
-    if tensor.numel():
-        reach = 1 + sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    reach = 1 + sum((max(1, n) - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     size = reach * tensor.element_size()
+    if not tensor.numel():  # nothing belongs to it; inactive lanes still need an address
+        return ByteMemory(np.zeros((1, size), np.uint8), False, 0)
     raw = torch.empty(0, dtype=torch.uint8)
     raw.set_(tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size(), (size,), (1,))
     return ByteMemory(raw.numpy().reshape(1, size), False, size)
@@ -305,6 +309,7 @@ def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
     while type(node).__name__ == 'For' and node.thread_binding is not None:
         tag = str(node.thread_binding.thread_tag)
         variables[tag], extents[tag] = node.loop_var, compiler.expr(node.extent)
+        compiler.know_range(node.loop_var, node.min, node.extent)
         node = node.body
     tensors = compiler.num_memories
     compiler.thread_dims = _thread_dims(node)

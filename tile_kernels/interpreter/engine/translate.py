@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -132,7 +133,9 @@ class Compiler:
         self.macros: dict[Any, Any] = {}  # variable bound before its free variables are -> expression
         self.storages: dict[Any, Storage] = {}
         self.buffers: dict[Any, Buffer] = {}
-        self.safe_values: dict[Any, Any] = {}
+        self.safe_values: dict[Any, Any] = {}  # of plain loads: an annotation holds for all that follows
+        self.copy_safe_values: dict[Any, Any] = {}  # of copies: an annotation holds for its block
+        self.used: set[Any] = set()  # variables that some expression reads
         self.num_slots = 0
         self.num_memories = 0
         self.depth = 0
@@ -277,6 +280,7 @@ class Compiler:
             name = str(key)
             if name == 'safe_value_map':
                 self.safe_values.update(dict(value.items()))
+                self.copy_safe_values = {**self.copy_safe_values, **dict(value.items())}
             elif name == 'barrier_init':
                 self.barrier_counts.update({data: list(counts) for data, counts in value.items()})
             elif name in ('reducer_info', 'reducer_info_v2'):
@@ -337,8 +341,9 @@ class Compiler:
     def access(self, buffer: Any, indices: Any, guard: str | None = None) -> Access:
         """Compile an element access."""
         view = self.buffer(buffer)
+        indices = self.from_the_end(buffer, list(indices))
         dims = [self._dim(view, index, guard) for index in indices]
-        made = Access(view, dims, self.ndim, self.site, self.options.checks != 'none', self._safe_value(buffer))
+        made = Access(view, dims, self.ndim, self.site, self.options.checks != 'none', self.safe_value(buffer))
         if view.scope == 'shared':
             self.touched.append((made, list(indices)))
         return made
@@ -374,8 +379,9 @@ class Compiler:
                 for access, _ in accesses:
                     access.contended = True
 
-    def _safe_value(self, buffer: Any) -> Closure | None:
-        safe = self.safe_values.get(buffer.data)
+    def safe_value(self, buffer: Any, copied: bool = False) -> Closure | None:
+        """What a guarded load outside a buffer gives (None: 0)."""
+        safe = (self.copy_safe_values if copied else self.safe_values).get(buffer.data)
         if safe is None:
             return None
         if isinstance(safe, int | float):
@@ -387,8 +393,31 @@ class Compiler:
         terms, base = self.affine(index)
         if guard is None:
             # TileLang guards global accesses unless told not to, and never a literal index.
-            guard = 'upper' if view.scope == 'global' and self.options.guards and not is_const(index) else 'none'
+            guard = 'both' if view.scope == 'global' and self.options.guards and not is_const(index) else 'none'
         return Dim(base, tuple(sorted(terms.items())), guard)
+
+    def from_the_end(self, buffer: Any, indices: list[Any]) -> list[Any]:
+        """An index list in which every index that is negative for sure counts from the end, as TileLang rewrites it."""
+        return [
+            extent + index if _may_be_negative(index) and self._surely_negative(index) else index
+            for extent, index in zip(buffer.shape, indices, strict=True)
+        ]
+
+    def know_range(self, var: Any, start: Any, extent: Any) -> None:
+        """Note which values a variable takes."""
+        from tvm.ir import Range
+
+        self.analyzer.bind(var, Range.from_min_extent(start, extent), True)
+
+    @cached_property
+    def analyzer(self) -> Any:
+        """What is known of the ranges of variables."""
+        from tvm.arith import Analyzer
+
+        return Analyzer()
+
+    def _surely_negative(self, index: Any) -> bool:
+        return int(index) < 0 if is_const(index) else bool(self.analyzer.can_prove(index < 0))
 
     def affine(self, node: Any) -> tuple[dict[int, int], Closure]:
         """Split an index into coefficients of parallel axes and the rest."""
@@ -435,6 +464,25 @@ def _sum(left: Closure, right: Closure, sign: int) -> Closure:
 def is_const(node: Any) -> bool:
     """Whether an index or extent is a literal."""
     return isinstance(node, int) or type(node).__name__ == 'IntImm'
+
+
+def _may_be_negative(node: Any) -> bool:
+    """Whether an index has a minus in it: others need no closer look."""
+    from tvm.tirx.stmt_functor import post_order_visit
+
+    if is_const(node):
+        return int(node) < 0
+    if type(node).__name__ in ('Var', 'BufferLoad', 'Ramp', 'Broadcast'):
+        return False
+    found: list[Any] = []
+
+    def visit(part: Any) -> None:
+        kind = type(part).__name__
+        if kind == 'Sub' or (kind == 'IntImm' and int(part) < 0):
+            found.append(part)
+
+    post_order_visit(node, visit)
+    return bool(found)
 
 
 def same_indices(first: list[Any], second: list[Any]) -> bool:

@@ -15,7 +15,7 @@ from tile_kernels.interpreter.engine.frame import Frame
 from tile_kernels.interpreter.engine.lanes import both, expand, splits_warps
 from tile_kernels.interpreter.engine.translate import ATTRIBUTE_HINTS, Closure, Compiler, is_const, statement
 from tile_kernels.interpreter.errors import Deadlock, InterpreterError
-from tile_kernels.interpreter.meaning.expressions import vector_element, vector_lanes
+from tile_kernels.interpreter.meaning.expressions import is_vector_index, vector_element, vector_lanes
 from tile_kernels.interpreter.memory.buffers import workspace
 from tile_kernels.interpreter.memory.dtypes import narrower
 
@@ -102,6 +102,12 @@ def sequence(parts: list[Run]) -> Run:
 @statement('Bind')
 def _bind(compiler: Compiler, node: Any) -> Run:
     """`name = value`, evaluated here and immutable afterwards."""
+    if is_vector_index(compiler, node.value):
+        compiler.macros[node.var] = node.value
+        return marked(lambda frame: None)
+    if type(node.value).__name__ == 'BufferLoad' and node.var not in compiler.used:
+        if vector_lanes(compiler, list(node.value.indices)) > 1:
+            return marked(lambda frame: None)  # the name of a region, for tile operators
     try:
         with compiler.one_statement():
             value = compiler.expr(node.value)
@@ -113,6 +119,8 @@ def _bind(compiler: Compiler, node: Any) -> Run:
         return marked(lambda frame: None)
     narrow = narrower(compiler.dtype(node.value)) if compiler.dtype(node.value).kind != 'handle' else None
     slot = compiler.new_slot(node.var)
+    if type(node.value).__name__ == 'Call' and str(node.value.op.name) == 'tl.launch_thread_idx':
+        compiler.know_range(node.var, 0, compiler.thread_dims[int(node.value.args[0])])
 
     def run(frame: Frame) -> None:
         bound = value(frame)
@@ -152,11 +160,11 @@ def _store_elements(compiler: Compiler, node: Any) -> Run:
         return marked(reduced)
     value = compiler.expr(node.value)
     indices = list(node.indices)
-    lanes = vector_lanes(indices)
+    lanes = vector_lanes(compiler, indices)
     if lanes == 1:
         access = compiler.access(node.buffer, indices)
         return marked(lambda frame: access.store(frame, value(frame), frame.mask))
-    parts = [compiler.access(node.buffer, vector_element(indices, lane)) for lane in range(lanes)]
+    parts = [compiler.access(node.buffer, vector_element(compiler, indices, lane)) for lane in range(lanes)]
 
     def run(frame: Frame) -> None:
         values = value(frame)
@@ -233,6 +241,7 @@ def _for(compiler: Compiler, node: Any) -> Run:
     start, extent = compiler.expr(node.min), compiler.expr(node.extent)
     step = 1 if node.step is None else compiler.expr(node.step)
     slot = compiler.new_slot(node.loop_var)
+    compiler.know_range(node.loop_var, node.min, node.extent)
     body = compiler.stmt(node.body)
     loop = serial_loop(start, extent, step, slot, body, compiler.ndim)
     return marked(loop, body) if not escapes(body) else marked(loop, waits_=waits(body), escapes_=True)
@@ -288,6 +297,7 @@ def _parallel(compiler: Compiler, node: Any) -> Run:
     if node.step is not None and not (is_const(node.step) and int(node.step) == 1):
         raise compiler.unsupported('T.Parallel with a step')
     site = compiler.site
+    compiler.know_range(node.loop_var, node.min, node.extent)
     with compiler.one_statement(), compiler.parallel_axis(node.loop_var) as touched:
         body = compiler.stmt(node.body)
     if waits(body):
@@ -382,11 +392,13 @@ def _reads_global(compiler: Compiler, node: Any) -> bool:
 @statement('SBlock')
 def _block(compiler: Compiler, node: Any) -> Run:
     """A scope that allocates buffers and carries annotations."""
+    outer = compiler.copy_safe_values
     compiler.read_annotations(node)
     made = [compiler.allocate(buffer) for buffer in node.alloc_buffers]
     if node.init is not None:
         raise compiler.unsupported('a block with an init statement')
     body = compiler.stmt(node.body)
+    compiler.copy_safe_values = outer
     if not made or compiler.in_launch:
         return body
 

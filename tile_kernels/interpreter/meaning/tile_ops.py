@@ -30,6 +30,7 @@ COPY_HINTS = {
     'use_tma',
     'force_cp_async',
 }
+NAN_KEEPING = {'max': np.maximum, 'min': np.minimum}
 GEMM_HINTS = {'wg_wait', 'k_pack', 'tl.ws_op_id'}
 
 
@@ -50,11 +51,10 @@ class Region:
             mode = dim.guard
             if position in self.wide:
                 terms = (*terms, (depth + self.wide.index(position), 1))
-                mode = 'none' if view.scope != 'global' else guard or ('upper' if compiler.options.guards else 'none')
+                mode = 'none' if view.scope != 'global' else guard or ('both' if compiler.options.guards else 'none')
             dims.append(Dim(self._together(dim.base), terms, mode))
-        self.access = Access(
-            view, dims, compiler.ndim + len(self.wide), compiler.site, access.checked, access.safe_value
-        )
+        safe_value = compiler.safe_value(buffer, copied=True)
+        self.access = Access(view, dims, compiler.ndim + len(self.wide), compiler.site, access.checked, safe_value)
         self.access.extra = self.extents
         self.buffer = view
         self.node = buffer
@@ -74,6 +74,13 @@ class Region:
         array = np.asarray(value)
         array = array.reshape((1,) * len(shape)) if array.ndim == 0 else array
         return np.broadcast_to(array, np.broadcast_shapes(array.shape, shape))
+
+    def shape(self, frame: Frame) -> list[int]:
+        """Extents of all dimensions of the region."""
+        shape = [1] * self.rank
+        for position, extent in zip(self.wide, self.extents, strict=True):
+            shape[position] = int(extent(frame))
+        return shape
 
     def load_matrix(self, frame: Frame, mask: Mask) -> np.ndarray:
         """Values as (blocks, *all dimensions of the region), also those of extent 1."""
@@ -279,15 +286,18 @@ def _reduce(compiler: Compiler, call: Any) -> Closure:
             out_mask = flat.reshape(flat.shape + (1,) * len(wide))
         if not clear(frame):
             old = target.load(frame, out_mask)
-            combined = pair(name, old, combined, result_type)
+            if propagate and name in NAN_KEEPING:
+                combined = NAN_KEEPING[name](old, combined)
+            else:
+                combined = pair(name, old, combined, result_type)
         target.access.store(frame, combined, out_mask)
 
     return run
 
 
 def _combine_dim(name: str, value: np.ndarray, axis: int, dtype: Any, propagate: bool) -> np.ndarray:
-    if propagate and name in ('max', 'min'):
-        return (np.maximum if name == 'max' else np.minimum).reduce(value, axis=axis, keepdims=True)
+    if propagate and name in NAN_KEEPING:
+        return NAN_KEEPING[name].reduce(value, axis=axis, keepdims=True)
     return reduce_axes(name, value, (axis,), dtype)
 
 
@@ -419,20 +429,21 @@ def _im2col(compiler: Compiler, call: Any) -> Closure:
     def run(frame: Frame) -> None:
         mask = collective(frame, frame.mask, len(target.wide))
         _, height, width, channels = image.buffer.layout(frame)[0]
+        rows, columns = target.shape(frame)[-2:]
         out_h = (height + 2 * padding - (kernel - 1) * dilation - 1) // stride + 1
         out_w = (width + 2 * padding - (kernel - 1) * dilation - 1) // stride + 1
-        rows, columns = target.access.extents(frame)[-2:]
         m = np.asarray(row_tile(frame)).reshape(-1, 1, 1) * rows + np.arange(rows).reshape(1, -1, 1)
         k = np.asarray(column_tile(frame)).reshape(-1, 1, 1) * columns + np.arange(columns).reshape(1, 1, -1)
         y = m % (out_h * out_w) // out_w * stride + k // (kernel * channels) * dilation - padding
         x = m % out_w * stride + k // channels % kernel * dilation - padding
         inside = (y >= 0) & (x >= 0) & (y < height) & (x < width)
-        pixels = np.asarray(image.load(frame, None))[0, 0]
+        pixels = image.load_matrix(frame, None)[0]
         batch = np.broadcast_to(np.minimum(m // (out_h * out_w), pixels.shape[0] - 1), inside.shape)
         found = pixels[
             batch, np.where(inside, y, 0), np.where(inside, x, 0), np.broadcast_to(k % channels, inside.shape)
         ]
         value = np.where(inside, found, np.float32(0))
-        target.access.store(frame, value.reshape(-1, 1, rows, columns), mask)
+        lead = (1,) * (target.rank - 2)
+        target.store_matrix(frame, value.reshape(-1, *lead, rows, columns), mask)
 
     return run

@@ -22,8 +22,8 @@ Layout = Callable[[Frame], tuple[tuple[int, ...], tuple[int, ...]]]
 class Dim:
     """One index: `base + sum(coefficient * axis)`.
 
-    `guard` says what happens outside the buffer: 'both' (loads give the safe value, stores are dropped), 'upper'
-    (the same beyond the end, while a negative index is an error), or 'none' (an error).
+    `guard` says what happens outside the buffer: 'both' (loads give the safe value, stores are dropped) or 'none' (an
+    error).
     """
 
     base: Callable[[Frame], Any]
@@ -229,12 +229,9 @@ class Access:
         dim = self.dims[position]
         index = np.asarray(self._index(dim, start, extents), dtype=np.intp)
         index = index.reshape((1,) * self.ndim) if index.ndim == 0 else index
-        if dim.guard == 'upper' and not self.checked:
-            index = np.where(index < 0, index + length, index)  # TileLang counts a negative index from the end
         inside = (index >= 0) & (index < length)
-        bad = index < 0 if dim.guard == 'upper' else ~inside
         if dim.guard != 'both' and self.checked:
-            bad = bad if mask is None else bad & mask
+            bad = ~inside if mask is None else ~inside & mask
             if bad.any():
                 raise self.outside_error(frame, bad)
         if dim.guard != 'none' and (mask is None or (~inside & mask).any()):
