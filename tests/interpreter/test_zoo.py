@@ -14,6 +14,7 @@ from .zoo import INNOCENTS, SPECIMENS
 FINDINGS = {
     'AssertionFailed': 'none',
     'Deadlock': 'none',
+    'LayoutDependent': 'none',
     'BarrierDivergence': 'memory',
     'OutOfBounds': 'memory',
     'UninitializedRead': 'memory',

@@ -59,6 +59,10 @@ class OutOfBounds(InterpreterError):
     """An access outside its buffer that the compiler does not guard."""
 
 
+class LayoutDependent(InterpreterError):
+    """The threads hold different values of a fragment, and the layout decides whose value is used."""
+
+
 class UninitializedRead(InterpreterError):
     """A read of memory nobody wrote."""
 

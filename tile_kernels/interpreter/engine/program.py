@@ -26,7 +26,7 @@ from tile_kernels.interpreter.meaning import (  # noqa: F401  (importing them re
 )
 from tile_kernels.interpreter.meaning.mbarriers import new_barriers
 from tile_kernels.interpreter.meaning.statements import Run, waits
-from tile_kernels.interpreter.memory.buffers import ByteMemory, LocalMemory, Place, bytes_of, workspace
+from tile_kernels.interpreter.memory.buffers import ByteMemory, LocalMemory, Place, ReplicatedMemory, bytes_of, workspace
 from tile_kernels.interpreter.memory.dtypes import DType, constant, dtype_of
 
 BATCH_BYTES = 48 << 20  # on-chip memory and temporaries of the blocks that run together
@@ -67,6 +67,7 @@ class Program:
             param.bind_symbols(compiler)
         self.usage = Usage(prim_func)
         compiler.used = self.usage.variables
+        compiler.replicated = replicated_fragments(prim_func)
         self.body = compiler.stmt(prim_func.body)
         self.branches = compiler.branches
         self.options = options
@@ -264,6 +265,38 @@ class Usage:
             self.stored.add(data)
 
 
+def replicated_fragments(prim_func: Any) -> set[Any]:
+    """Data variables of the fragments of which TileLang gives every thread a copy of its own.
+
+    These are the fragments without an annotated layout of which single elements are used outside of T.Parallel and of
+    tile operators.
+    """
+    from tvm.tirx.stmt_functor import post_order_visit
+
+    together: set[Any] = set()  # accesses in parallel loops and tile operators
+    accesses: list[Any] = []
+    annotated: set[Any] = set()
+
+    def enter(node: Any) -> None:
+        if type(node).__name__ in ('BufferLoad', 'BufferStore'):
+            together.add(node)
+
+    def visit(node: Any) -> None:
+        kind = type(node).__name__
+        if kind in ('BufferLoad', 'BufferStore'):
+            if str(node.buffer.scope()) == 'local.fragment':
+                accesses.append(node)
+        elif kind == 'For' and int(node.kind) == 1:
+            post_order_visit(node, enter)
+        elif kind == 'Call' and str(node.op.name).startswith(('tl.tileop.', 'tl.reducer')):
+            post_order_visit(node, enter)
+        elif kind == 'SBlock' and 'layout_map' in node.annotations:
+            annotated.update(node.annotations['layout_map'].keys())
+
+    post_order_visit(prim_func.body, visit)
+    return {node.buffer.data for node in accesses if node not in together} - annotated
+
+
 def _declare_tensor(compiler: Compiler, node: Any) -> Storage:
     dtype = compiler.dtype(node)
     storage = Storage(compiler.num_memories, 'global', dtype, 0, str(node.name), {dtype.name})
@@ -402,6 +435,8 @@ def _footprint(storages: list[Storage], threads: int) -> int:
         if isinstance(storage.size, int):
             per = threads * 8 if storage.scope == 'local' else storage.dtype.storage.itemsize + 8
             size += storage.size * per
+            if storage.replicated:
+                size += min(storage.size * storage.dtype.storage.itemsize * threads, 1 << 18)
     return size
 
 
@@ -429,6 +464,8 @@ def allocate(storage: Storage, frame: Frame, options: Options, host: Frame) -> A
         if host.memory[storage.slot] is None:
             host.memory[storage.slot] = workspace(storage, frame, options)
         return host.memory[storage.slot]
+    if storage.replicated:
+        return ReplicatedMemory(frame.blocks, frame.threads, size_bytes, options.checks != 'none')
     memory = ByteMemory.of_blocks(frame.blocks, size_bytes, options.checks != 'none')
     if options.races and storage.scope == 'shared':
         memory.race = SharedMarks(memory, storage.unit)

@@ -112,6 +112,7 @@ class Storage:
     name: str
     dtypes: set[str] = field(default_factory=set)
     counts: list[Closure] = field(default_factory=list)  # arrivals each mbarrier waits for
+    replicated: bool = False  # every thread has its own copy of this fragment
     counts_bytes: bool = False  # blocks of the cluster send bytes to these mbarriers
 
     @property
@@ -135,6 +136,8 @@ class Compiler:
         self.buffers: dict[Any, Buffer] = {}
         self.safe_values: dict[Any, Any] = {}  # of plain loads: an annotation holds for all that follows
         self.copy_safe_values: dict[Any, Any] = {}  # of copies: an annotation holds for its block
+        self.replicated: set[Any] = set()  # data variables of fragments of which every thread has a copy
+        self.alone = False  # inside a parallel loop that every thread runs by itself, on its own copies
         self.used: set[Any] = set()  # variables that some expression reads
         self.num_slots = 0
         self.num_memories = 0
@@ -266,6 +269,7 @@ class Compiler:
             size = lambda frame: int(np.prod([int(closure(frame)) for closure in closures]))
         dtype = self.dtype(buffer)
         storage = Storage(self.num_memories, scope, dtype, size, str(buffer.name), {str(buffer.dtype)})
+        storage.replicated = scope == 'fragment' and buffer.data in self.replicated
         self.num_memories += 1
         self.storages[buffer.data] = storage
         return storage
@@ -344,6 +348,7 @@ class Compiler:
         indices = self.from_the_end(buffer, list(indices))
         dims = [self._dim(view, index, guard) for index in indices]
         made = Access(view, dims, self.ndim, self.site, self.options.checks != 'none', self.safe_value(buffer))
+        made.per_thread = not self.depth or self.alone
         if view.scope == 'shared':
             self.touched.append((made, list(indices)))
         return made

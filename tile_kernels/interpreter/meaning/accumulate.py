@@ -11,7 +11,7 @@ from tile_kernels.interpreter.engine.lanes import Mask, both, expand, select
 from tile_kernels.interpreter.engine.translate import Closure, Compiler, same_indices
 from tile_kernels.interpreter.meaning.expressions import maximum, minimum
 from tile_kernels.interpreter.memory.access import Access, is_local
-from tile_kernels.interpreter.memory.buffers import Place
+from tile_kernels.interpreter.memory.buffers import Place, ReplicatedMemory
 from tile_kernels.interpreter.memory.dtypes import DType, dtype_of, rounder
 
 COMBINE: dict[str, Any] = {
@@ -79,6 +79,8 @@ def contribute(
     extents = access.extents(frame)
     place = access.locate(frame, mask)
     mask = both(mask, place.ok)
+    if isinstance(memory, ReplicatedMemory) and not memory.unite():
+        raise access.depends(frame, (0, -1), 'accumulated by threads together')
     _watch(frame, access, memory, place, mask, ordered)
     lanes = full_lanes(frame, value, dtype, access.ndim, extents, threads)
     if mask is not None:

@@ -298,8 +298,11 @@ def _parallel(compiler: Compiler, node: Any) -> Run:
         raise compiler.unsupported('T.Parallel with a step')
     site = compiler.site
     compiler.know_range(node.loop_var, node.min, node.extent)
+    outermost, compiler.alone = compiler.depth == 0, compiler.alone or _fills_own_copies(compiler, node)
     with compiler.one_statement(), compiler.parallel_axis(node.loop_var) as touched:
         body = compiler.stmt(node.body)
+    if outermost:
+        compiler.alone = False
     if waits(body):
         raise compiler.unsupported('a wait inside T.Parallel')
     ndim = compiler.ndim
@@ -325,6 +328,24 @@ def _parallel(compiler: Compiler, node: Any) -> Run:
             frame.memory[slot].forget_inner(ndim)
 
     return ordered(compiler, marked(run))
+
+
+def _fills_own_copies(compiler: Compiler, loop: Any) -> bool:
+    """Whether a parallel loop stores to replicated fragments only: then every thread runs all of its iterations."""
+    from tvm.tirx.stmt_functor import post_order_visit
+
+    if not compiler.replicated:
+        return False
+    stores, effects = [], []
+
+    def visit(node: Any) -> None:
+        if type(node).__name__ == 'BufferStore':
+            stores.append(node.buffer.data in compiler.replicated)
+        elif type(node).__name__ == 'Evaluate' and type(node.value).__name__ == 'Call':
+            effects.append(node)
+
+    post_order_visit(loop, visit)
+    return bool(stores) and all(stores) and not effects
 
 
 @statement('While')

@@ -58,6 +58,7 @@ class Region:
         self.access.extra = self.extents
         self.buffer = view
         self.node = buffer
+        self.replicated = buffer.data in compiler.storages and compiler.storages[buffer.data].replicated
 
     def _together(self, base: Closure) -> Closure:
         """A coordinate of the rectangle, the same for all threads that take part."""
@@ -142,6 +143,7 @@ def _copy(compiler: Compiler, call: Any) -> Closure:
         target.access.atomic = True  # races between blocks of a cluster are not checked
         private = True
     source.access.private = target.access.private = private
+    source.access.per_thread = private or target.replicated
     axes = len(source.wide)
     launch = _asynchronous(compiler, call, notes, target)
 
@@ -262,6 +264,7 @@ def _reduce(compiler: Compiler, call: Any) -> Closure:
     result_type = target.buffer.dtype
     convert = caster(dtype_of(dtype.name), dtype_of(result_type.name))
     private = target.buffer.scope == 'local'
+    source.access.per_thread = target.access.per_thread = private or target.replicated
 
     def run(frame: Frame) -> None:
         mask = frame.mask

@@ -9,11 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from tile_kernels.interpreter.engine.frame import Frame
+from tile_kernels.interpreter.engine.frame import Frame, active_threads, first_thread
 from tile_kernels.interpreter.engine.lanes import Mask, axis_values, both, expand, lane_of, select
-from tile_kernels.interpreter.errors import InterpreterError, OutOfBounds, Site, UninitializedRead, UnsupportedConstruct
-from tile_kernels.interpreter.memory.buffers import LocalMemory, Place, memory_at
-from tile_kernels.interpreter.memory.dtypes import DType
+from tile_kernels.interpreter.errors import (
+    InterpreterError,
+    LayoutDependent,
+    OutOfBounds,
+    Site,
+    UninitializedRead,
+    UnsupportedConstruct,
+)
+from tile_kernels.interpreter.memory.buffers import LocalMemory, Place, ReplicatedMemory, covers, memory_at
+from tile_kernels.interpreter.memory.dtypes import DType, decoder
 
 Layout = Callable[[Frame], tuple[tuple[int, ...], tuple[int, ...]]]
 
@@ -69,6 +76,7 @@ class Access:
         self.everyone = False  # every thread of the block reads it (operands of matrix products and reductions)
         self.private = False  # each thread makes the whole access by itself
         self.row_shift: Callable[[Frame], Any] | None = None  # rows to the block of the cluster that is written
+        self.per_thread = False  # each thread uses its own copy of a replicated fragment
         self.may_be_in_flight = False  # an asynchronous product may add to its own unfinished result
 
     def moved(self, offset: int) -> Access:
@@ -78,7 +86,7 @@ class Access:
         last = self.dims[-1]
         dims = [*self.dims[:-1], Dim(lambda frame: last.base(frame) + offset, last.terms, last.guard)]
         other = Access(self.buffer, dims, self.ndim, self.site, self.checked, self.safe_value)
-        other.extra, other.atomic = self.extra, self.atomic
+        other.extra, other.atomic, other.per_thread = self.extra, self.atomic, self.per_thread
         return other
 
     def extents(self, frame: Frame) -> list[int]:
@@ -163,8 +171,11 @@ class Access:
         """Values of the lanes; the safe value where a guarded index lies outside."""
         place = self.locate(frame, mask)
         memory = self.memory(frame)
-        self.watch_read(frame, memory, place, both(mask, place.ok))
-        value = memory.read(place, self.buffer.dtype)
+        if isinstance(memory, ReplicatedMemory) and memory.lines is not None:
+            value = self._read_copies(frame, memory, place, both(mask, place.ok))
+        else:
+            self.watch_read(frame, memory, place, both(mask, place.ok))
+            value = memory.read(place, self.buffer.dtype)
         if place.ok is None:
             return value
         safe = 0 if self.safe_value is None else self.safe_value(frame)
@@ -177,12 +188,63 @@ class Access:
         memory = self.memory(frame)
         if memory.pending is not None and not self.may_be_in_flight:
             memory.pending.check(frame, self, place, mask, 'written')
+        if self.buffer.scope == 'fragment' and self._store_differs(frame, memory, place, value, mask):
+            return
         if memory.race is None or self.atomic:
             memory.write(place, value, self.buffer.dtype, mask)
             return
         seen = memory.race.before_write(frame, self, place, mask, value)
         memory.write(place, value, self.buffer.dtype, mask)
         memory.race.after_write(frame, self, seen)
+
+    def _read_copies(self, frame: Frame, memory: ReplicatedMemory, place: Place, mask: Mask) -> Any:
+        """Values of the threads' own copies; threads that act together must have the same."""
+        lines, dtype = memory.spread(), self.buffer.dtype
+        place = memory.copies(place, dtype)
+        active = expand(active_threads(frame), self.ndim)
+        self.watch_read(frame, lines, place, active if mask is None else active & mask)
+        if self.per_thread:
+            return lines.read(place, dtype)
+        raw = lines.read_raw(place, dtype)
+        chosen = raw[np.arange(frame.blocks), first_thread(frame)][:, None]
+        differs = (raw != chosen) & active
+        differs = differs if mask is None else differs & mask
+        if differs.any():
+            raise self.depends(frame, lane_of(differs), 'read by threads together')
+        return decoder(dtype)(chosen)
+
+    def _store_differs(self, frame: Frame, memory: Any, place: Place, value: Any, mask: Mask) -> bool:
+        """Write the threads' own copies of a fragment if they differ; gives whether they do."""
+        by_value = _differs_by_thread(frame, value)
+        if not isinstance(memory, ReplicatedMemory):
+            apart = isinstance(place.base, np.ndarray) and place.base.shape[1] > 1
+            if by_value and not apart:
+                raise self.depends(frame, (0, -1), 'written by threads together')
+            return False
+        by_mask = frame.mask is not None and _splits_blocks(frame)
+        if memory.lines is None:
+            by_place = isinstance(place.base, np.ndarray) and place.base.shape[1] > 1
+            if not (by_value or by_mask or by_place):
+                return False
+        elif mask is None and not (by_value or by_mask) and covers(place, memory.size * 8 // self.buffer.dtype.bits):
+            memory.unite(same=True)
+            return False
+        active = None if frame.mask is None else expand(active_threads(frame), self.ndim)
+        memory.spread().write(memory.copies(place, self.buffer.dtype), value, self.buffer.dtype, both(mask, active))
+        return True
+
+    def depends(self, frame: Frame, lane: tuple[int, ...], done: str) -> InterpreterError:
+        """The finding for a fragment whose layout decides the result."""
+        index = self.index_at(frame, (*lane, *(0,) * (self.ndim - len(lane))))
+        return frame.error(
+            LayoutDependent,
+            f'fragment {self.buffer.name} is {done} at index {_tuple(index)}, where their values differ: which of them '
+            'counts depends on the layout that the compiler chooses',
+            self.site,
+            lane,
+            self.buffer.name,
+            index,
+        )
 
     def watch_read(self, frame: Frame, memory: Any, place: Place, mask: Mask) -> None:
         """Hold a read against what is known of the memory: written, landed, ordered."""
@@ -275,6 +337,30 @@ class Access:
 def is_local(memory: Any) -> bool:
     """Whether a memory holds private registers of threads."""
     return isinstance(memory, LocalMemory)
+
+
+def _differs_by_thread(frame: Frame, value: Any) -> bool:
+    """Whether active threads of a block hold different values."""
+    if not isinstance(value, np.ndarray) or value.ndim < 2 or value.shape[1] == 1:
+        return False
+    if frame.mask is None:
+        first = value[:, :1]
+    else:
+        value = np.broadcast_to(value, (frame.blocks, *value.shape[1:]))
+        first = value[np.arange(frame.blocks), first_thread(frame)][:, None]
+    differs = value != first
+    if value.dtype.kind == 'f':
+        differs &= ~((value != value) & (first != first))
+    return bool((differs if frame.mask is None else differs & expand(active_threads(frame), value.ndim)).any())
+
+
+def _splits_blocks(frame: Frame) -> bool:
+    """Whether some threads of a block that still run are inactive, while others are active."""
+    if frame.mask.shape[1] == 1:
+        return False
+    active = active_threads(frame)
+    idle = ~active if frame.live is None else ~active & frame.live
+    return bool((active.any(axis=1) & idle.any(axis=1)).any())
 
 
 def _tuple(values: tuple[int, ...]) -> str:
