@@ -26,7 +26,14 @@ from tile_kernels.interpreter.meaning import (  # noqa: F401  (importing them re
 )
 from tile_kernels.interpreter.meaning.mbarriers import new_barriers
 from tile_kernels.interpreter.meaning.statements import Run, waits
-from tile_kernels.interpreter.memory.buffers import ByteMemory, LocalMemory, Place, ReplicatedMemory, bytes_of, workspace
+from tile_kernels.interpreter.memory.buffers import (
+    ByteMemory,
+    LocalMemory,
+    Place,
+    ReplicatedMemory,
+    bytes_of,
+    workspace,
+)
 from tile_kernels.interpreter.memory.dtypes import DType, constant, dtype_of
 
 BATCH_BYTES = 48 << 20  # on-chip memory and temporaries of the blocks that run together
@@ -42,11 +49,21 @@ class Shared:
         self.marks: list[Any] = []  # what blocks did to tensors, where races are checked
         self.events = 0  # grows whenever a thread makes progress at a barrier
         self.covered: set[int] = set()
+        self.paths: list[tuple[tuple[str, int, int], ...]] = [()]
         self.guarded: dict[tuple[Site, str], int] = {}
 
     def note_guarded(self, site: Site, buffer: str) -> None:
         """Remember that a guard was needed."""
         self.guarded[site, buffer] = self.guarded.get((site, buffer), 0) + 1
+
+    def apart(self, first: int, second: int) -> bool:
+        """Whether two paths take different sides of one branch that no loop repeats."""
+        for one, other in zip(self.paths[first], self.paths[second], strict=False):
+            if one != other:
+                return one[0] == 'if' and one[:2] == other[:2]
+            if one[0] == 'loop':
+                return False
+        return False
 
     def grid_sync(self) -> None:
         """Blocks have waited for each other: what they did is ordered before what follows."""
@@ -286,9 +303,9 @@ def replicated_fragments(prim_func: Any) -> set[Any]:
         if kind in ('BufferLoad', 'BufferStore'):
             if str(node.buffer.scope()) == 'local.fragment':
                 accesses.append(node)
-        elif kind == 'For' and int(node.kind) == 1:
-            post_order_visit(node, enter)
-        elif kind == 'Call' and str(node.op.name).startswith(('tl.tileop.', 'tl.reducer')):
+        elif (kind == 'For' and int(node.kind) == 1) or (
+            kind == 'Call' and str(node.op.name).startswith(('tl.tileop.', 'tl.reducer'))
+        ):
             post_order_visit(node, enter)
         elif kind == 'SBlock' and 'layout_map' in node.annotations:
             annotated.update(node.annotations['layout_map'].keys())
@@ -372,6 +389,9 @@ def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
             frame.first_block = start
             frame.block_ids = _coordinates(start, count, grid)
             frame.clock = Clock(frame, compiler.cluster_dims) if compiler.options.races else None
+            if frame.clock is not None:
+                frame.clock.settling = compiler.overwrites
+            host.shared.paths = compiler.paths
             for tag, ids in zip(tags, frame.block_ids, strict=True):
                 frame.env[slots[tag]] = int(ids[0]) if count == 1 else ids.astype(np.int32).reshape(-1, 1)
             for storage in storages:

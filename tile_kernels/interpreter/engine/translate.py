@@ -117,8 +117,8 @@ class Storage:
 
     @property
     def unit(self) -> int:
-        """Bytes of the smallest element any buffer sees in this memory."""
-        return min(dtype_of(name).storage.itemsize for name in self.dtypes)
+        """Bits of the smallest element any buffer sees in this memory."""
+        return min(dtype_of(name).bits for name in self.dtypes)
 
 
 class Compiler:
@@ -137,6 +137,9 @@ class Compiler:
         self.safe_values: dict[Any, Any] = {}  # of plain loads: an annotation holds for all that follows
         self.copy_safe_values: dict[Any, Any] = {}  # of copies: an annotation holds for its block
         self.replicated: set[Any] = set()  # data variables of fragments of which every thread has a copy
+        self.overwrites = False  # copies announced by mbarriers may overwrite what was read
+        self.path: tuple[tuple[str, int, int], ...] = ()  # branches and loops around the current statement
+        self.paths: list[tuple[tuple[str, int, int], ...]] = [()]
         self.alone = False  # inside a parallel loop that every thread runs by itself, on its own copies
         self.used: set[Any] = set()  # variables that some expression reads
         self.num_slots = 0
@@ -348,10 +351,25 @@ class Compiler:
         indices = self.from_the_end(buffer, list(indices))
         dims = [self._dim(view, index, guard) for index in indices]
         made = Access(view, dims, self.ndim, self.site, self.options.checks != 'none', self.safe_value(buffer))
+        made.path = self._path_number()
         made.per_thread = not self.depth or self.alone
         if view.scope == 'shared':
             self.touched.append((made, list(indices)))
         return made
+
+    @contextmanager
+    def inside(self, kind: str, number: int, side: int = 0) -> Iterator[None]:
+        """Compile a side of a branch ('if'), or the body of a loop ('loop')."""
+        outer, self.path = self.path, (*self.path, (kind, number, side))
+        try:
+            yield
+        finally:
+            self.path = outer
+
+    def _path_number(self) -> int:
+        if self.paths[-1] != self.path:
+            self.paths.append(self.path)
+        return len(self.paths) - 1
 
     def words(self, data: Any, dtype: DType, start: Closure) -> Access:
         """An access to element `start` of the memory of a data variable, seen as a flat array of `dtype`."""

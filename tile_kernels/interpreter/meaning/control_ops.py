@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tile_kernels.interpreter.engine.frame import Frame
+from tile_kernels.interpreter.engine.frame import Frame, active_threads
 from tile_kernels.interpreter.engine.lanes import both, expand, lane_of
 from tile_kernels.interpreter.engine.translate import Closure, Compiler, op
 from tile_kernels.interpreter.errors import AssertionFailed
@@ -85,13 +85,23 @@ def assertion(compiler: Compiler, condition: Any, what: str) -> Closure:
     'tl.warpgroup_arrive',
     'tl.warpgroup_commit_batch',
     'tl.warpgroup_fence_operand',
-    'tl.fence_proxy_async',
     'tl.ptx_fence_barrier_init',
     'tl.tma_store_arrive',
 )
 def _hint(compiler: Compiler, call: Any) -> Closure:
     """Hints about registers, launch overlap and fences: no effect on results here."""
     return lambda frame: None
+
+
+@op('tl.fence_proxy_async')
+def _fence_proxy(compiler: Compiler, call: Any) -> Closure:
+    """What the threads did is visible to copies and products that follow."""
+
+    def run(frame: Frame) -> None:
+        if frame.clock is not None:
+            frame.clock.fence(active_threads(frame))
+
+    return run
 
 
 @op('tirx.call_extern', 'tirx.call_pure_extern')

@@ -9,7 +9,7 @@ import numpy as np
 from tile_kernels.interpreter.engine.frame import Frame
 from tile_kernels.interpreter.engine.lanes import both
 from tile_kernels.interpreter.engine.translate import Closure, Compiler, op
-from tile_kernels.interpreter.meaning.accumulate import contribute, full_lanes, scatter_in_turn
+from tile_kernels.interpreter.meaning.accumulate import contribute, full_lanes, note_atomic, scatter_in_turn
 from tile_kernels.interpreter.memory.dtypes import caster, dtype_of
 
 
@@ -57,6 +57,7 @@ def _atomic(compiler: Compiler, call: Any) -> Closure:
         place = access.locate(frame, frame.mask)
         mask = both(frame.mask, place.ok)
         access.watch_read(frame, access.memory(frame), place, mask)
+        note_atomic(frame, access, access.memory(frame), place, mask)
         return scatter_in_turn(access.memory(frame), place, lanes, name, mask, dtype)
 
     return run
@@ -107,6 +108,8 @@ def _atomic_vector(compiler: Compiler, call: Any) -> Closure:
             lanes = full_lanes(frame, given, dtype, into.ndim, into.extents(frame), threads)
             place = into.locate(frame, frame.mask)
             mask = both(frame.mask, place.ok)
+            into.watch_read(frame, into.memory(frame), place, mask)
+            note_atomic(frame, into, into.memory(frame), place, mask)
             old.append(scatter_in_turn(into.memory(frame), place, lanes, 'sum', mask, dtype))
         return tuple(old)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tile_kernels.interpreter.engine.frame import Frame
+from tile_kernels.interpreter.engine.frame import Frame, active_threads
 from tile_kernels.interpreter.engine.lanes import both, expand, splits_warps
 from tile_kernels.interpreter.engine.translate import ATTRIBUTE_HINTS, Closure, Compiler, is_const, statement
 from tile_kernels.interpreter.errors import Deadlock, InterpreterError
@@ -158,7 +158,13 @@ def _store_elements(compiler: Compiler, node: Any) -> Run:
     reduced = accumulation(compiler, node)
     if reduced is not None:
         return marked(reduced)
+    before = len(compiler.touched)
     value = compiler.expr(node.value)
+    if type(node.value).__name__ != 'BufferLoad':
+        value = _settled(value, always=True)
+    elif compiler.buffer(node.buffer).scope in ('local', 'fragment'):
+        for access, _ in compiler.touched[before:]:
+            access.only_moves = True
     indices = list(node.indices)
     lanes = vector_lanes(compiler, indices)
     if lanes == 1:
@@ -193,9 +199,24 @@ def _if(compiler: Compiler, node: Any) -> Run:
     """Branch: for real when the condition is the same for all lanes, by masks otherwise."""
     condition = compiler.expr(node.condition)
     then_id, else_id = compiler.new_branch('then'), compiler.new_branch('else')
-    then = compiler.stmt(node.then_case)
-    otherwise = compiler.stmt(node.else_case) if node.else_case is not None else marked(nothing)
+    with compiler.inside('if', then_id, 0):
+        then = compiler.stmt(node.then_case)
+    with compiler.inside('if', then_id, 1):
+        otherwise = compiler.stmt(node.else_case) if node.else_case is not None else marked(nothing)
+    condition = _settled(condition)
     return branch(condition, then, otherwise, (then_id, else_id))
+
+
+def _settled(condition: Closure, always: bool = False) -> Closure:
+    """An expression whose threads go on when what it read has come (or, for conditions, if they differ)."""
+
+    def run(frame: Frame) -> Any:
+        value = condition(frame)
+        if frame.clock is not None and frame.clock.settling and (always or isinstance(value, np.ndarray)):
+            frame.clock.settle(active_threads(frame))
+        return value
+
+    return run
 
 
 def branch(condition: Closure, then: Run, otherwise: Run, ids: tuple[int, int]) -> Run:
@@ -242,7 +263,8 @@ def _for(compiler: Compiler, node: Any) -> Run:
     step = 1 if node.step is None else compiler.expr(node.step)
     slot = compiler.new_slot(node.loop_var)
     compiler.know_range(node.loop_var, node.min, node.extent)
-    body = compiler.stmt(node.body)
+    with compiler.inside('loop', slot):
+        body = compiler.stmt(node.body)
     loop = serial_loop(start, extent, step, slot, body, compiler.ndim)
     return marked(loop, body) if not escapes(body) else marked(loop, waits_=waits(body), escapes_=True)
 
@@ -351,7 +373,9 @@ def _fills_own_copies(compiler: Compiler, loop: Any) -> bool:
 @statement('While')
 def _while(compiler: Compiler, node: Any) -> Run:
     """Repeat while the condition holds; each lane leaves on its own."""
-    condition, body = compiler.expr(node.condition), compiler.stmt(node.body)
+    condition = _settled(compiler.expr(node.condition))
+    with compiler.inside('loop', -len(compiler.paths)):
+        body = compiler.stmt(node.body)
     site = compiler.site
     spins = not compiler.depth and (waits(body) or _reads_global(compiler, node.condition))
     compiler.spins = compiler.spins or spins

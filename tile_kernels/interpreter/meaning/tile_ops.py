@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tile_kernels.interpreter.engine.frame import Frame, agreed, cluster_rank
+from tile_kernels.interpreter.engine.frame import Frame, active_threads, agreed, cluster_rank
 from tile_kernels.interpreter.engine.lanes import Mask, expand
 from tile_kernels.interpreter.engine.translate import Closure, Compiler, is_const, op
 from tile_kernels.interpreter.meaning.accumulate import contribute, identity, pair, reduce_axes
@@ -30,6 +30,7 @@ COPY_HINTS = {
     'use_tma',
     'force_cp_async',
 }
+ASYNCHRONOUS = {'tl.tileop.async_copy': 'copy', 'tl.tileop.tma_copy': 'tma'}
 NAN_KEEPING = {'max': np.maximum, 'min': np.minimum}
 GEMM_HINTS = {'wg_wait', 'k_pack', 'tl.ws_op_id'}
 
@@ -56,6 +57,7 @@ class Region:
         safe_value = compiler.safe_value(buffer, copied=True)
         self.access = Access(view, dims, compiler.ndim + len(self.wide), compiler.site, access.checked, safe_value)
         self.access.extra = self.extents
+        self.access.path = access.path
         self.buffer = view
         self.node = buffer
         self.replicated = buffer.data in compiler.storages and compiler.storages[buffer.data].replicated
@@ -144,8 +146,14 @@ def _copy(compiler: Compiler, call: Any) -> Closure:
         private = True
     source.access.private = target.access.private = private
     source.access.per_thread = private or target.replicated
+    source.access.only_moves = target.buffer.scope in ('local', 'fragment')
     axes = len(source.wide)
     launch = _asynchronous(compiler, call, notes, target)
+    if source.buffer.scope == 'shared' and str(call.op.name) == 'tl.tileop.tma_copy':
+        source.access.asynchronous = 'tma'
+    if target.buffer.scope == 'shared':
+        compiler.overwrites = compiler.overwrites or 'barrier' in notes
+        target.access.asynchronous = ASYNCHRONOUS.get(str(call.op.name), '')
 
     def run(frame: Frame) -> None:
         mask = frame.mask
@@ -201,6 +209,8 @@ def _gemm(compiler: Compiler, call: Any) -> Closure:
     """C += A @ B (each operand transposed if asked), accumulated in the type of C."""
     left, right, out = (Region(compiler, call.args[position]) for position in range(3))
     left.access.everyone = right.access.everyone = True
+    if str(call.op.name) == 'tl.tileop.wgmma_gemm':
+        left.access.asynchronous = right.access.asynchronous = 'gemm'
     notes = {str(key) for key in dict(call.annotations or {})}
     if notes - GEMM_HINTS:
         raise compiler.unsupported(f'gemm annotation {sorted(notes - GEMM_HINTS)}')
@@ -209,7 +219,7 @@ def _gemm(compiler: Compiler, call: Any) -> Closure:
     dtype = out.buffer.dtype
     exact = np.float64 if dtype.is_int or dtype.name == 'float64' else np.float32
     round_out = rounder(dtype)
-    launch = async_gemm_hook(compiler, str(call.op.name), out.access)
+    launch = async_gemm_hook(compiler, str(call.op.name), out.access, [left.access, right.access])
     out.access.may_be_in_flight = launch is not None
 
     def run(frame: Frame) -> None:
@@ -236,6 +246,8 @@ def _gemm(compiler: Compiler, call: Any) -> Closure:
         total = np.broadcast_to(total, (frame.blocks, *total.shape[1:]))
         wide = [total.shape[1:][position - out.rank + 2] for position in out.wide]
         out.access.store(frame, total.reshape(frame.blocks, 1, *wide), mask)
+        if frame.clock is not None:
+            frame.clock.settle(active_threads(frame))
         if launch is not None:
             launch(frame, mask)
 
@@ -294,6 +306,8 @@ def _reduce(compiler: Compiler, call: Any) -> Closure:
             else:
                 combined = pair(name, old, combined, result_type)
         target.access.store(frame, combined, out_mask)
+        if frame.clock is not None:
+            frame.clock.settle(active_threads(frame))
 
     return run
 
@@ -400,6 +414,7 @@ def _atomic_tile(compiler: Compiler, call: Any) -> Closure:
     """dst[...] = op(dst[...], value[...]), each element atomically and once."""
     name = {'add': 'sum', 'max': 'max', 'min': 'min'}[str(call.op.name)[-3:]]
     target = Region(compiler, call.args[1], 'both')
+    target.access.atomic = True
     kind = type(call.args[0]).__name__
     is_tile = kind == 'BufferRegion' or (kind == 'Call' and str(call.args[0].op.name) == 'tl.region')
     axes = len(target.wide)

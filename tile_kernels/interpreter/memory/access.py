@@ -72,6 +72,9 @@ class Access:
         self.safe_value = safe_value
         self.extra: tuple[Callable[[Frame], int], ...] = ()
         self.atomic = False
+        self.asynchronous = ''  # 'copy', 'tma' or 'gemm': what asynchronous copies and products do
+        self.only_moves = False  # its values go to registers as they are: nothing has to wait for them yet
+        self.path = 0  # number of the branches and loops around it
         self.contended = False  # its statement touches the same shared buffer at other indices, too
         self.everyone = False  # every thread of the block reads it (operands of matrix products and reductions)
         self.private = False  # each thread makes the whole access by itself
@@ -87,6 +90,7 @@ class Access:
         dims = [*self.dims[:-1], Dim(lambda frame: last.base(frame) + offset, last.terms, last.guard)]
         other = Access(self.buffer, dims, self.ndim, self.site, self.checked, self.safe_value)
         other.extra, other.atomic, other.per_thread = self.extra, self.atomic, self.per_thread
+        other.asynchronous, other.path = self.asynchronous, self.path
         return other
 
     def extents(self, frame: Frame) -> list[int]:
@@ -188,6 +192,8 @@ class Access:
         memory = self.memory(frame)
         if memory.pending is not None and not self.may_be_in_flight:
             memory.pending.check(frame, self, place, mask, 'written')
+        if self.buffer.scope in ('shared', 'global') and frame.clock is not None and frame.clock.settling:
+            frame.clock.settle(active_threads(frame))
         if self.buffer.scope == 'fragment' and self._store_differs(frame, memory, place, value, mask):
             return
         if memory.race is None or self.atomic:
