@@ -87,5 +87,25 @@ class Deadlock(InterpreterError):
     """Every thread that is still running waits for a barrier that cannot complete."""
 
 
+class ReducerMisuse(InterpreterError):
+    """A reducer that is updated before its start, read before its end, or never finalized."""
+
+
+class MisalignedAccess(InterpreterError):
+    """A vector access at an address that is not a multiple of the vector's bytes."""
+
+
+class TypeMismatch(InterpreterError):
+    """Operands of types that no instruction takes together."""
+
+
+class ResourceLimit(InterpreterError):
+    """More threads or shared memory than a GPU has."""
+
+
+class LoweringFailed(InterpreterError):
+    """TileLang refuses to lower the kernel for the target."""
+
+
 class AssertionFailed(InterpreterError):
     """A `T.assume` or `T.device_assert` of the kernel does not hold."""

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from tile_kernels.interpreter.checks.races import GlobalMarks, SharedMarks, check_all_arrived
+from tile_kernels.interpreter.checks.resources import check_launch
 from tile_kernels.interpreter.engine.clock import Clock
 from tile_kernels.interpreter.engine.frame import Frame
 from tile_kernels.interpreter.engine.roles import run_blocks
@@ -88,8 +89,9 @@ class Program:
         self.body = compiler.stmt(prim_func.body)
         self.branches = compiler.branches
         self.options = options
+        self.declared = {index % len(self.params) for index in options.outputs}
         # An output is declared as one, or stored to and never read.
-        self.outputs = set(options.outputs) | {
+        self.outputs = self.declared | {
             position
             for position, param in enumerate(self.params)
             if param.node is not None
@@ -122,7 +124,7 @@ class Program:
             memory = None if param.node is None else frame.memory[param.storage.slot]
             if memory is None:
                 continue
-            declared = position in self.options.outputs and self.options.checks != 'none'
+            declared = position in self.declared and self.options.checks != 'none'
             if declared or (self.options.races and position in self.outputs):
                 memory.track_writes()
             if self.options.races and param.node.data in self.usage.stored:
@@ -374,6 +376,8 @@ def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
         if data in compiler.storages:
             compiler.storages[data].counts = [compiler.expr(count) for count in counts[data]]
     threads = int(np.prod(compiler.thread_dims))
+    if compiler.options.checks != 'none':
+        check_launch(node, compiler.storages, threads, compiler.site)
     tags = sorted(variables)
     bytes_per_block = _footprint(storages, threads)
     whole_grid, site = compiler.whole_grid, compiler.site

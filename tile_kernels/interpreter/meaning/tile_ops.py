@@ -11,10 +11,11 @@ import torch
 from tile_kernels.interpreter.engine.frame import Frame, active_threads, agreed, cluster_rank
 from tile_kernels.interpreter.engine.lanes import Mask, expand
 from tile_kernels.interpreter.engine.translate import Closure, Compiler, is_const, op
+from tile_kernels.interpreter.errors import ReducerMisuse, TypeMismatch
 from tile_kernels.interpreter.meaning.accumulate import contribute, identity, pair, reduce_axes
 from tile_kernels.interpreter.meaning.async_ops import async_copy_hook, async_gemm_hook
 from tile_kernels.interpreter.memory.access import Access, Dim
-from tile_kernels.interpreter.memory.dtypes import caster, dtype_of, rounder
+from tile_kernels.interpreter.memory.dtypes import DType, caster, dtype_of, rounder
 
 # Annotations of copies that choose an instruction, not a result.
 COPY_HINTS = {
@@ -212,6 +213,10 @@ def _gemm(compiler: Compiler, call: Any) -> Closure:
     if str(call.op.name) == 'tl.tileop.wgmma_gemm':
         left.access.asynchronous = right.access.asynchronous = 'gemm'
     notes = {str(key) for key in dict(call.annotations or {})}
+    kinds = left.buffer.dtype, right.buffer.dtype
+    if compiler.options.checks != 'none' and kinds[0].name != kinds[1].name and not all(_is_tiny(kind) for kind in kinds):
+        text = f'a product of {kinds[0].name} ({left.buffer.name}) and {kinds[1].name} ({right.buffer.name})'
+        raise TypeMismatch(f'{text}: both operands must have one type', compiler.site, buffer=right.buffer.name)
     if notes - GEMM_HINTS:
         raise compiler.unsupported(f'gemm annotation {sorted(notes - GEMM_HINTS)}')
     transpose_left, transpose_right = bool(call.args[3]), bool(call.args[4])
@@ -252,6 +257,11 @@ def _gemm(compiler: Compiler, call: Any) -> Closure:
             launch(frame, mask)
 
     return run
+
+
+def _is_tiny(dtype: DType) -> bool:
+    """A float of 8 bits or fewer, which products may mix."""
+    return dtype.is_float and dtype.bits <= 8
 
 
 def _matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
