@@ -17,6 +17,7 @@ FINDINGS = {
     'LayoutDependent': 'none',
     'BarrierDivergence': 'memory',
     'OutOfBounds': 'memory',
+    'ReducerMisuse': 'memory',
     'ResourceLimit': 'memory',
     'TypeMismatch': 'memory',
     'UninitializedRead': 'memory',

@@ -10,6 +10,7 @@ from . import (
     layout_dependent,
     limits,
     out_of_bounds,
+    reducer_misuse,
     uninitialized_read,
     unwritten_output,
 )
@@ -27,6 +28,7 @@ __all__ = [
     'layout_dependent',
     'limits',
     'out_of_bounds',
+    'reducer_misuse',
     'uninitialized_read',
     'unwritten_output',
 ]

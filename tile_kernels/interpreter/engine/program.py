@@ -85,6 +85,7 @@ class Program:
             param.bind_symbols(compiler)
         self.usage = Usage(prim_func)
         compiler.used = self.usage.variables
+        compiler.finalized = self.usage.finalized
         compiler.replicated = replicated_fragments(prim_func)
         self.body = compiler.stmt(prim_func.body)
         self.branches = compiler.branches
@@ -243,6 +244,7 @@ class Usage:
 
         self.loaded: set[Any] = set()
         self.stored: set[Any] = set()
+        self.finalized: set[Any] = set()  # reducers whose result is taken
         self.variables: set[Any] = set()  # that some expression reads
         loads: list[Any] = []
         operands: set[Any] = set()
@@ -267,6 +269,9 @@ class Usage:
 
     def _visit_call(self, call: Any, operands: set[Any]) -> None:
         name = str(call.op.name)
+        if name.startswith('tl.tileop.finalize_reducer'):
+            first = call.args[0]
+            self.finalized.add((first.buffer if type(first).__name__ == 'BufferRegion' else first.args[0].buffer).data)
         for argument in call.args:
             kind = type(argument).__name__
             if kind == 'BufferRegion':

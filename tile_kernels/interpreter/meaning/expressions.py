@@ -278,6 +278,9 @@ def _let(compiler: Compiler, node: Any) -> Closure:
 @expression('BufferLoad')
 def _load(compiler: Compiler, node: Any) -> Closure:
     """Read an element (or, with a ramp as last index, a vector of them)."""
+    from tile_kernels.interpreter.meaning.tile_ops import forbid_plain_use
+
+    forbid_plain_use(compiler, node.buffer)
     indices = list(node.indices)
     lanes = vector_lanes(compiler, indices)
     compiler.read_local(node.buffer)

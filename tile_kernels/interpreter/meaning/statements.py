@@ -154,10 +154,36 @@ def _store(compiler: Compiler, node: Any) -> Run:
 
 def _store_elements(compiler: Compiler, node: Any) -> Run:
     from tile_kernels.interpreter.meaning.accumulate import accumulation
+    from tile_kernels.interpreter.meaning.tile_ops import forbid_plain_use
 
+    forbid_plain_use(compiler, node.buffer)
+    if node.buffer.data in compiler.reducers:
+        return _update(compiler, node)
     reduced = accumulation(compiler, node)
     if reduced is not None:
         return marked(reduced)
+    return _plain_store(compiler, node)
+
+
+def _update(compiler: Compiler, node: Any) -> Run:
+    """A store to an older reducer: from now on threads may hold parts of its result."""
+    from tile_kernels.interpreter.meaning.accumulate import accumulation
+
+    compiler.updated = node.buffer.data
+    try:
+        run = accumulation(compiler, node) or _plain_store(compiler, node)
+    finally:
+        compiler.updated = None
+    slot, inside = compiler.buffer(node.buffer).slot, compiler.depth > 0
+
+    def update(frame: Frame) -> None:
+        run(frame)
+        frame.memory[slot].partial = inside
+
+    return marked(update)
+
+
+def _plain_store(compiler: Compiler, node: Any) -> Run:
     before = len(compiler.touched)
     value = compiler.expr(node.value)
     if type(node.value).__name__ != 'BufferLoad':

@@ -39,8 +39,10 @@ GEMM_HINTS = {'wg_wait', 'k_pack', 'tl.ws_op_id'}
 class Region:
     """A rectangle of a buffer: an access with one axis per dimension of extent other than 1."""
 
-    def __init__(self, compiler: Compiler, node: Any, guard: str | None = None) -> None:
+    def __init__(self, compiler: Compiler, node: Any, guard: str | None = None, reducer: bool = False) -> None:
         buffer, starts, extents = region_parts(compiler, node)
+        if not reducer:
+            forbid_plain_use(compiler, buffer)
         view = compiler.buffer(buffer)
         depth = compiler.depth
         self.wide = [position for position, extent in enumerate(extents) if not (is_const(extent) and int(extent) == 1)]
@@ -194,6 +196,7 @@ def _fill(compiler: Compiler, call: Any) -> Closure:
     value = compiler.expr(call.args[1])
     private = target.buffer.scope == 'local'
     axes = len(target.wide)
+    starts = target.node.data in compiler.reducers
 
     def run(frame: Frame) -> None:
         filler = convert(value(frame))
@@ -201,6 +204,8 @@ def _fill(compiler: Compiler, call: Any) -> Closure:
         if mask is not None:
             mask = expand(mask, mask.ndim + axes) if private else collective(frame, mask, axes)
         target.access.store(frame, expand(filler, target.access.ndim), mask)
+        if starts:
+            frame.memory[target.buffer.slot].partial = False
 
     return run
 
@@ -214,7 +219,11 @@ def _gemm(compiler: Compiler, call: Any) -> Closure:
         left.access.asynchronous = right.access.asynchronous = 'gemm'
     notes = {str(key) for key in dict(call.annotations or {})}
     kinds = left.buffer.dtype, right.buffer.dtype
-    if compiler.options.checks != 'none' and kinds[0].name != kinds[1].name and not all(_is_tiny(kind) for kind in kinds):
+    if (
+        compiler.options.checks != 'none'
+        and kinds[0].name != kinds[1].name
+        and not all(_is_tiny(kind) for kind in kinds)
+    ):
         text = f'a product of {kinds[0].name} ({left.buffer.name}) and {kinds[1].name} ({right.buffer.name})'
         raise TypeMismatch(f'{text}: both operands must have one type', compiler.site, buffer=right.buffer.name)
     if notes - GEMM_HINTS:
@@ -368,10 +377,26 @@ def _transpose(compiler: Compiler, call: Any) -> Closure:
     return run
 
 
+def forbid_plain_use(compiler: Compiler, buffer: Any) -> None:
+    """Raise if a reducer is used like other memory."""
+    if str(buffer.scope()) == 'local.reducer' and compiler.options.checks != 'none':
+        text = f'reducer {buffer.name} is used like other memory; its result is what T.finalize_reducer gives'
+        raise ReducerMisuse(text, compiler.site, buffer=str(buffer.name))
+
+
+def _require_open(frame: Frame, access: Access, done: str) -> None:
+    """Raise if a reducer has not been started, or has been finalized."""
+    stage = access.memory(frame).stage
+    if stage != 'open' and access.checked:
+        when = 'after T.finalize_reducer' if stage else 'before T.reducer_init'
+        text = f'reducer {access.buffer.name} is {done} {when}'
+        raise frame.error(ReducerMisuse, text, access.site, buffer=access.buffer.name)
+
+
 @op('tl.tileop.reducer_init')
 def _reducer_init(compiler: Compiler, call: Any) -> Closure:
     """Start a reduction from the identity, or from a given value counted once."""
-    target = Region(compiler, call.args[0])
+    target = Region(compiler, call.args[0], reducer=True)
     dtype = target.buffer.dtype
     start = compiler.expr(call.args[1]) if len(call.args) > 1 else None
     neutral = identity(_reducer_op(compiler, target), dtype)
@@ -379,6 +404,7 @@ def _reducer_init(compiler: Compiler, call: Any) -> Closure:
     def run(frame: Frame) -> None:
         value = neutral if start is None else start(frame)
         target.access.store(frame, expand(value, target.access.ndim), collective(frame, frame.mask, len(target.wide)))
+        frame.memory[target.buffer.slot].stage = 'open'
 
     return run
 
@@ -390,8 +416,12 @@ def _reducer_update(compiler: Compiler, call: Any) -> Closure:
     access = compiler.access(load.buffer, list(load.indices))
     name = compiler.reducers[load.buffer.data]
     value = compiler.expr(call.args[1])
+    if compiler.options.checks != 'none' and load.buffer.data not in compiler.finalized:
+        text = f'reducer {access.buffer.name} is updated and never finalized'
+        raise ReducerMisuse(text, compiler.site, buffer=access.buffer.name)
 
     def run(frame: Frame) -> None:
+        _require_open(frame, access, 'updated')
         contribute(frame, access, value(frame), name, frame.mask, 1)
 
     return run
@@ -400,11 +430,13 @@ def _reducer_update(compiler: Compiler, call: Any) -> Closure:
 @op('tl.tileop.finalize_reducer_v2')
 def _finalize(compiler: Compiler, call: Any) -> Closure:
     """`dst` = result of the reducer."""
-    source, target = Region(compiler, call.args[0]), Region(compiler, call.args[1])
+    source, target = Region(compiler, call.args[0], reducer=True), Region(compiler, call.args[1])
 
     def run(frame: Frame) -> None:
+        _require_open(frame, source.access, 'finalized')
         mask = collective(frame, frame.mask, len(source.wide))
         target.access.store(frame, source.load(frame, mask), mask)
+        frame.memory[source.buffer.slot].stage = 'done'
 
     return run
 
@@ -412,7 +444,12 @@ def _finalize(compiler: Compiler, call: Any) -> Closure:
 @op('tl.tileop.finalize_reducer')
 def _finalize_in_place(compiler: Compiler, call: Any) -> Closure:
     """Older reducers hold their result already: partial sums of threads are not modelled apart."""
-    return lambda frame: None
+    slot = Region(compiler, call.args[0]).buffer.slot
+
+    def run(frame: Frame) -> None:
+        frame.memory[slot].partial = False
+
+    return run
 
 
 def _reducer_op(compiler: Compiler, target: Region) -> str:

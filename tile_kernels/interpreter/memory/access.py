@@ -15,6 +15,7 @@ from tile_kernels.interpreter.errors import (
     InterpreterError,
     LayoutDependent,
     OutOfBounds,
+    ReducerMisuse,
     Site,
     UninitializedRead,
     UnsupportedConstruct,
@@ -73,6 +74,7 @@ class Access:
         self.extra: tuple[Callable[[Frame], int], ...] = ()
         self.atomic = False
         self.asynchronous = ''  # 'copy', 'tma' or 'gemm': what asynchronous copies and products do
+        self.updates = False  # it is part of an update of a reducer
         self.only_moves = False  # its values go to registers as they are: nothing has to wait for them yet
         self.path = 0  # number of the branches and loops around it
         self.contended = False  # its statement touches the same shared buffer at other indices, too
@@ -175,6 +177,11 @@ class Access:
         """Values of the lanes; the safe value where a guarded index lies outside."""
         place = self.locate(frame, mask)
         memory = self.memory(frame)
+        if self.buffer.scope == 'fragment' and memory.partial and self.checked and not self.updates:
+            text = (
+                f'reducer {self.buffer.name} is read before T.finalize_reducer, while threads hold parts of its result'
+            )
+            raise frame.error(ReducerMisuse, text, self.site, buffer=self.buffer.name)
         if isinstance(memory, ReplicatedMemory) and memory.lines is not None:
             value = self._read_copies(frame, memory, place, both(mask, place.ok))
         else:

@@ -42,6 +42,9 @@ class Place:
 class ByteMemory:
     """Raw bytes, one row per block (shared, fragment) or one row for everybody (global)."""
 
+    stage = ''  # of a reducer: 'open' from its start to its end, then 'done'
+    partial = False  # of an older reducer: threads hold parts of the result
+
     def __init__(self, data: np.ndarray, per_block: bool, size: int) -> None:
         self.data = data
         self.per_block = per_block
