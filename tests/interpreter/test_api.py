@@ -233,7 +233,7 @@ def test_lowering_is_a_check_of_its_own():
     interpret(product(True, 40), x, y, lower='sm_90a')
     with pytest.raises(interpreter.ResourceLimit, match='163840 bytes of shared memory, and sm_120a has 101376'):
         interpret(product(True, 40), x, y, lower='sm_120a')
-    with pytest.raises(interpreter.LoweringFailed, match='does not lower it for sm_90a: .*no available layout'):
+    with pytest.raises(interpreter.LoweringFailed, match=r'does not lower it for sm_90a: .*no available layout'):
         interpret(product(False, 0), x, y, lower=True)
 
 

@@ -63,7 +63,7 @@ def older_reducer_read_before_its_end(bug):
     def kernel(x: T.Tensor((4, 64), 'float32'), y: T.Tensor((4,), 'float32')):
         with T.Kernel(1, threads=64):
             sum_reducer = T.alloc_reducer((4,), 'float32', op='sum', replication='all')
-            for turn in T.serial(2):
+            for _ in T.serial(2):
                 T.clear(sum_reducer)
                 for i, j in T.Parallel(4, 64):
                     sum_reducer[i] += x[i, j]

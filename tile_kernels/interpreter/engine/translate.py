@@ -155,6 +155,7 @@ class Compiler:
         self.whole_grid = False  # blocks wait for each other: all of them must run in one batch
         self.cluster_dims: tuple[int, ...] = (1, 1, 1)
         self.barrier_counts: dict[Any, list[Any]] = {}
+        self.as_arrays = False  # inside a serial loop that runs as an axis
         self.updated: Any = None  # data variable of the reducer that the current statement updates
         self.finalized: set[Any] = set()  # data variables of reducers that are finalized somewhere
         self.reducers: dict[Any, str] = {}  # data variable of a reducer -> how it combines
@@ -353,6 +354,7 @@ class Compiler:
         indices = self.from_the_end(buffer, list(indices))
         dims = [self._dim(view, index, guard) for index in indices]
         made = Access(view, dims, self.ndim, self.site, self.options.checks != 'none', self.safe_value(buffer))
+        made.private = self.as_arrays
         made.updates = self.updated is not None and buffer.data.same_as(self.updated)
         made.path = self._path_number()
         made.per_thread = not self.depth or self.alone

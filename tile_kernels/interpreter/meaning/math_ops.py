@@ -203,6 +203,7 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     **{f'tirx.{name}': function for name, function in BINARY.items()},
     **TILELANG,
 }
+PURE = frozenset(_ELEMENTWISE)  # operators of numbers alone
 for _name, _function in _ELEMENTWISE.items():
     op(_name)(_plain(_function))
 

@@ -16,6 +16,7 @@ from tile_kernels.interpreter.engine.lanes import both, expand, splits_warps
 from tile_kernels.interpreter.engine.translate import ATTRIBUTE_HINTS, Closure, Compiler, is_const, statement
 from tile_kernels.interpreter.errors import Deadlock, InterpreterError
 from tile_kernels.interpreter.meaning.expressions import is_vector_index, vector_element, vector_lanes
+from tile_kernels.interpreter.meaning.independent import as_array, is_independent
 from tile_kernels.interpreter.memory.buffers import workspace
 from tile_kernels.interpreter.memory.dtypes import narrower
 
@@ -105,9 +106,9 @@ def _bind(compiler: Compiler, node: Any) -> Run:
     if is_vector_index(compiler, node.value):
         compiler.macros[node.var] = node.value
         return marked(lambda frame: None)
-    if type(node.value).__name__ == 'BufferLoad' and node.var not in compiler.used:
-        if vector_lanes(compiler, list(node.value.indices)) > 1:
-            return marked(lambda frame: None)  # the name of a region, for tile operators
+    unread = type(node.value).__name__ == 'BufferLoad' and node.var not in compiler.used
+    if unread and vector_lanes(compiler, list(node.value.indices)) > 1:
+        return marked(lambda frame: None)  # the name of a region, for tile operators
     try:
         with compiler.one_statement():
             value = compiler.expr(node.value)
@@ -285,6 +286,16 @@ def _for(compiler: Compiler, node: Any) -> Run:
 
             return marked(launch(compiler, node))
         raise compiler.unsupported(f'thread binding {node.thread_binding.thread_tag} inside a kernel')
+    if compiler.as_arrays:
+        return _as_array(compiler, node)
+    if is_independent(compiler, node):
+        compiler.as_arrays = compiler.alone = True
+        try:
+            with compiler.one_statement():
+                run = _as_array(compiler, node)
+        finally:
+            compiler.as_arrays = compiler.alone = False
+        return ordered(compiler, run)
     start, extent = compiler.expr(node.min), compiler.expr(node.extent)
     step = 1 if node.step is None else compiler.expr(node.step)
     slot = compiler.new_slot(node.loop_var)
@@ -293,6 +304,13 @@ def _for(compiler: Compiler, node: Any) -> Run:
         body = compiler.stmt(node.body)
     loop = serial_loop(start, extent, step, slot, body, compiler.ndim)
     return marked(loop, body) if not escapes(body) else marked(loop, waits_=waits(body), escapes_=True)
+
+
+def _as_array(compiler: Compiler, node: Any) -> Run:
+    """A serial loop whose iterations are independent."""
+    compiler.know_range(node.loop_var, node.min, node.extent)
+    with compiler.inside('loop', compiler.num_slots):
+        return marked(as_array(compiler, node, lambda: compiler.stmt(node.body)))
 
 
 def serial_loop(start: Closure, extent: Closure, step: Any, slot: int, body: Run, ndim: int) -> Run:
