@@ -16,6 +16,7 @@ FINDINGS = {
     'Deadlock': 'none',
     'LayoutDependent': 'none',
     'BarrierDivergence': 'memory',
+    'MisalignedAccess': 'memory',
     'OutOfBounds': 'memory',
     'ReducerMisuse': 'memory',
     'ResourceLimit': 'memory',

@@ -155,6 +155,7 @@ class Compiler:
         self.whole_grid = False  # blocks wait for each other: all of them must run in one batch
         self.cluster_dims: tuple[int, ...] = (1, 1, 1)
         self.barrier_counts: dict[Any, list[Any]] = {}
+        self.vector: list[tuple[Access, Any, list[Any]]] | None = None  # accesses of a vectorised loop
         self.as_arrays = False  # inside a serial loop that runs as an axis
         self.updated: Any = None  # data variable of the reducer that the current statement updates
         self.finalized: set[Any] = set()  # data variables of reducers that are finalized somewhere
@@ -360,7 +361,41 @@ class Compiler:
         made.per_thread = not self.depth or self.alone
         if view.scope == 'shared':
             self.touched.append((made, list(indices)))
+        if self.vector is not None:
+            self.vector.append((made, buffer, list(indices)))
         return made
+
+    def require_alignment(self, accesses: list[tuple[Access, Any, list[Any]]], var: Any, count: int) -> None:
+        """If the compiler turns a loop into vectors, its tensors must begin where such a vector may.
+
+        It does so if all elements lie side by side and it can prove that every vector begins at a multiple of its size.
+        """
+        moving = [part for part in accesses if any(_mentions(index, var) for index in part[2])]
+        if not moving or not all(self._begins_at_multiple(buffer, indices, var, count) for _, buffer, indices in moving):
+            return
+        longest = min(count, *(max(1, 128 // access.buffer.dtype.bits) for access, _, _ in moving))
+        for access, _, _ in moving:
+            size = longest * access.buffer.dtype.bits // 8
+            if access.buffer.scope == 'global' and access.buffer.pointer is None and size & (size - 1) == 0:
+                access.base_bytes = size
+
+    def _begins_at_multiple(self, buffer: Any, indices: list[Any], var: Any, count: int) -> bool:
+        from tvm.arith import detect_linear_equation
+        from tvm.tirx.stmt_functor import substitute
+
+        strides = list(buffer.strides) or list(row_major(tuple(_length(extent) for extent in buffer.shape)))
+        if not all(is_const(stride) for stride in strides) or int(strides[-1]) != 1 or not is_const(buffer.shape[-1]):
+            return False
+        step = detect_linear_equation(indices[-1], [var])
+        if len(step) != 2 or not is_const(step[0]) or int(step[0]) != 1:
+            return False
+        if any(_mentions(index, var) for index in indices[:-1]):
+            return False
+        if not self.analyzer.can_prove(indices[-1] < buffer.shape[-1]):
+            return False
+        first = substitute(indices[-1], {var: 0})
+        parts = [index * int(stride) for index, stride in zip(indices[:-1], strides[:-1], strict=True)]
+        return all(self.analyzer.can_prove(part % count == 0) for part in (first, *parts))
 
     @contextmanager
     def inside(self, kind: str, number: int, side: int = 0) -> Iterator[None]:
@@ -511,6 +546,21 @@ def _may_be_negative(node: Any) -> bool:
 
     post_order_visit(node, visit)
     return bool(found)
+
+
+def _mentions(node: Any, var: Any) -> bool:
+    """Whether an expression uses a variable."""
+    from tvm.tirx.stmt_functor import post_order_visit
+
+    found: list[bool] = []
+    if not isinstance(node, int):
+        post_order_visit(node, lambda part: found.append(True) if part.same_as(var) else None)
+    return bool(found)
+
+
+def _length(extent: Any) -> int:
+    """A literal extent; that of the first dimension, which may be none, does not matter for strides."""
+    return int(extent) if is_const(extent) else 1
 
 
 def same_indices(first: list[Any], second: list[Any]) -> bool:

@@ -80,6 +80,8 @@ def contribute(
     extents = access.extents(frame)
     place = access.locate(frame, mask)
     mask = both(mask, place.ok)
+    if access.vector_bytes:
+        access.check_aligned(frame, memory, place, mask)
     if isinstance(memory, ReplicatedMemory) and not memory.unite():
         raise access.depends(frame, (0, -1), 'accumulated by threads together')
     _watch(frame, access, memory, place, mask, ordered)

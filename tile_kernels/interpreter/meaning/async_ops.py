@@ -67,6 +67,8 @@ def _cp_async(compiler: Compiler, call: Any) -> Closure:
         )
         for lane in range(count)
     ]
+    for access in pairs[0]:
+        access.vector_bytes = count * access.buffer.dtype.bits // 8
     watched = compiler.options.checks != 'none'
     kind = pairs[0][0].buffer.dtype.value
 

@@ -93,6 +93,7 @@ def _atomic_vector(compiler: Compiler, call: Any) -> Closure:
     for lane in range(count):
         into = compiler.access(target.buffer, shifted(target.indices, lane))
         into.atomic = True
+        into.vector_bytes = 0 if lane else count * into.buffer.dtype.bits // 8
         pairs.append((into, compiler.access(source.buffer, shifted(source.indices, lane))))
     inside = compiler.depth > 0
 
@@ -168,7 +169,9 @@ def _words(compiler: Compiler, call: Any) -> list[Any]:
     bits = dtype_of(str(pointer.args[0].dtype)).bits
     start = compiler.expr(pointer.args[2])
     first = compiler.words(pointer.args[1], dtype_of('uint32'), lambda frame: start(frame) * bits // 32)
-    return [first.moved(word) for word in range(count)]
+    parts = [first.moved(word) for word in range(count)]
+    first.vector_bytes = count * 4
+    return parts
 
 
 @op('tl.any_of', 'tl.all_of')

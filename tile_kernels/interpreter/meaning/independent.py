@@ -110,7 +110,7 @@ def _own_elements(store: Any, loops: list[Any]) -> bool:
     variables = [loop.loop_var for loop in loops]
     free = {index for index in range(len(loops)) if int(loops[index].extent) > 1}
     for index in store.indices:
-        loads = []
+        loads: list[bool] = []
         post_order_visit(index, lambda part, loads=loads: loads.append(type(part).__name__ == 'BufferLoad'))
         if any(loads):
             return False

@@ -21,6 +21,7 @@ from tile_kernels.interpreter.memory.buffers import workspace
 from tile_kernels.interpreter.memory.dtypes import narrower
 
 Run = Callable[[Frame], Any]
+VECTORIZED = 2  # kind of a loop
 
 
 def waits(run: Run) -> bool:
@@ -286,6 +287,19 @@ def _for(compiler: Compiler, node: Any) -> Run:
 
             return marked(launch(compiler, node))
         raise compiler.unsupported(f'thread binding {node.thread_binding.thread_tag} inside a kernel')
+    if kind == VECTORIZED and compiler.vector is None and is_const(node.extent) and compiler.options.checks != 'none':
+        compiler.vector = accesses = []
+        try:
+            run = _loop(compiler, node)
+        finally:
+            compiler.vector = None
+        compiler.require_alignment(accesses, node.loop_var, int(node.extent))
+        return run
+    return _loop(compiler, node)
+
+
+def _loop(compiler: Compiler, node: Any) -> Run:
+    """A loop that threads run by themselves."""
     if compiler.as_arrays:
         return _as_array(compiler, node)
     if is_independent(compiler, node):

@@ -14,6 +14,7 @@ from tile_kernels.interpreter.engine.lanes import Mask, axis_values, both, expan
 from tile_kernels.interpreter.errors import (
     InterpreterError,
     LayoutDependent,
+    MisalignedAccess,
     OutOfBounds,
     ReducerMisuse,
     Site,
@@ -74,6 +75,8 @@ class Access:
         self.extra: tuple[Callable[[Frame], int], ...] = ()
         self.atomic = False
         self.asynchronous = ''  # 'copy', 'tma' or 'gemm': what asynchronous copies and products do
+        self.vector_bytes = 0  # of the vector that begins here, whose address must be a multiple
+        self.base_bytes = 0  # of vectors at multiples of their size, so that the buffer must begin at one as well
         self.updates = False  # it is part of an update of a reducer
         self.only_moves = False  # its values go to registers as they are: nothing has to wait for them yet
         self.path = 0  # number of the branches and loops around it
@@ -177,6 +180,8 @@ class Access:
         """Values of the lanes; the safe value where a guarded index lies outside."""
         place = self.locate(frame, mask)
         memory = self.memory(frame)
+        if self.vector_bytes or self.base_bytes:
+            self.check_aligned(frame, memory, place, both(mask, place.ok))
         if self.buffer.scope == 'fragment' and memory.partial and self.checked and not self.updates:
             text = (
                 f'reducer {self.buffer.name} is read before T.finalize_reducer, while threads hold parts of its result'
@@ -197,6 +202,8 @@ class Access:
         place = self.locate(frame, mask)
         mask = both(mask, place.ok)
         memory = self.memory(frame)
+        if self.vector_bytes or self.base_bytes:
+            self.check_aligned(frame, memory, place, mask)
         if memory.pending is not None and not self.may_be_in_flight:
             memory.pending.check(frame, self, place, mask, 'written')
         if self.buffer.scope in ('shared', 'global') and frame.clock is not None and frame.clock.settling:
@@ -209,6 +216,30 @@ class Access:
         seen = memory.race.before_write(frame, self, place, mask, value)
         memory.write(place, value, self.buffer.dtype, mask)
         memory.race.after_write(frame, self, seen)
+
+    def check_aligned(self, frame: Frame, memory: Any, place: Place, mask: Mask) -> None:
+        """Raise if a vector does not begin at a multiple of its size."""
+        if self.buffer.scope not in ('global', 'shared') or not self.checked:
+            return
+        begin = memory.data.ctypes.data if self.buffer.scope == 'global' else 0
+        size, address = self.base_bytes, np.full((1,) * self.ndim, begin, np.int64)
+        if self.vector_bytes:
+            size, address = self.vector_bytes, begin + place.flat() * self.buffer.dtype.bits // 8
+        bad = address % size != 0
+        bad = bad if mask is None else bad & mask
+        if not bad.any():
+            return
+        lane = lane_of(bad)
+        index = self.index_at(frame, lane)
+        raise frame.error(
+            MisalignedAccess,
+            f'a vector of {size} bytes of {self.buffer.name} at index {_tuple(index)} begins '
+            f'{int(np.broadcast_to(address, bad.shape)[lane] % size)} bytes behind a multiple of its size',
+            self.site,
+            _thread_lane(bad, lane),
+            self.buffer.name,
+            index,
+        )
 
     def _read_copies(self, frame: Frame, memory: ReplicatedMemory, place: Place, mask: Mask) -> Any:
         """Values of the threads' own copies; threads that act together must have the same."""
