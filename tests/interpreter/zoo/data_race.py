@@ -418,3 +418,25 @@ def operand_handed_back_before_the_product_is_done(bug):
                 T.copy(c_frag, c)
 
     return Launch(kernel, (torch.randn(3, 64, 64).bfloat16(), torch.randn(64, 64).bfloat16(), torch.empty(64, 64)))
+
+
+@specimen('DataRace', 'scratch')
+def read_ahead_of_the_wait_for_the_kernel_before(bug):
+    @T.prim_func
+    def kernel(x: T.Tensor((8,), 'float32'), scratch: T.Tensor((8,), 'float32'), y: T.Tensor((8,), 'float32')):
+        with T.Kernel(8, threads=32) as pid:
+            if T.get_thread_binding() == 0:
+                scratch[pid] = x[pid] * 2.0
+            T.pdl_trigger()
+        with T.Kernel(8, threads=32) as pid:
+            x_local = T.alloc_local((2,), 'float32')
+            x_local[0] = x[pid]
+            if bug:
+                x_local[1] = scratch[7 - pid]  # BUG
+            T.pdl_sync()
+            if not bug:
+                x_local[1] = scratch[7 - pid]
+            if T.get_thread_binding() == 0:
+                y[pid] = x_local[0] + x_local[1]
+
+    return Launch(kernel, (torch.randn(8), torch.zeros(8), torch.empty(8)))

@@ -71,9 +71,10 @@ class AsyncGroups:
             if flight.kind == kind:
                 landed = active[rows, flight.thread]
                 landed = landed & (flight.group <= self.committed[kind][rows, flight.thread] - leave)
+                newly = landed & ~flight.done
                 self._land(flight, landed)
-                if flight.reads and flight.memory.race is not None and landed.any():  # it has read until now
-                    lanes = landed.reshape((-1,) + (1,) * (flight.access.ndim - 1))
+                if flight.reads and flight.memory.race is not None and newly.any():  # it has read until now
+                    lanes = newly.reshape((-1,) + (1,) * (flight.access.ndim - 1))
                     lanes = lanes if flight.mask is None else lanes & flight.mask
                     flight.memory.race.read(frame, flight.access, flight.place, lanes)
         self._sweep()

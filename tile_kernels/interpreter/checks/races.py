@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tile_kernels.interpreter.engine.clock import Clock
-from tile_kernels.interpreter.engine.frame import Frame, first_thread
+from tile_kernels.interpreter.engine.frame import Frame, active_threads, first_thread
 from tile_kernels.interpreter.engine.lanes import Mask, expand
 from tile_kernels.interpreter.errors import DataRace, Site
 from tile_kernels.interpreter.memory.access import Access
@@ -420,7 +420,12 @@ class GlobalMarks:
         self.memory = memory
         self.unit = unit
         self.cells = max(1, memory.size * 8 // unit)
+        self.before: np.ndarray | None = None  # what the kernel before wrote
         self.reset()
+
+    def keep_for_next_kernel(self) -> None:
+        """A kernel ended: the next one of the program may begin while what it wrote is still on its way."""
+        self.before = self.writer != NOBODY
 
     def reset(self) -> None:
         """Forget: the blocks have waited for each other."""
@@ -433,12 +438,29 @@ class GlobalMarks:
         if lanes is None:
             return
         cell, block, lane_shape, _ = lanes
+        if self.before is not None and frame.early is not None and (frame.early & active_threads(frame)).any():
+            self._require_wait(frame, access, cell, lane_shape)
         other = self.writer[cell]
         self._report(frame, access, (other != NOBODY) & (other != block), lane_shape, block, other, 'reads', 'wrote')
         before = self.reader[cell]
         self.reader[cell] = np.where((before == NOBODY) | (before == block), block, SEVERAL)
         met = self.reader[cell] != block
         self.reader[cell[met]] = SEVERAL
+
+    def _require_wait(
+        self, frame: Frame, access: Access, cell: np.ndarray, position: tuple[np.ndarray, tuple[int, ...]]
+    ) -> None:
+        """Raise if threads that have not called T.pdl_sync read what the kernel before wrote."""
+        places, shape = position
+        hasty = (frame.early & active_threads(frame)).any(axis=1)
+        block = np.unravel_index(places, shape)[0]
+        clash = hasty[block] if self.before is None else hasty[block] & self.before[cell]
+        if not clash.any():
+            return
+        lane = tuple(int(part) for part in np.unravel_index(int(places[int(np.argmax(clash))]), shape))
+        index = access.index_at(frame, lane)
+        text = f'{access.buffer.name}{list(index)} is read before T.pdl_sync, and the kernel before wrote it'
+        raise frame.error(DataRace, text, access.site, (lane[0], -1), access.buffer.name, index)
 
     def before_write(self, frame: Frame, access: Access, place: Place, mask: Mask, value: Any) -> Any:
         """Check writes against accesses of other blocks; gives what `after_write` needs."""

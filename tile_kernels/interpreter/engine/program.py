@@ -372,9 +372,10 @@ def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
     compiler.thread_dims = _thread_dims(node)
     slots = {tag: compiler.new_slot(var) for tag, var in variables.items()}
     before = set(compiler.storages)
-    compiler.in_launch = True
+    compiler.in_launch, compiler.begins_early = True, False
     body = compiler.stmt(node)
     compiler.in_launch = False
+    early = compiler.begins_early and compiler.options.races
     storages = [storage for data, storage in compiler.storages.items() if data not in before]
     counts = compiler.barrier_counts
     for data in counts:
@@ -401,6 +402,7 @@ def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
             if frame.clock is not None:
                 frame.clock.settling = compiler.overwrites
             host.shared.paths = compiler.paths
+            frame.early = np.ones((count, threads), bool) if early else None
             for tag, ids in zip(tags, frame.block_ids, strict=True):
                 frame.env[slots[tag]] = int(ids[0]) if count == 1 else ids.astype(np.int32).reshape(-1, 1)
             for storage in storages:
@@ -416,6 +418,8 @@ def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
     def run(host: Frame) -> None:
         grid = [int(extents[tag](host)) for tag in tags]
         total = int(np.prod(grid))
+        for marks in host.shared.marks:
+            marks.keep_for_next_kernel()
         host.shared.grid_sync()
         if compiler.spins:
             run_all(body, list(batches(host, grid, 1)))

@@ -156,6 +156,7 @@ class Compiler:
         self.cluster_dims: tuple[int, ...] = (1, 1, 1)
         self.barrier_counts: dict[Any, list[Any]] = {}
         self.vector: list[tuple[Access, Any, list[Any]]] | None = None  # accesses of a vectorised loop
+        self.begins_early = False  # the kernel may be launched while the one before still runs
         self.as_arrays = False  # inside a serial loop that runs as an axis
         self.updated: Any = None  # data variable of the reducer that the current statement updates
         self.finalized: set[Any] = set()  # data variables of reducers that are finalized somewhere
@@ -371,7 +372,9 @@ class Compiler:
         It does so if all elements lie side by side and it can prove that every vector begins at a multiple of its size.
         """
         moving = [part for part in accesses if any(_mentions(index, var) for index in part[2])]
-        if not moving or not all(self._begins_at_multiple(buffer, indices, var, count) for _, buffer, indices in moving):
+        if not moving or not all(
+            self._begins_at_multiple(buffer, indices, var, count) for _, buffer, indices in moving
+        ):
             return
         longest = min(count, *(max(1, 128 // access.buffer.dtype.bits) for access, _, _ in moving))
         for access, _, _ in moving:

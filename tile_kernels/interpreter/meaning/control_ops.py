@@ -79,7 +79,6 @@ def assertion(compiler: Compiler, condition: Any, what: str) -> Closure:
     'tl.no_set_max_nreg',
     'tl.annotate_producer_reg_dealloc',
     'tl.annotate_consumer_reg_alloc',
-    'tl.pdl_sync',
     'tl.pdl_trigger',
     'tl.prefetch_tma_descriptor',
     'tl.warpgroup_arrive',
@@ -91,6 +90,18 @@ def assertion(compiler: Compiler, condition: Any, what: str) -> Closure:
 def _hint(compiler: Compiler, call: Any) -> Closure:
     """Hints about registers, launch overlap and fences: no effect on results here."""
     return lambda frame: None
+
+
+@op('tl.pdl_sync')
+def _wait_for_kernel_before(compiler: Compiler, call: Any) -> Closure:
+    """Wait until the kernel before has ended; without it, a kernel is launched after that."""
+    compiler.begins_early = True
+
+    def run(frame: Frame) -> None:
+        if frame.early is not None:
+            frame.early = frame.early & ~active_threads(frame)
+
+    return run
 
 
 @op('tl.fence_proxy_async')
