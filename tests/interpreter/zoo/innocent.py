@@ -332,31 +332,31 @@ def fence_that_the_compiler_sets():
 def blocks_that_hand_back_operands_at_different_times():
     @T.prim_func
     def kernel(
-        a: T.Tensor((4, 64, 64), 'bfloat16'), b: T.Tensor((64, 64), 'bfloat16'), c: T.Tensor((3, 64, 64), 'float32')
+        a: T.Tensor((12, 64, 64), 'bfloat16'), b: T.Tensor((64, 64), 'bfloat16'), c: T.Tensor((3, 64, 64), 'float32')
     ):
         with T.Kernel(3, threads=256) as pid:
             thread = T.get_thread_binding()
-            a_shared = T.alloc_shared((2, 64, 64), 'bfloat16')
+            a_shared = T.alloc_shared((4, 64, 64), 'bfloat16')
             b_shared = T.alloc_shared((64, 64), 'bfloat16')
             c_frag = T.alloc_fragment((64, 64), 'float32')
-            loaded, used = T.alloc_barrier([128, 128]), T.alloc_barrier([128, 128])
+            loaded, used = T.alloc_barrier([128] * 4), T.alloc_barrier([128] * 4)
             T.copy(b, b_shared)
             T.sync_threads()
             if thread < 128:
-                for step in T.serial(pid + 2):
-                    if step > 1:
-                        T.mbarrier_wait_parity(used[step % 2], (step // 2 - 1) % 2)
-                    T.tma_copy(a[step, 0:64, 0:64], a_shared[step % 2, 0:64, 0:64], barrier=loaded[step % 2])
-                    T.barrier_arrive(loaded[step % 2])
+                for step in T.serial(pid * 4 + 4):
+                    if step > 3:
+                        T.mbarrier_wait_parity(used[step % 4], (step // 4 - 1) % 2)
+                    T.tma_copy(a[step, 0:64, 0:64], a_shared[step % 4, 0:64, 0:64], barrier=loaded[step % 4])
+                    T.barrier_arrive(loaded[step % 4])
             else:
                 T.clear(c_frag)
-                for step in T.serial(pid + 2):
-                    T.mbarrier_wait_parity(loaded[step % 2], step // 2 % 2)
-                    T.wgmma_gemm(a_shared[step % 2, 0:64, 0:64], b_shared, c_frag)
+                for step in T.serial(pid * 4 + 4):
+                    T.mbarrier_wait_parity(loaded[step % 4], step // 4 % 2)
+                    T.wgmma_gemm(a_shared[step % 4, 0:64, 0:64], b_shared, c_frag)
                     T.wait_wgmma(1)
                     if step > 0:
-                        T.barrier_arrive(used[(step - 1) % 2])
+                        T.barrier_arrive(used[(step - 1) % 4])
                 T.wait_wgmma(0)
                 T.copy(c_frag, c[pid, 0:64, 0:64])
 
-    return Launch(kernel, (torch.randn(4, 64, 64).bfloat16(), torch.randn(64, 64).bfloat16(), torch.empty(3, 64, 64)))
+    return Launch(kernel, (torch.randn(12, 64, 64).bfloat16(), torch.randn(64, 64).bfloat16(), torch.empty(3, 64, 64)))

@@ -288,7 +288,8 @@ def _for(compiler: Compiler, node: Any) -> Run:
             return marked(launch(compiler, node))
         raise compiler.unsupported(f'thread binding {node.thread_binding.thread_tag} inside a kernel')
     if kind == VECTORIZED and compiler.vector is None and is_const(node.extent) and compiler.options.checks != 'none':
-        compiler.vector = accesses = []
+        accesses: list[Any] = []
+        compiler.vector = accesses
         try:
             run = _loop(compiler, node)
         finally:
