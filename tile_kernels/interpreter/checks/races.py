@@ -431,6 +431,7 @@ class GlobalMarks:
         """Forget: the blocks have waited for each other."""
         self.writer = np.full(self.cells, NOBODY, np.int32)
         self.reader = np.full(self.cells, NOBODY, np.int32)
+        self.read_from = False
 
     def read(self, frame: Frame, access: Access, place: Place, mask: Mask) -> None:
         """Note reads; a read of what another block wrote is a race."""
@@ -442,6 +443,7 @@ class GlobalMarks:
             self._require_wait(frame, access, cell, lane_shape)
         other = self.writer[cell]
         self._report(frame, access, (other != NOBODY) & (other != block), lane_shape, block, other, 'reads', 'wrote')
+        self.read_from = True
         before = self.reader[cell]
         self.reader[cell] = np.where((before == NOBODY) | (before == block), block, SEVERAL)
         met = self.reader[cell] != block
@@ -500,11 +502,13 @@ class GlobalMarks:
             return False
         block: Any = np.arange(frame.first_block, frame.first_block + frame.blocks, dtype=np.int32)
         block = block.reshape((-1,) + (1,) * (access.ndim - 1))
-        for marks in (self.writer, self.reader):
-            other = gather(marks.reshape(1, -1), place, False)
+        if self.read_from:
+            other = gather(self.reader.reshape(1, -1), place, False)
             if ((other != NOBODY) & (other != block)).any():
                 return False
-        before = gather(self.writer.reshape(1, -1), place, False).copy()
+        before = np.array(gather(self.writer.reshape(1, -1), place, False))
+        if ((before != NOBODY) & (before != block)).any():
+            return False
         scatter(self.writer.reshape(1, -1), place, block, None, False)
         if (gather(self.writer.reshape(1, -1), place, False) == block).all():
             return True
