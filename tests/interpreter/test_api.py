@@ -174,3 +174,78 @@ def test_small_kernels_take_milliseconds():
         torch.set_num_threads(threads)
     assert times[0] < 1.0 and min(times[1:]) < 0.1
     torch.testing.assert_close(c, a @ b, rtol=1e-2, atol=1e-1)
+
+
+def test_arguments_by_name():
+    @tilelang.jit(out_idx=[2])
+    def difference(size: int):
+        @T.prim_func
+        def kernel(x: T.Tensor((size,), 'float32'), y: T.Tensor((size,), 'float32'), z: T.Tensor((size,), 'float32')):
+            with T.Kernel(1, threads=32):
+                for i in T.Parallel(size):
+                    z[i] = x[i] - y[i]
+
+        return kernel
+
+    x, y = torch.randn(32), torch.randn(32)
+    with interpreting():
+        assert torch.equal(difference(size=32)(x, y=y), x - y)
+        assert torch.equal(difference(size=32)(y=y, x=x), x - y)
+
+
+def test_outputs_of_every_small_float_type():
+    @tilelang.jit(out_idx=[1])
+    def convert(dtype: str):
+        @T.prim_func
+        def kernel(x: T.Tensor((32,), 'float32'), y: T.Tensor((32,), dtype)):
+            with T.Kernel(1, threads=32):
+                for i in T.Parallel(32):
+                    y[i] = T.cast(x[i], dtype)
+
+        return kernel
+
+    with interpreting():
+        for dtype in ('float8_e4m3', 'float8_e4m3fn', 'float8_e5m2'):
+            assert convert(dtype)(torch.ones(32)).float().tolist() == [1.0] * 32
+
+
+def test_lowering_is_a_check_of_its_own():
+    def product(left, right):
+        @T.prim_func
+        def kernel(x: T.Tensor((64, 64), 'float32'), y: T.Tensor((64,), 'float32')):
+            with T.Kernel(1, threads=128):
+                thread = T.get_thread_binding()
+                x_frag, sum_frag = T.alloc_fragment((64, 64), 'float32'), T.alloc_fragment((64,), 'float32')
+                T.copy(x, x_frag)
+                T.reduce_sum(x_frag, sum_frag, dim=1)
+                if left:
+                    T.copy(sum_frag, y)
+                elif thread < 64:
+                    y[thread] = sum_frag[thread]
+                if right:
+                    tile = T.alloc_shared((right, 1024), 'float32')
+                    T.clear(tile)
+
+        return kernel
+
+    x, y = torch.randn(64, 64), torch.empty(64)
+    interpret(product(True, 0), x, y, lower=True)
+    interpret(product(True, 40), x, y, lower='sm_90a')
+    with pytest.raises(interpreter.ResourceLimit, match='163840 bytes of shared memory, and sm_120a has 101376'):
+        interpret(product(True, 40), x, y, lower='sm_120a')
+    with pytest.raises(interpreter.LoweringFailed, match=r'does not lower it for sm_90a: .*no available layout'):
+        interpret(product(False, 0), x, y, lower=True)
+
+
+def test_atomics_on_an_output_that_nobody_initialised():
+    @tilelang.jit
+    def histogram(x):
+        size = T.const('size')
+        x: T.Tensor((size,), 'int32')
+        y = T.empty((4,), 'int32')
+        with T.Kernel(1, threads=size):
+            T.atomic_add(y[x[T.get_thread_binding()]], 1)
+        return y
+
+    with interpreting(), pytest.raises(interpreter.UninitializedRead, match='y is read at index'):
+        histogram(torch.zeros(64, dtype=torch.int32))

@@ -347,3 +347,112 @@ def test_wide_loads_and_stores():
     x, y = torch.randn(64), torch.empty(64)
     interpret(move, x, y)
     assert torch.equal(y, torch.where(torch.arange(64) < 32, x, 0))
+
+
+@pytest.mark.parametrize('checks', ['none', 'memory', 'all'])
+def test_negative_index_of_a_tensor_is_guarded(checks):
+    @T.prim_func
+    def shifted(x: T.Tensor((32, 16), 'float32'), y: T.Tensor((32, 16), 'float32'), z: T.Tensor((32, 16), 'float32')):
+        with T.Kernel(1, threads=64):
+            T.annotate_safe_value({x: 7.0})
+            for i, j in T.Parallel(32, 16):
+                y[i, j] = x[i - 10, j]
+            for i, j in T.Parallel(42, 16):
+                z[i - 10, j] = x[i - 10, j]
+
+    x, y, z = torch.randn(32, 16), torch.empty(32, 16), torch.empty(32, 16)
+    report = interpret(shifted, x, y, z, checks=checks)
+    assert torch.equal(y, torch.cat([torch.full((10, 16), 7.0), x[:22]]))
+    assert torch.equal(z, x)
+    assert len(report.guarded) == 3
+
+
+def test_index_that_is_surely_negative_counts_from_the_end():
+    @T.prim_func
+    def reverse(x: T.Tensor((64,), 'float32'), y: T.Tensor((2, 64), 'float32')):
+        with T.Kernel(1, threads=64):
+            thread = T.get_thread_binding()
+            tile = T.alloc_shared((64,), 'float32')
+            tile[thread] = x[-thread - 1]
+            T.sync_threads()
+            y[0, thread] = tile[-1]
+            for i in T.serial(64):
+                y[1, i] = tile[i - 64]
+
+    x, y = torch.randn(64), torch.empty(2, 64)
+    interpret(reverse, x, y, checks='all')
+    assert torch.equal(y[0], x[:1].expand(64))
+    assert torch.equal(y[1], x.flip(0))
+
+
+def test_safe_value_of_an_inner_block_holds_for_copies_inside_and_for_later_loads():
+    @T.prim_func
+    def nested(x: T.Tensor((50,), 'float32'), y: T.Tensor((4, 64), 'float32')):
+        with T.Kernel(1, threads=64):
+            tile = T.alloc_shared((64,), 'float32')
+            T.annotate_safe_value({x: -1.0})
+            with T.sblock('inner'):
+                T.annotate_safe_value({x: 5.0})
+                for i in T.Parallel(64):
+                    y[0, i] = x[i]
+                T.copy(x[0:64], tile)
+                T.copy(tile, y[1, 0:64])
+            for i in T.Parallel(64):
+                y[2, i] = x[i]
+            T.copy(x[0:64], tile)
+            T.copy(tile, y[3, 0:64])
+
+    y = torch.empty(4, 64)
+    interpret(nested, torch.zeros(50), y)
+    assert y[:, 50:].tolist() == [[5.0] * 14, [5.0] * 14, [5.0] * 14, [-1.0] * 14]
+
+
+def test_name_of_a_region_reads_nothing():
+    @T.prim_func
+    def alias(x: T.Tensor((64, 64), 'float32'), y: T.Tensor((64, 64), 'float32')):
+        with T.Kernel(1, threads=64):
+            tile = T.alloc_shared((64, 64), 'float32')
+            part = tile[:64, :64]
+            T.copy(x, part)
+            T.copy(part, y)
+
+    x, y = torch.randn(64, 64), torch.empty(64, 64)
+    interpret(alias, x, y)
+    assert torch.equal(x, y)
+
+
+def test_vector_index_may_have_a_name():
+    @T.prim_func
+    def double(x: T.Tensor((68,), 'float32'), y: T.Tensor((64,), 'float32')):
+        with T.Kernel(1, threads=16):
+            index = T.Ramp(T.get_thread_binding() * 4, 1, 4)
+            y[index] = x[index] + x[index + T.Broadcast(4, 4)]
+
+    x, y = torch.randn(68), torch.empty(64)
+    interpret(double, x, y, checks='all')
+    assert torch.equal(y, x[:64] + x[4:])
+
+
+def test_tensors_without_elements():
+    rows, columns = T.dynamic('rows'), T.dynamic('columns')
+
+    @T.prim_func
+    def padded(x: T.Tensor((rows, columns), 'float32'), y: T.Tensor((4, 64), 'float32'), z: T.Tensor((4,), 'float32')):
+        with T.Kernel(4, threads=64) as pid:
+            tile = T.alloc_shared((64,), 'float32')
+            total = T.alloc_fragment((1,), 'float32')
+            T.clear(total)
+            T.copy(x[pid, 0:64], tile)
+            for i in T.Parallel(64):
+                y[pid, i] = tile[i] + x[pid, i]
+            for i in T.serial(columns):
+                total[0] += x[pid, i]
+            for i in T.Parallel(columns):
+                total[0] += x[pid, i]
+            z[pid] = total[0]
+
+    for shape in ((0, 64), (4, 0), (0, 0)):
+        y, z = torch.ones(4, 64), torch.ones(4)
+        interpret(padded, torch.empty(shape), y, z, checks='all')
+        assert not y.any()
+        assert not z.any()

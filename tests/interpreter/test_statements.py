@@ -1,10 +1,12 @@
 """Statements: loops, branches, early exit, several launches, grids."""
 
+import time
+
 import pytest
 import tilelang.language as T
 import torch
 
-from tile_kernels.interpreter import AssertionFailed, UnsupportedConstruct, interpret
+from tile_kernels.interpreter import AssertionFailed, DataRace, UnsupportedConstruct, interpret
 
 from .kernels import per_thread
 
@@ -299,3 +301,89 @@ def test_carrying_a_register_through_parallel_iterations_is_refused():
     with pytest.raises(UnsupportedConstruct, match='carrying last') as caught:
         interpret(carry, torch.randn(64), torch.empty(1))
     assert caught.value.line
+
+
+def test_element_wise_grid_runs_as_an_array():
+    @T.prim_func
+    def scale(x: T.Tensor((1024, 4096), 'float32'), y: T.Tensor((1024, 4096), 'float32')):
+        with T.Kernel(1, threads=128):
+            for i, j in T.grid(1024, 4096):
+                y[i, j] = x[i, j] * 2.0 + 1.0
+
+    x, y = torch.randn(1024, 4096), torch.empty(1024, 4096)
+    started = time.process_time()
+    interpret(scale, x, y)
+    assert time.process_time() - started < 20
+    assert torch.equal(y, x * 2 + 1)
+
+
+@pytest.mark.parametrize('checks', ['none', 'all'])
+def test_serial_loops_keep_their_order_where_it_matters(checks):
+    @T.prim_func
+    def loops(x: T.Tensor((64,), 'int32'), y: T.Tensor((6, 64), 'int32'), z: T.Tensor((80,), 'int32')):
+        with T.Kernel(1, threads=32):
+            thread = T.get_thread_binding()
+            tile = T.alloc_shared((65,), 'int32')
+            total = T.alloc_var('int32', init=0)
+            y[0, 0] = x[0]
+            for i in T.serial(63):  # each needs the one before
+                y[0, i + 1] = y[0, i] + x[i + 1]
+            for i in T.serial(64):  # a sum in a register
+                total = total + x[i]
+                y[1, i] = total
+            for i, j in T.grid(16, 16):  # several iterations meet; the last one counts
+                z[i + j] = x[i * 4] - x[j * 4]
+            for i in T.serial(80 - 31):
+                z[i + 31] = i
+            for i in T.serial(64):
+                y[2, 63 - i] = T.if_then_else(x[i] > 0, x[i], -x[i])
+                if i % 3 == 0:
+                    y[2, 63 - i] = y[2, 63 - i] * 2
+            for i in T.serial(64):  # a shift in place
+                tile[i] = x[i]
+            tile[64] = 0
+            for i in T.serial(64):
+                tile[i] = tile[i + 1]
+            for i in T.serial(64):
+                y[3, i] = tile[i]
+            for i in T.serial(2):
+                for j in T.serial(16, 32):
+                    y[4, j * 2 + i - 32] = j * 10 + i
+            for i in T.serial(32):
+                y[4, 32 + i] = i
+            for i in T.serial(64):
+                if i < thread + 33:
+                    y[5, i] = 1 + 0 * thread
+
+    x = torch.randint(-9, 9, (64,), dtype=torch.int32)
+    y, z = torch.zeros(6, 64, dtype=torch.int32), torch.zeros(80, dtype=torch.int32)
+    interpret(loops, x, y, z, checks=checks)
+    assert torch.equal(y[0], x.cumsum(0).int())
+    assert torch.equal(y[1], y[0])
+    assert z[:31].tolist() == [int(x[min(s, 15) * 4] - x[(s - min(s, 15)) * 4]) for s in range(31)]
+    assert z[31:].tolist() == list(range(49))
+    assert torch.equal(y[2].flip(0), x.abs() * torch.where(torch.arange(64) % 3 == 0, 2, 1))
+    assert torch.equal(y[3], torch.cat([x[1:], torch.zeros(1, dtype=torch.int32)]))
+    assert y[4, :32].tolist() == [j * 10 + i for j in range(16, 32) for i in range(2)]
+    assert y[5].tolist() == [1] * 64
+
+
+def test_threads_race_in_serial_loops_that_run_as_arrays():
+    @T.prim_func
+    def fill(y: T.Tensor((64,), 'int32')):
+        with T.Kernel(1, threads=32):
+            thread = T.get_thread_binding()
+            tile = T.alloc_shared((64,), 'int32')
+            for i in T.serial(64):
+                tile[i] = thread
+            T.sync_threads()
+            for i in T.serial(64):
+                y[i] = tile[i]
+
+    with pytest.raises(DataRace, match='tile'):
+        interpret(
+            fill,
+            torch.empty(64, dtype=torch.int32),
+            checks='races',
+            pass_configs={'tl.disable_thread_storage_sync': True},
+        )

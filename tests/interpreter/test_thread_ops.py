@@ -265,3 +265,25 @@ def test_product_of_a_warp(words):
     c = torch.empty(2, 16, 8)
     interpret(multiply, a, b, c, checks='all')
     assert torch.equal(c, 1 + 2 * (a.float() @ b.float()))
+
+
+@pytest.mark.parametrize('checks', ['none', 'memory', 'all'])
+def test_fragment_used_by_element_is_a_register_of_each_thread(checks):
+    @T.prim_func
+    def own(x: T.Tensor((2, 64), 'float32'), y: T.Tensor((2, 64), 'float32'), z: T.Tensor((2, 64), 'float32')):
+        with T.Kernel(2, threads=64) as pid:
+            thread = T.get_thread_binding()
+            value = T.alloc_fragment((1,), 'float32')
+            table = T.alloc_fragment((4,), 'float32')
+            value[0] = x[pid, thread]
+            T.fill(table, 1.0)
+            table[thread % 4] = value[0]
+            if thread < 10:
+                value[0] = 0.0
+            y[pid, thread] = value[0] * 2
+            z[pid, thread] = table[0] + table[1] + table[2] + table[3]
+
+    x, y, z = torch.randn(2, 64), torch.empty(2, 64), torch.empty(2, 64)
+    interpret(own, x, y, z, checks=checks)
+    assert torch.equal(y, torch.where(torch.arange(64) < 10, 0.0, 2 * x))
+    assert torch.allclose(z, x + 3)

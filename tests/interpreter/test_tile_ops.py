@@ -207,6 +207,28 @@ def test_max_reduction_drops_nan():
     assert y.tolist() == [31, 63]
 
 
+@pytest.mark.parametrize('name', ['max', 'min', 'absmax'])
+@pytest.mark.parametrize('clear', [True, False])
+def test_reduction_that_propagates_nan(name, clear):
+    @T.prim_func
+    def peak(x: T.Tensor((2, 32), 'bfloat16'), y: T.Tensor((2,), 'bfloat16')):
+        with T.Kernel(1, threads=32):
+            values, result = T.alloc_fragment((2, 32), 'bfloat16'), T.alloc_fragment((2,), 'bfloat16')
+            T.copy(x, values)
+            T.copy(y, result)
+            getattr(T, f'reduce_{name}')(values, result, dim=1, clear=clear, nan_propagate=True)
+            T.copy(result, y)
+
+    x = torch.ones(2, 32).bfloat16()
+    x[0, 5] = float('nan')
+    y = torch.ones(2).bfloat16()
+    interpret(peak, x, y)
+    assert y.isnan().tolist() == [True, False]
+    assert y[1] == 1
+    interpret(peak, torch.ones(2, 32).bfloat16(), y)
+    assert y.isnan().tolist() == [not clear, False]
+
+
 def test_reduce_registers_of_a_thread():
     @T.prim_func
     def own(x: T.Tensor((32, 8), 'float32'), y: T.Tensor((32,), 'float32')):
@@ -344,18 +366,19 @@ def test_transpose_of_a_tile():
     assert torch.equal(y, x.T) and torch.equal(z, x.T)
 
 
-def test_im2col():
+@pytest.mark.parametrize('batch', [1, 2])
+def test_im2col(batch):
     @T.prim_func
-    def columns(image: T.Tensor((2, 8, 8, 16), 'float16'), y: T.Tensor((128, 144), 'float16')):
-        with T.Kernel(2, 9, threads=64) as (bx, by):
+    def columns(image: T.Tensor((batch, 8, 8, 16), 'float16'), y: T.Tensor((batch * 64, 144), 'float16')):
+        with T.Kernel(batch, 9, threads=64) as (bx, by):
             tile = T.alloc_shared((64, 16), 'float16')
             T.c2d_im2col(image, tile, bx, by, 3, 1, 1, 1)
             T.copy(tile, y[bx * 64, by * 16])
 
-    image, y = torch.randn(2, 8, 8, 16).half(), torch.empty(128, 144).half()
+    image, y = torch.randn(batch, 8, 8, 16).half(), torch.empty(batch * 64, 144).half()
     interpret(columns, image, y)
     unfolded = torch.nn.functional.unfold(image.permute(0, 3, 1, 2).float(), 3, padding=1)
-    assert torch.equal(y.float(), unfolded.view(2, 16, 9, 64).permute(0, 3, 2, 1).reshape(128, 144))
+    assert torch.equal(y.float(), unfolded.view(batch, 16, 9, 64).permute(0, 3, 2, 1).reshape(batch * 64, 144))
 
 
 @pytest.mark.parametrize('name', ['atomic_add', 'atomic_max', 'atomic_min'])

@@ -5,6 +5,7 @@ import pytest
 import tilelang.language as T
 import torch
 
+from tile_kernels.interpreter import UnsupportedConstruct
 from tile_kernels.interpreter.meaning.math_ops import reinterpret
 from tile_kernels.interpreter.memory.dtypes import caster, constant, decoder, dtype_of, encoder, rounder
 
@@ -263,3 +264,11 @@ def test_casts_between_every_pair_of_types():
             given = values.float().to(source)
             got = elementwise(lambda x, target=target: T.cast(x, str(target).removeprefix('torch.')), given, out=target)
             assert torch.equal(got.float(), given.float().to(target).float()), (source, target)
+
+
+def test_infinity_of_small_floats():
+    ones = torch.ones(4).to(torch.float8_e5m2)
+    assert elementwise(lambda x: T.infinity('float8_e5m2'), ones).float().tolist() == [float('inf')] * 4
+    assert elementwise(lambda x: -T.infinity('float8_e5m2'), ones).float().tolist() == [-57344.0] * 4
+    with pytest.raises(UnsupportedConstruct, match='infinity of float8_e4m3fn'):
+        elementwise(lambda x: T.infinity('float8_e4m3fn'), torch.ones(4).to(torch.float8_e4m3fn))

@@ -110,12 +110,16 @@ def lower(prim_func: Any, pass_configs: dict[str, Any], arch: str) -> tuple[str,
 
     Needs no GPU and no nvcc. One PrimFunc may hold several kernels: the hungriest counts.
     """
+    return lower_with(prim_func, {key.value: value for key, value in _pass_configs(pass_configs).items()}, arch)
+
+
+def lower_with(prim_func: Any, config: dict[str, Any], arch: str) -> tuple[str, int]:
+    """As `lower`, with the pass configs under the names TileLang gives them in the IR and no others."""
     require_tilelang()
     import tilelang
     from tilelang import tvm
 
     target = tvm.target.Target({'kind': 'cuda', 'arch': arch})
-    config = {key.value: value for key, value in _pass_configs(pass_configs).items()}
     with target, tvm.transform.PassContext(opt_level=3, config=config):
         lowered = tilelang.lower(_for_arch(prim_func, arch), target=target, enable_device_compile=False)
     functions = lowered.device_mod.functions.values()

@@ -50,7 +50,13 @@ class Report:
         return tuple(branch for branch in self.branches if not branch.ran)
 
 
-def interpret(kernel: Any, *tensors: Any, checks: str = 'memory', pass_configs: dict[Any, Any] | None = None) -> Report:
+def interpret(
+    kernel: Any,
+    *tensors: Any,
+    checks: str = 'memory',
+    pass_configs: dict[Any, Any] | None = None,
+    lower: bool | str = False,
+) -> Report:
     """Run a TileLang kernel on CPU tensors, from its own source.
 
     Args:
@@ -60,6 +66,7 @@ def interpret(kernel: Any, *tensors: Any, checks: str = 'memory', pass_configs: 
         checks: 'none', 'memory' (bounds, uninitialised reads, waits), 'races' (these too) or 'all' (also outputs that
             were not written).
         pass_configs: Compiler switches of the kernel that change its meaning.
+        lower: Also lower the kernel, for sm_90a or the architecture named here, and report what TileLang refuses.
 
     Returns:
         A report: time, branch coverage, guards that were needed.
@@ -76,6 +83,11 @@ def interpret(kernel: Any, *tensors: Any, checks: str = 'memory', pass_configs: 
         words = getattr(kernel, '__name__', None) or type(kernel).__name__
         hint = ', which may build one' if callable(kernel) else ''
         raise TypeError(f'interpret: kernel must be a T.prim_func or a compiled kernel, got {words}{hint}')
+    if lower:
+        from tile_kernels.interpreter.checks.resources import check_lowering
+
+        arch = 'sm_90a' if lower is True else str(lower)
+        check_lowering(prim_func, _switches(kernel, prim_func, pass_configs), arch)
     program = compiled(prim_func, options_of(kernel, pass_configs, checks))
     shared, seconds = program.run(tensors)
     branches = tuple(

@@ -59,6 +59,10 @@ class OutOfBounds(InterpreterError):
     """An access outside its buffer that the compiler does not guard."""
 
 
+class LayoutDependent(InterpreterError):
+    """The threads hold different values of a fragment, and the layout decides whose value is used."""
+
+
 class UninitializedRead(InterpreterError):
     """A read of memory nobody wrote."""
 
@@ -81,6 +85,26 @@ class BarrierDivergence(InterpreterError):
 
 class Deadlock(InterpreterError):
     """Every thread that is still running waits for a barrier that cannot complete."""
+
+
+class ReducerMisuse(InterpreterError):
+    """A reducer that is updated before its start, read before its end, or never finalized."""
+
+
+class MisalignedAccess(InterpreterError):
+    """A vector access at an address that is not a multiple of the vector's bytes."""
+
+
+class TypeMismatch(InterpreterError):
+    """Operands of types that no instruction takes together."""
+
+
+class ResourceLimit(InterpreterError):
+    """More threads or shared memory than a GPU has."""
+
+
+class LoweringFailed(InterpreterError):
+    """TileLang refuses to lower the kernel for the target."""
 
 
 class AssertionFailed(InterpreterError):

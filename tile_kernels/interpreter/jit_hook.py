@@ -33,9 +33,9 @@ class InterpretedKernel:
         listed = [] if out_idx is None else [out_idx] if isinstance(out_idx, int) else list(out_idx)
         self.out_idx = [index % count for index in listed]
 
-    def __call__(self, *tensors: Any, **_: Any) -> Any:
+    def __call__(self, *tensors: Any, **named: Any) -> Any:
         """Run; returns the outputs named by `out_idx`, if there are any."""
-        given = list(tensors)
+        given = [*tensors, *self._in_order(len(tensors), named)]
         outputs: list[torch.Tensor] = []
         if self.out_idx and len(given) < len(self.prim_func.params):
             for index in sorted(self.out_idx):
@@ -47,6 +47,13 @@ class InterpretedKernel:
             outputs = [given[index] for index in self.out_idx]
         self.report = interpret(self, *given, checks=self.checks)
         return None if not outputs else outputs[0] if len(outputs) == 1 else outputs
+
+    def _in_order(self, given: int, named: dict[str, Any]) -> list[Any]:
+        """Arguments given by name, in the order of the parameters that follow the first `given` ones."""
+        buffers = self.prim_func.buffer_map
+        inputs = [var for index, var in enumerate(self.prim_func.params) if index not in self.out_idx]
+        names = [str(buffers[var].name if var in buffers else var.name) for var in inputs[given:]]
+        return [named[name] for name in names if name in named]
 
     def get_kernel_source(self, *_: Any, **__: Any) -> str:
         """The kernel as TIR text."""

@@ -7,7 +7,11 @@ from . import (
     data_race,
     deadlock,
     innocent,
+    layout_dependent,
+    limits,
+    misaligned_access,
     out_of_bounds,
+    reducer_misuse,
     uninitialized_read,
     unwritten_output,
 )
@@ -22,7 +26,11 @@ __all__ = [
     'data_race',
     'deadlock',
     'innocent',
+    'layout_dependent',
+    'limits',
+    'misaligned_access',
     'out_of_bounds',
+    'reducer_misuse',
     'uninitialized_read',
     'unwritten_output',
 ]

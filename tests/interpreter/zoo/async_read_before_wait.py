@@ -117,3 +117,48 @@ def buffer_cleared_under_a_copy_in_flight(bug):
                 T.clear(y[0, 0:128])
 
     return Launch(kernel, (torch.randn(128), torch.empty(2, 128)))
+
+
+@specimen('AsyncReadBeforeWait', 'a_shared')
+def operand_overwritten_under_a_product_in_flight(bug):
+    @T.prim_func
+    def kernel(a: T.Tensor((64, 64), 'bfloat16'), b: T.Tensor((64, 64), 'bfloat16'), c: T.Tensor((64, 64), 'float32')):
+        with T.Kernel(1, threads=128):
+            a_shared = T.alloc_shared((64, 64), 'bfloat16')
+            b_shared = T.alloc_shared((64, 64), 'bfloat16')
+            c_frag = T.alloc_fragment((64, 64), 'float32')
+            T.copy(a, a_shared)
+            T.copy(b, b_shared)
+            T.clear(c_frag)
+            T.wgmma_gemm(a_shared, b_shared, c_frag)
+            if not bug:
+                T.wait_wgmma(0)
+            T.clear(a_shared)  # BUG
+            T.wgmma_gemm(a_shared, b_shared, c_frag)
+            T.wait_wgmma(0)
+            T.copy(c_frag, c)
+
+    return Launch(kernel, (torch.randn(64, 64).bfloat16(), torch.randn(64, 64).bfloat16(), torch.empty(64, 64)))
+
+
+@specimen('AsyncReadBeforeWait', 'a_shared')
+def operand_of_the_newest_product_overwritten(bug):
+    @T.prim_func
+    def kernel(
+        a: T.Tensor((2, 64, 64), 'bfloat16'), b: T.Tensor((64, 64), 'bfloat16'), c: T.Tensor((64, 64), 'float32')
+    ):
+        with T.Kernel(1, threads=128):
+            a_shared = T.alloc_shared((2, 64, 64), 'bfloat16')
+            b_shared = T.alloc_shared((64, 64), 'bfloat16')
+            c_frag = T.alloc_fragment((64, 64), 'float32')
+            T.copy(a, a_shared)
+            T.copy(b, b_shared)
+            T.clear(c_frag)
+            for slot in T.unroll(2):
+                T.wgmma_gemm(a_shared[slot, 0:64, 0:64], b_shared, c_frag)
+            T.wait_wgmma(1)
+            T.clear(a_shared[1 if bug else 0, 0:64, 0:64])  # BUG
+            T.wait_wgmma(0)
+            T.copy(c_frag, c)
+
+    return Launch(kernel, (torch.randn(2, 64, 64).bfloat16(), torch.randn(64, 64).bfloat16(), torch.empty(64, 64)))

@@ -160,3 +160,283 @@ def block_reads_what_another_block_writes(bug):
                 y[pid] = scratch[7 - pid]  # BUG
 
     return Launch(kernel, (torch.randn(8), torch.zeros(8), torch.empty(8)))
+
+
+@specimen('DataRace', 'total_shared')
+def plain_read_right_after_an_atomic(bug):
+    @T.prim_func
+    def kernel(x: T.Tensor((64,), 'int32'), y: T.Tensor((64,), 'int32')):
+        with T.Kernel(1, threads=64):
+            thread = T.get_thread_binding()
+            total_shared = T.alloc_shared((1,), 'int32')
+            if thread == 0:
+                total_shared[0] = 0
+            T.sync_threads()
+            T.atomic_add(total_shared[0], x[thread])
+            if not bug:
+                T.sync_threads()
+            y[thread] = total_shared[0]  # BUG
+
+    return Launch(kernel, (torch.arange(64, dtype=torch.int32), torch.empty(64, dtype=torch.int32)), BY_HAND)
+
+
+@specimen('DataRace', 'total_shared')
+def atomic_right_after_the_element_is_cleared(bug):
+    @T.prim_func
+    def kernel(x: T.Tensor((64,), 'int32'), y: T.Tensor((64,), 'int32')):
+        with T.Kernel(1, threads=64):
+            thread = T.get_thread_binding()
+            total_shared = T.alloc_shared((1,), 'int32')
+            if thread == 0:
+                total_shared[0] = 0
+            if not bug:
+                T.sync_threads()
+            T.atomic_add(total_shared[0], x[thread])  # BUG
+            T.sync_threads()
+            y[thread] = total_shared[0]
+
+    return Launch(kernel, (torch.arange(64, dtype=torch.int32), torch.empty(64, dtype=torch.int32)), BY_HAND)
+
+
+@specimen('DataRace', 'x_shared')
+def own_copies_are_waited_for_but_not_those_of_others(bug):
+    @T.prim_func
+    def kernel(x: T.Tensor((128,), 'float32'), y: T.Tensor((128,), 'float32')):
+        with T.Kernel(1, threads=32):
+            x_shared = T.alloc_shared((128,), 'float32')
+            T.async_copy(x[0:128], x_shared)
+            T.ptx_wait_group(0)
+            if not bug:
+                T.sync_threads()
+            for i in T.Parallel(128):
+                y[i] = x_shared[i]  # BUG
+
+    return Launch(kernel, (torch.randn(128), torch.empty(128)), BY_HAND)
+
+
+@specimen('DataRace', 'x_shared')
+def slot_refilled_while_others_still_read_it(bug):
+    @T.prim_func
+    def kernel(x: T.Tensor((4, 128), 'float32'), y: T.Tensor((4, 128), 'float32')):
+        with T.Kernel(1, threads=32):
+            x_shared = T.alloc_shared((128,), 'float32')
+            for row in T.serial(4):
+                T.async_copy(x[row, 0:128], x_shared)  # BUG
+                T.ptx_wait_group(0)
+                T.sync_threads()
+                for i in T.Parallel(128):
+                    y[row, i] = x_shared[i]
+                if not bug:
+                    T.sync_threads()
+
+    return Launch(kernel, (torch.randn(4, 128), torch.empty(4, 128)), BY_HAND)
+
+
+@specimen('DataRace', 'x_shared')
+def slot_handed_back_before_it_is_read(bug):
+    @T.prim_func
+    def kernel(x: T.Tensor((4, 16, 64), 'float16'), y: T.Tensor((4, 16, 64), 'float16')):
+        with T.Kernel(1, threads=256):
+            thread = T.get_thread_binding()
+            x_shared = T.alloc_shared((16, 64), 'float16')
+            loaded = T.alloc_barrier([128])
+            used = T.alloc_barrier([128])
+            if thread < 128:
+                for row in T.serial(4):
+                    if row > 0:
+                        T.mbarrier_wait_parity(used[0], (row - 1) % 2)
+                    T.tma_copy(x[row, 0:16, 0:64], x_shared, barrier=loaded[0])  # BUG
+                    T.barrier_arrive(loaded[0])
+            else:
+                for row in T.serial(4):
+                    T.mbarrier_wait_parity(loaded[0], row % 2)
+                    if bug:
+                        T.barrier_arrive(used[0])
+                    for i, j in T.Parallel(16, 64):
+                        y[row, i, j] = x_shared[i, j]
+                    if not bug:
+                        T.barrier_arrive(used[0])
+
+    return Launch(kernel, (torch.randn(4, 16, 64).half(), torch.empty(4, 16, 64).half()))
+
+
+@specimen('DataRace', 'found_shared')
+def flag_read_by_threads_that_did_not_set_it(bug):
+    @T.prim_func
+    def kernel(x: T.Tensor((64,), 'float32'), y: T.Tensor((64,), 'int32')):
+        with T.Kernel(1, threads=64):
+            thread = T.get_thread_binding()
+            found_shared = T.alloc_shared((1,), 'int32')
+            found_shared[0] = 0
+            T.sync_threads()
+            if x[thread] > 0.0:
+                found_shared[0] = 1
+            if not bug:
+                T.sync_threads()
+            y[thread] = found_shared[0]  # BUG
+
+    return Launch(kernel, (torch.randn(64), torch.empty(64, dtype=torch.int32)), BY_HAND)
+
+
+@specimen('DataRace', 'x_shared')
+def arrival_right_behind_a_read(bug):
+    @T.prim_func
+    def kernel(x: T.Tensor((4, 16, 64), 'float16'), y: T.Tensor((4, 16, 64), 'float16')):
+        with T.Kernel(1, threads=256):
+            thread = T.get_thread_binding()
+            x_shared = T.alloc_shared((16, 64), 'float16')
+            x_frag = T.alloc_fragment((16, 64), 'float16')
+            loaded = T.alloc_barrier([128])
+            used = T.alloc_barrier([128])
+            if thread < 128:
+                for row in T.serial(4):
+                    if row > 0:
+                        T.mbarrier_wait_parity(used[0], (row - 1) % 2)
+                    T.tma_copy(x[row, 0:16, 0:64], x_shared, barrier=loaded[0])  # BUG
+                    T.barrier_arrive(loaded[0])
+            else:
+                for row in T.serial(4):
+                    T.mbarrier_wait_parity(loaded[0], row % 2)
+                    T.copy(x_shared, x_frag)
+                    if not bug:
+                        T.fence_proxy_async()
+                    T.barrier_arrive(used[0])
+                    T.copy(x_frag, y[row, 0:16, 0:64])
+
+    return Launch(kernel, (torch.randn(4, 16, 64).half(), torch.empty(4, 16, 64).half()))
+
+
+@specimen('DataRace', 'x_shared')
+def arrival_ahead_of_the_store(bug):
+    @T.prim_func
+    def kernel(x: T.Tensor((4, 128), 'float32'), y: T.Tensor((4, 128), 'float32')):
+        with T.Kernel(1, threads=256):
+            thread = T.get_thread_binding()
+            x_shared = T.alloc_shared((128,), 'float32')
+            x_local = T.alloc_local((1,), 'float32')
+            loaded = T.alloc_barrier([128])
+            used = T.alloc_barrier([128])
+            if thread < 128:
+                for row in T.serial(4):
+                    if row > 0:
+                        T.mbarrier_wait_parity(used[0], (row - 1) % 2)
+                    T.tma_copy(x[row, 0:128], x_shared, barrier=loaded[0])  # BUG
+                    T.barrier_arrive(loaded[0])
+            else:
+                for row in T.serial(4):
+                    T.mbarrier_wait_parity(loaded[0], row % 2)
+                    x_local[0] = x_shared[thread - 128]
+                    if bug:
+                        T.barrier_arrive(used[0])
+                    y[row, thread - 128] = x_local[0] * 2.0
+                    if not bug:
+                        T.barrier_arrive(used[0])
+
+    return Launch(kernel, (torch.randn(4, 128), torch.empty(4, 128)))
+
+
+@specimen('DataRace', 'a_shared')
+def product_of_what_another_role_stored(bug):
+    @T.prim_func
+    def kernel(a: T.Tensor((64, 64), 'bfloat16'), b: T.Tensor((64, 64), 'bfloat16'), c: T.Tensor((64, 64), 'float32')):
+        with T.Kernel(1, threads=256):
+            thread = T.get_thread_binding()
+            a_shared = T.alloc_shared((64, 64), 'bfloat16')
+            b_shared = T.alloc_shared((64, 64), 'bfloat16')
+            c_frag = T.alloc_fragment((64, 64), 'float32')
+            stored = T.alloc_barrier([128])
+            if thread < 128:
+                for i, j in T.Parallel(64, 64):
+                    a_shared[i, j] = a[i, j]
+                for i, j in T.Parallel(64, 64):
+                    b_shared[i, j] = b[i, j]
+                if not bug:
+                    T.fence_proxy_async()
+                T.barrier_arrive(stored[0])
+            else:
+                T.mbarrier_wait_parity(stored[0], 0)
+                T.clear(c_frag)
+                T.wgmma_gemm(a_shared, b_shared, c_frag)  # BUG
+                T.wait_wgmma(0)
+                T.copy(c_frag, c)
+
+    return Launch(kernel, (torch.randn(64, 64).bfloat16(), torch.randn(64, 64).bfloat16(), torch.empty(64, 64)))
+
+
+@specimen('DataRace', 'y_shared')
+def copy_engine_stores_what_another_role_wrote(bug):
+    @T.prim_func
+    def kernel(x: T.Tensor((16, 64), 'float16'), y: T.Tensor((16, 64), 'float16')):
+        with T.Kernel(1, threads=256):
+            thread = T.get_thread_binding()
+            y_shared = T.alloc_shared((16, 64), 'float16')
+            stored = T.alloc_barrier([128])
+            if thread < 128:
+                for i, j in T.Parallel(16, 64):
+                    y_shared[i, j] = x[i, j] * T.float16(2.0)
+                if not bug:
+                    T.fence_proxy_async()
+                T.barrier_arrive(stored[0])
+            else:
+                T.mbarrier_wait_parity(stored[0], 0)
+                T.tma_copy(y_shared, y)  # BUG
+                T.tma_store_wait(0)
+
+    return Launch(kernel, (torch.randn(16, 64).half(), torch.empty(16, 64).half()))
+
+
+@specimen('DataRace', 'a_shared')
+def operand_handed_back_before_the_product_is_done(bug):
+    @T.prim_func
+    def kernel(
+        a: T.Tensor((3, 64, 64), 'bfloat16'), b: T.Tensor((64, 64), 'bfloat16'), c: T.Tensor((64, 64), 'float32')
+    ):
+        with T.Kernel(1, threads=256):
+            thread = T.get_thread_binding()
+            a_shared = T.alloc_shared((64, 64), 'bfloat16')
+            b_shared = T.alloc_shared((64, 64), 'bfloat16')
+            c_frag = T.alloc_fragment((64, 64), 'float32')
+            loaded, used = T.alloc_barrier([128]), T.alloc_barrier([128])
+            T.copy(b, b_shared)
+            T.sync_threads()
+            if thread < 128:
+                for step in T.serial(3):
+                    if step > 0:
+                        T.mbarrier_wait_parity(used[0], (step - 1) % 2)
+                    T.tma_copy(a[step, 0:64, 0:64], a_shared, barrier=loaded[0])  # BUG
+                    T.barrier_arrive(loaded[0])
+            else:
+                T.clear(c_frag)
+                for step in T.serial(3):
+                    T.mbarrier_wait_parity(loaded[0], step % 2)
+                    T.wgmma_gemm(a_shared, b_shared, c_frag)
+                    if bug:
+                        T.barrier_arrive(used[0])
+                    T.wait_wgmma(0)
+                    if not bug:
+                        T.barrier_arrive(used[0])
+                T.copy(c_frag, c)
+
+    return Launch(kernel, (torch.randn(3, 64, 64).bfloat16(), torch.randn(64, 64).bfloat16(), torch.empty(64, 64)))
+
+
+@specimen('DataRace', 'scratch')
+def read_ahead_of_the_wait_for_the_kernel_before(bug):
+    @T.prim_func
+    def kernel(x: T.Tensor((8,), 'float32'), scratch: T.Tensor((8,), 'float32'), y: T.Tensor((8,), 'float32')):
+        with T.Kernel(8, threads=32) as pid:
+            if T.get_thread_binding() == 0:
+                scratch[pid] = x[pid] * 2.0
+            T.pdl_trigger()
+        with T.Kernel(8, threads=32) as pid:
+            x_local = T.alloc_local((2,), 'float32')
+            x_local[0] = x[pid]
+            if bug:
+                x_local[1] = scratch[7 - pid]  # BUG
+            T.pdl_sync()
+            if not bug:
+                x_local[1] = scratch[7 - pid]
+            if T.get_thread_binding() == 0:
+                y[pid] = x_local[0] + x_local[1]
+
+    return Launch(kernel, (torch.randn(8), torch.zeros(8), torch.empty(8)))

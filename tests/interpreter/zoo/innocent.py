@@ -227,3 +227,136 @@ def conditions_protect_the_index_behind_them():
                 y[thread] = 2.0
 
     return Launch(kernel, (torch.randn(64), torch.empty(64)), BY_HAND)
+
+
+@innocent
+def every_thread_sets_the_flag_it_reads():
+    @T.prim_func
+    def kernel(y: T.Tensor((64,), 'int32')):
+        with T.Kernel(2, threads=64):
+            thread = T.get_thread_binding()
+            flag_shared = T.alloc_shared((2,), 'int32')
+            flag_shared[0] = 3
+            y[thread] = flag_shared[0]
+            if thread < 16:
+                flag_shared[1] = 1
+            if thread < 32:
+                flag_shared[1] = 1
+                y[thread] = flag_shared[1] + 2
+
+    return Launch(kernel, (torch.empty(64, dtype=torch.int32),), BY_HAND)
+
+
+@innocent
+def neighbours_of_four_bits_share_a_byte():
+    @T.prim_func
+    def kernel(x: T.Tensor((2, 64), 'float32'), y: T.Tensor((2, 64), 'float4_e2m1fn')):
+        with T.Kernel(2, threads=64) as pid:
+            x_shared = T.alloc_shared((64,), 'float4_e2m1fn')
+            for i in T.Parallel(64):
+                x_shared[i] = T.cast(x[pid, i], 'float4_e2m1fn')
+            T.sync_threads()
+            for i in T.Parallel(64):
+                y[pid, i] = x_shared[63 - i]
+
+    return Launch(kernel, (torch.randn(2, 64), torch.empty(2, 32, dtype=torch.int8)), BY_HAND)
+
+
+@innocent
+def each_thread_reads_what_it_copied_itself():
+    @T.prim_func
+    def kernel(x: T.Tensor((128,), 'float32'), y: T.Tensor((128,), 'float32')):
+        with T.Kernel(1, threads=32):
+            thread = T.get_thread_binding()
+            x_shared = T.alloc_shared((128,), 'float32')
+            T.ptx_cp_async(T.access_ptr(x_shared[thread * 4], 'w', 4), T.access_ptr(x[thread * 4], 'r', 4), 4)
+            T.ptx_commit_group()
+            T.ptx_wait_group(0)
+            for i in T.unroll(4):
+                y[thread * 4 + i] = x_shared[thread * 4 + i]
+
+    return Launch(kernel, (torch.randn(128), torch.empty(128)), BY_HAND)
+
+
+@innocent
+def what_was_read_is_used_ahead_of_the_arrival():
+    @T.prim_func
+    def kernel(x: T.Tensor((4, 128), 'float32'), y: T.Tensor((128,), 'float32')):
+        with T.Kernel(1, threads=256):
+            thread = T.get_thread_binding()
+            x_shared = T.alloc_shared((128,), 'float32')
+            sum_frag = T.alloc_fragment((128,), 'float32')
+            x_frag = T.alloc_fragment((128,), 'float32')
+            loaded, used = T.alloc_barrier([128]), T.alloc_barrier([128])
+            if thread < 128:
+                for row in T.serial(4):
+                    if row > 0:
+                        T.mbarrier_wait_parity(used[0], (row - 1) % 2)
+                    T.tma_copy(x[row, 0:128], x_shared, barrier=loaded[0])
+                    T.barrier_arrive(loaded[0])
+            else:
+                T.clear(sum_frag)
+                for row in T.serial(4):
+                    T.mbarrier_wait_parity(loaded[0], row % 2)
+                    T.copy(x_shared, x_frag)
+                    for i in T.Parallel(128):
+                        sum_frag[i] = sum_frag[i] + x_frag[i]
+                    T.barrier_arrive(used[0])
+                T.copy(sum_frag, y)
+
+    return Launch(kernel, (torch.randn(4, 128), torch.empty(128)))
+
+
+@innocent
+def fence_that_the_compiler_sets():
+    @T.prim_func
+    def kernel(a: T.Tensor((64, 64), 'bfloat16'), b: T.Tensor((64, 64), 'bfloat16'), c: T.Tensor((64, 64), 'float32')):
+        with T.Kernel(1, threads=128):
+            a_shared = T.alloc_shared((64, 64), 'bfloat16')
+            b_shared = T.alloc_shared((64, 64), 'bfloat16')
+            c_frag = T.alloc_fragment((64, 64), 'float32')
+            for i, j in T.Parallel(64, 64):
+                a_shared[i, j] = a[i, j]
+            T.copy(b, b_shared)
+            T.sync_threads()
+            T.clear(c_frag)
+            T.wgmma_gemm(a_shared, b_shared, c_frag)
+            T.wait_wgmma(0)
+            T.copy(c_frag, c)
+
+    tensors = (torch.randn(64, 64).bfloat16(), torch.randn(64, 64).bfloat16(), torch.empty(64, 64))
+    return Launch(kernel, tensors, BY_HAND)
+
+
+@innocent
+def blocks_that_hand_back_operands_at_different_times():
+    @T.prim_func
+    def kernel(
+        a: T.Tensor((12, 64, 64), 'bfloat16'), b: T.Tensor((64, 64), 'bfloat16'), c: T.Tensor((3, 64, 64), 'float32')
+    ):
+        with T.Kernel(3, threads=256) as pid:
+            thread = T.get_thread_binding()
+            a_shared = T.alloc_shared((4, 64, 64), 'bfloat16')
+            b_shared = T.alloc_shared((64, 64), 'bfloat16')
+            c_frag = T.alloc_fragment((64, 64), 'float32')
+            loaded, used = T.alloc_barrier([128] * 4), T.alloc_barrier([128] * 4)
+            T.copy(b, b_shared)
+            T.sync_threads()
+            if thread < 128:
+                for step in T.serial(pid * 4 + 4):
+                    if step > 3:
+                        T.mbarrier_wait_parity(used[step % 4], (step // 4 - 1) % 2)
+                    T.tma_copy(a[step, 0:64, 0:64], a_shared[step % 4, 0:64, 0:64], barrier=loaded[step % 4])
+                    T.barrier_arrive(loaded[step % 4])
+            else:
+                T.clear(c_frag)
+                for step in T.serial(pid * 4 + 4):
+                    T.mbarrier_wait_parity(loaded[step % 4], step // 4 % 2)
+                    T.wgmma_gemm(a_shared[step % 4, 0:64, 0:64], b_shared, c_frag)
+                    T.wait_wgmma(1)
+                    if step > 0:
+                        T.barrier_arrive(used[(step - 1) % 4])
+                T.wait_wgmma(0)
+                T.copy(c_frag, c[pid, 0:64, 0:64])
+
+    return Launch(kernel, (torch.randn(12, 64, 64).bfloat16(), torch.randn(64, 64).bfloat16(), torch.empty(3, 64, 64)))

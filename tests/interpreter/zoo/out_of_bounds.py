@@ -1,4 +1,4 @@
-"""Indices outside a buffer: shared, fragment and local memory, unguarded global memory, and below zero."""
+"""Indices outside a buffer: shared, fragment and local memory, and unguarded global memory."""
 
 import tilelang.language as T
 import torch
@@ -204,7 +204,7 @@ def global_gather_below_zero(bug):
                 y[pid, j] = x[ids[pid], j]  # BUG
 
     ids = torch.tensor([4, 0, 49, 7, -1 if bug else 1, 2, 2, 3], dtype=torch.int32)
-    return Launch(kernel, (torch.randn(50, 32), ids, torch.empty(8, 32)))
+    return Launch(kernel, (torch.randn(50, 32), ids, torch.empty(8, 32)), UNGUARDED)
 
 
 @specimen('OutOfBounds', 'y')
@@ -217,7 +217,7 @@ def global_scatter_below_zero(bug):
             if bug:
                 y[63] = 0.0
 
-    return Launch(kernel, (torch.randn(64), torch.empty(64)))
+    return Launch(kernel, (torch.randn(64), torch.empty(64)), UNGUARDED)
 
 
 @specimen('OutOfBounds', 'x_shared')

@@ -27,6 +27,7 @@ class InFlight:
     group: np.ndarray  # per block: the group of that thread it belongs to
     barrier: tuple[int, np.ndarray] | None = None  # slot and per block index of its mbarrier
     done: Any = None
+    reads: bool = False  # it reads this memory (an operand), and does not write it
 
 
 class AsyncGroups:
@@ -44,6 +45,12 @@ class AsyncGroups:
         self._add(frame, access, mask, kind, threads, group, None)
         if commit:
             self.commit(frame, kind)
+
+    def launch_reads(self, frame: Frame, access: Access, mask: Mask) -> None:
+        """Note that the product the threads have just committed still reads an operand."""
+        threads = first_thread(frame)
+        group = self.committed['gemm'][np.arange(frame.blocks), threads]
+        self._add(frame, access, mask, 'gemm', threads, group, None, reads=True)
 
     def launch_tma(self, frame: Frame, access: Access, mask: Mask, operand: Any) -> None:
         """Note data in flight until a wait on its mbarrier."""
@@ -64,7 +71,12 @@ class AsyncGroups:
             if flight.kind == kind:
                 landed = active[rows, flight.thread]
                 landed = landed & (flight.group <= self.committed[kind][rows, flight.thread] - leave)
+                newly = landed & ~flight.done
                 self._land(flight, landed)
+                if flight.reads and flight.memory.race is not None and newly.any():  # it has read until now
+                    lanes = newly.reshape((-1,) + (1,) * (flight.access.ndim - 1))
+                    lanes = lanes if flight.mask is None else lanes & flight.mask
+                    flight.memory.race.read(frame, flight.access, flight.place, lanes)
         self._sweep()
 
     def barrier_passed(self, frame: Frame, slot: int, numbers: np.ndarray) -> None:
@@ -87,16 +99,24 @@ class AsyncGroups:
                 flight.barrier = (operand.slot, index)
 
     def _add(
-        self, frame: Frame, access: Access, mask: Mask, kind: str, thread: np.ndarray, group: np.ndarray, barrier: Any
+        self,
+        frame: Frame,
+        access: Access,
+        mask: Mask,
+        kind: str,
+        thread: np.ndarray,
+        group: np.ndarray,
+        barrier: Any,
+        reads: bool = False,
     ) -> None:
         memory = access.memory(frame)
         place = access.locate(frame, mask)
         lanes = place.ok if mask is None else mask if place.ok is None else mask & place.ok
         if memory.pending is None:
             memory.pending = Pending(memory)
-        memory.pending.mark(place, access, lanes, True)
+        memory.pending.mark(place, access, lanes, True, reads)
         done = np.zeros(frame.blocks, bool)
-        self.flights.append(InFlight(memory, access, place, lanes, kind, thread, group, barrier, done))
+        self.flights.append(InFlight(memory, access, place, lanes, kind, thread, group, barrier, done, reads))
 
     def _land(self, flight: InFlight, blocks: np.ndarray) -> None:
         newly = blocks & ~flight.done
@@ -105,7 +125,12 @@ class AsyncGroups:
         flight.done |= newly
         lanes = newly.reshape((-1,) + (1,) * (flight.access.ndim - 1))
         lanes = lanes if flight.mask is None else lanes & flight.mask
-        flight.memory.pending.mark(flight.place, flight.access, lanes, False)
+        flight.memory.pending.mark(flight.place, flight.access, lanes, False, flight.reads)
+        for other in self.flights:  # what else still reads there
+            if other.reads and flight.reads and other.memory is flight.memory and not other.done.all():
+                still = (~other.done).reshape((-1,) + (1,) * (other.access.ndim - 1))
+                still = still if other.mask is None else still & other.mask
+                flight.memory.pending.mark(other.place, other.access, still, True, True)
 
     def _sweep(self) -> None:
         finished = [flight for flight in self.flights if flight.done.all()]
@@ -123,18 +148,30 @@ class Pending:
 
     def __init__(self, memory: ByteMemory) -> None:
         self.marks = ByteMemory(np.zeros(memory.data.shape, np.uint8), memory.per_block, memory.size)
+        self.reading: ByteMemory | None = None  # marks of what products still read
 
-    def mark(self, place: Place, access: Access, mask: Mask, flying: bool) -> None:
+    def mark(self, place: Place, access: Access, mask: Mask, flying: bool, reads: bool = False) -> None:
         """Set or clear the marks of a place."""
         dtype = access.buffer.dtype
         full = 15 if dtype.packed else (1 << (8 * dtype.storage.itemsize)) - 1
         raw = np.asarray(full if flying else 0, np.dtype(f'uint{dtype.storage.itemsize * 8}')).view(dtype.storage)
-        self.marks.write_raw(place, raw, dtype, mask)
+        if reads and self.reading is None:
+            self.reading = ByteMemory(np.zeros_like(self.marks.data), self.marks.per_block, self.marks.size)
+        marks: Any = self.reading if reads else self.marks
+        marks.write_raw(place, raw, dtype, mask)
 
     def check(self, frame: Frame, access: Access, place: Place, mask: Mask, done: str) -> None:
         """Raise if a lane reads or overwrites data in flight."""
+        what = 'its asynchronous copy or product is in flight'
+        self._check(frame, access, place, mask, self.marks, done, what)
+        if self.reading is not None and done == 'written':
+            self._check(frame, access, place, mask, self.reading, done, 'an asynchronous product still reads it')
+
+    def _check(
+        self, frame: Frame, access: Access, place: Place, mask: Mask, marks: ByteMemory, done: str, what: str
+    ) -> None:
         dtype = access.buffer.dtype
-        raw = self.marks.read_raw(place, dtype)
+        raw = marks.read_raw(place, dtype)
         flying = np.ascontiguousarray(raw).view(np.dtype(f'uint{dtype.storage.itemsize * 8}')) != 0
         flying = flying if mask is None else flying & mask
         if not flying.any():
@@ -143,8 +180,8 @@ class Pending:
         index = access.index_at(frame, lane)
         raise frame.error(
             AsyncReadBeforeWait,
-            f'{access.buffer.scope} buffer {access.buffer.name} is {done} at index {index} while its asynchronous '
-            'copy or product is in flight; wait for it first',
+            f'{access.buffer.scope} buffer {access.buffer.name} is {done} at index {index} while {what}; '
+            'wait for it first',
             access.site,
             (lane[0], lane[1] if flying.shape[1] > 1 else -1),
             access.buffer.name,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tile_kernels.interpreter.engine.clock import Clock
-from tile_kernels.interpreter.engine.frame import Frame, first_thread
+from tile_kernels.interpreter.engine.frame import Frame, active_threads, first_thread
 from tile_kernels.interpreter.engine.lanes import Mask, expand
 from tile_kernels.interpreter.errors import DataRace, Site
 from tile_kernels.interpreter.memory.access import Access
@@ -24,6 +24,9 @@ NOBODY = -1
 SEVERAL = -2
 ANOTHER_BLOCK = -3
 _SEVERAL_OF_WARP = -10  # minus the warp: several threads, all of that warp
+_AGREED = -4  # several threads, which wrote the same value
+_MOST_AGREED = 4096  # elements of one statement for which this is kept
+_PAST = ('wrote', 'read', 'updated atomically')
 _TILE = 1 << 40  # agents of tiles and parallel loops start here
 
 
@@ -48,10 +51,11 @@ class Lanes:
     stamp: np.ndarray
     position: np.ndarray  # place in the lane array
     raw: np.ndarray  # what a store writes (empty for loads)
+    changed: np.ndarray | None = None  # whether it differs from what is there
 
     def repeat(self, count: int) -> Lanes:
         """One entry for each of the cells an element covers."""
-        parts = {name: np.repeat(part, count) for name, part in vars(self).items()}
+        parts = {name: np.repeat(part, count) for name, part in vars(self).items() if part is not None}
         parts['cell'] = parts['cell'] * count + np.tile(np.arange(count), len(self.cell))
         return Lanes(**parts)
 
@@ -65,6 +69,10 @@ class Trace:
         self.warp = np.full(shape, -1, np.int64)
         self.warp_at = np.zeros(shape, np.int64)
         self.stamp = np.zeros(shape, np.int64)
+        self.period = np.full(shape, -1, np.int64)  # of the warp, for reads that nothing waits for; or -1
+        self.fences = np.full(shape, -1, np.int64)  # how many there were; -1 for writes of the copy engine
+        self.path = np.zeros(shape, np.int64)
+        self.agreed: dict[int, set[int]] = {}  # threads that wrote one value, by element
 
     def unordered(self, clock: Clock, lanes: Lanes) -> Any:
         """Lanes that nothing orders after the last access of another thread to their element."""
@@ -79,11 +87,53 @@ class Trace:
         clash &= ~(
             known & (lanes.agent < _TILE) & (several == lanes.agent // 32) & (self.warp_at[spot] < lanes.warp_now)
         )
+        # a thread that wrote the value itself may read it, whoever else wrote the same
+        for lane in np.flatnonzero(clash & (other == _AGREED)):
+            clash[lane] = not self._wrote_it(lanes, int(lane))
         # an mbarrier or a barrier of a role lies between two warps; of several warps nothing is known
         warp = self.warp[spot]
         seen = clock.seen[lanes.block, lanes.warp, clock.other(lanes.block, np.maximum(warp, 0))]
         clash &= ~((warp >= 0) & (seen >= self.stamp[spot])) & ~((warp < 0) & bool(clock.published))
         return clash
+
+    def _wrote_it(self, lanes: Lanes, lane: int) -> bool:
+        """Whether a lane is among the threads that wrote an element, or a barrier of their warp lies between."""
+        block, cell, agent = int(lanes.block[lane]), int(lanes.cell[lane]), int(lanes.agent[lane])
+        threads = self.agreed.get(block * self.agent.shape[1] + cell, set())
+        if agent in threads or not threads:
+            return True
+        if {thread // 32 for thread in threads} != {agent // 32}:
+            return False
+        return bool(self.warp_at[block, cell] < lanes.warp_now[lane])
+
+    def note_write(self, lanes: Lanes, lost: np.ndarray) -> None:
+        """Remember writes; where several threads write what is there already, all of them."""
+        spot = lanes.block, lanes.cell
+        before = np.where(self.at[spot] == lanes.now, self.agent[spot], NOBODY)
+        again = ~lost & self.repeats(lanes) & (before != NOBODY)
+        self.note(lanes, merge=False)
+        met = ~lost & ((self.agent[spot] != lanes.agent) | (again & (before != lanes.agent)))
+        if not met.any():
+            return
+        key = lanes.block * self.agent.shape[1] + lanes.cell
+        if len(np.unique(key[met])) > _MOST_AGREED:
+            return
+        members = np.flatnonzero(np.isin(key, key[met]))
+        members = members[np.argsort(key[members], kind='stable')]
+        for group in np.split(members, np.flatnonzero(np.diff(key[members])) + 1):
+            first, one = group[0], int(key[group[0]])
+            threads = {int(agent) for agent in lanes.agent[group]}
+            if again[first]:  # what others wrote before stays true
+                threads |= self.agreed.get(one, set()) if before[first] == _AGREED else {int(before[first])}
+            self.agreed[one] = threads
+            place = lanes.block[first], lanes.cell[first]
+            self.agent[place] = _AGREED
+            if len({thread // 32 for thread in threads}) > 1:
+                self.warp[place] = -1
+
+    def repeats(self, lanes: Lanes) -> np.ndarray:
+        """Lanes that write what their element held before."""
+        return ~lanes.changed if lanes.changed is not None else np.zeros(len(lanes.block), bool)
 
     def note(self, lanes: Lanes, merge: bool) -> None:
         """Remember these accesses, beside earlier ones of the same epoch (`merge`) or instead of them."""
@@ -104,10 +154,11 @@ class SharedMarks:
     """Who wrote and read every element of a shared buffer, and when."""
 
     def __init__(self, memory: ByteMemory, unit: int) -> None:
-        shape = (memory.data.shape[0], memory.data.shape[1] // unit)
-        self.unit = unit
+        shape = (memory.data.shape[0], memory.data.shape[1] * 8 // unit)
+        self.unit = unit  # bits of an element of the traces
         self.memory = memory
         self.writes, self.reads = Trace(shape), Trace(shape)
+        self.atomics: Trace | None = None  # atomic updates, once there is one
         self.readers: np.ndarray | None = None  # stamp of the last read of every warp, once a block has sent here
 
     def read(self, frame: Frame, access: Access, place: Place, mask: Mask) -> None:
@@ -117,10 +168,13 @@ class SharedMarks:
         lanes, shape = self._lanes(frame, access, place, mask)
         if lanes is None:
             return
-        self._report(
-            frame, access, self.writes.unordered(frame.clock, lanes), lanes, shape, self.writes, 'reads', 'wrote'
-        )
+        for trace, earlier in self._changes():
+            self._report(frame, access, trace.unordered(frame.clock, lanes), lanes, shape, trace, 'reads', earlier)
+        if access.asynchronous:
+            self._require_fence(frame, access, lanes, shape)
         self.reads.note(lanes, merge=True)
+        spot = lanes.block, lanes.cell
+        self.reads.period[spot] = frame.clock.period[lanes.block, lanes.warp] if access.only_moves else -1
         if self.readers is not None:
             self.readers[lanes.block, lanes.cell, lanes.warp] = lanes.stamp
 
@@ -131,18 +185,68 @@ class SharedMarks:
         lanes, shape = self._lanes(frame, access, place, mask, value)
         if lanes is None:
             return None
-        changed = _unlike(self._stored(access, lanes), lanes.raw)
-        for trace, earlier in ((self.writes, 'wrote'), (self.reads, 'read')):
+        changed = lanes.changed = _unlike(self._stored(access, lanes), lanes.raw)
+        for trace, earlier in (*self._changes(), (self.reads, 'read')):
             clash = changed & trace.unordered(frame.clock, lanes)
             self._report(frame, access, clash, lanes, shape, trace, 'writes', earlier)
+        if access.asynchronous == 'tma' and frame.clock.settling:
+            self._require_settled(frame, access, lanes, shape)
         return lanes, shape
+
+    def _require_fence(self, frame: Frame, access: Access, lanes: Lanes, shape: tuple[int, ...]) -> None:
+        """The copy engine and products see what a thread stored only behind a fence.
+
+        TileLang sets one where it can see the stores on the way to the copy or product, not in another branch.
+        """
+        spot, clock = (lanes.block, lanes.cell), frame.clock
+        writer, at = self.writes.warp[spot], self.writes.fences[spot]
+        last = np.maximum(clock.fenced[lanes.block, np.maximum(writer, 0)], clock.fenced[lanes.block, lanes.warp])
+        clash = (writer >= 0) & (at >= last) & (self.writes.at[spot] == lanes.now)
+        for path in np.unique(self.writes.path[spot][clash]):
+            if not frame.shared.apart(int(path), access.path):
+                clash &= self.writes.path[spot] != path
+        verb = 'multiplies' if access.asynchronous == 'gemm' else 'copies'
+        self._report(frame, access, clash, lanes, shape, self.writes, verb, 'wrote', 'T.fence_proxy_async')
+
+    def _require_settled(self, frame: Frame, access: Access, lanes: Lanes, shape: tuple[int, ...]) -> None:
+        """An arrival waits for no read before it, so a copy may overwrite what another thread has yet to get."""
+        spot, clock = (lanes.block, lanes.cell), frame.clock
+        reader, period = self.reads.warp[spot], self.reads.period[spot]
+        known = (reader >= 0) & (period >= 0) & (self.reads.at[spot] == lanes.now)
+        ended = clock.ended[lanes.block, np.maximum(reader, 0), np.maximum(period, 0)]
+        seen = clock.seen[lanes.block, lanes.warp, clock.other(lanes.block, np.maximum(reader, 0))]
+        clash = known & (ended > 0) & (seen == ended)
+        what = 'using it, or T.fence_proxy_async, ahead of its arrival'
+        self._report(frame, access, clash, lanes, shape, self.reads, 'copies over', 'read', what)
+
+    def _changes(self) -> list[tuple[Trace, str]]:
+        """What changed elements, and the word for it."""
+        changes = [(self.writes, 'wrote')]
+        return changes if self.atomics is None else [*changes, (self.atomics, 'updated atomically')]
+
+    def update(self, frame: Frame, access: Access, place: Place, mask: Mask) -> None:
+        """Check and note atomic updates, which may meet each other, but neither plain reads nor plain writes."""
+        if frame.clock.alone and not access.contended and self.readers is None:
+            return
+        lanes, shape = self._lanes(frame, access, place, mask)
+        if lanes is None:
+            return
+        for trace, earlier in ((self.writes, 'wrote'), (self.reads, 'read')):
+            clash = trace.unordered(frame.clock, lanes)
+            self._report(frame, access, clash, lanes, shape, trace, 'updates atomically', earlier)
+        if self.atomics is None:
+            self.atomics = Trace(self.writes.agent.shape)
+        self.atomics.note(lanes, merge=True)
 
     def after_write(self, frame: Frame, access: Access, seen: Any) -> None:
         """Note writes; lanes of one statement that wrote different values to one element race."""
         if seen is None:
             return
         lanes, shape = seen
-        self.writes.note(lanes, merge=False)
+        self.writes.note_write(lanes, _unlike(self._stored(access, lanes), lanes.raw))
+        spot = lanes.block, lanes.cell
+        self.writes.path[spot] = access.path
+        self.writes.fences[spot] = -1 if access.asynchronous == 'tma' else frame.clock.fences
         lost = (self.writes.agent[lanes.block, lanes.cell] != lanes.agent) & (
             _unlike(self._stored(access, lanes), lanes.raw)
         )
@@ -185,16 +289,16 @@ class SharedMarks:
     def _all_keep(self, access: Access, place: Place, mask: Mask, value: Any) -> bool:
         """Whether after a trial store every lane finds its own value: then no two lanes disagree about an element."""
         dtype = access.buffer.dtype
-        if dtype.packed:
-            return False
         raw = encoder(dtype)(value)
         self.memory.write_raw(place, raw, dtype, mask)
         differs = _unlike(self.memory.read_raw(place, dtype), raw)
         return not (differs if mask is None else differs & mask).any()
 
     def _stored(self, access: Access, lanes: Lanes) -> np.ndarray:
-        cells = self.memory.typed(access.buffer.dtype.storage)
-        return cells[lanes.block, lanes.cell // max(1, access.buffer.dtype.storage.itemsize // self.unit)]
+        dtype = access.buffer.dtype
+        cells = self.memory.typed(dtype.storage)
+        element = lanes.cell // (dtype.bits // self.unit)
+        return _half(cells[lanes.block, element >> 1], element) if dtype.packed else cells[lanes.block, element]
 
     def _lanes(
         self, frame: Frame, access: Access, place: Place, mask: Mask, value: Any = None
@@ -217,7 +321,7 @@ class SharedMarks:
         clock = frame.clock
         lanes = Lanes(
             block,
-            cell >> 1 if access.buffer.dtype.packed else cell,
+            cell,
             agent,
             warp,
             clock.blocks[block],
@@ -226,7 +330,7 @@ class SharedMarks:
             position,
             raw,
         )
-        per = access.buffer.dtype.storage.itemsize // self.unit
+        per = access.buffer.dtype.bits // self.unit
         return lanes if per == 1 else lanes.repeat(per), shape
 
     def _report(
@@ -239,6 +343,7 @@ class SharedMarks:
         trace: Trace,
         verb: str,
         earlier: str,
+        missing: str = 'a barrier between',
     ) -> None:
         if not clash.any():
             return
@@ -249,7 +354,7 @@ class SharedMarks:
         text = f'{_agent_name(me, verb)} {access.buffer.name}{list(index)}, which {_agent_name(them, earlier)}'
         raise frame.error(
             DataRace,
-            f'{text} without a barrier between',
+            f'{text} without {missing}',
             access.site,
             (lane[0], me if 0 <= me < _TILE else -1),
             access.buffer.name,
@@ -257,9 +362,14 @@ class SharedMarks:
         )
 
 
+def _half(byte: np.ndarray, element: np.ndarray) -> np.ndarray:
+    """The element of four bits in a byte that holds two."""
+    return byte >> ((element & 1) << 2).astype(np.uint8) & 15
+
+
 def _agent_name(agent: int, verb: str) -> str:
     if agent >= _TILE:
-        return f'another thread {verb}' if verb in ('wrote', 'read') else f'one thread {verb}'
+        return f'another thread {verb}' if verb in _PAST else f'one thread {verb}'
     if agent == ANOTHER_BLOCK:
         return 'another block sent'
     if agent < 0:
@@ -277,9 +387,13 @@ def _agents(frame: Frame, access: Access) -> np.ndarray:
     if access.buffer.scope == 'shared' and access.private:
         return np.arange(frame.threads, dtype=np.int64).reshape((1, -1) + (1,) * len(extents))
     moving = tuple(extent for extent in extents if extent > 1)
-    shape_id = hash(moving) & 0xFFF
+    shape_id = hash((access.asynchronous, *moving)) & 0xFFF
     count = np.arange(int(np.prod(extents)), dtype=np.int64).reshape((1, 1, *extents))
-    return count + _TILE * (1 + shape_id)
+    agents = count + _TILE * (1 + shape_id)
+    if frame.mask is None or frame.mask.shape[1] == 1:
+        return agents
+    warp = (first_thread(frame) // 32).reshape((-1,) + (1,) * (agents.ndim - 1))  # different roles, different threads
+    return agents + (warp << 53)
 
 
 def _merge(before: np.ndarray, agent: np.ndarray) -> np.ndarray:
@@ -305,13 +419,19 @@ class GlobalMarks:
     def __init__(self, memory: ByteMemory, unit: int) -> None:
         self.memory = memory
         self.unit = unit
-        self.cells = max(1, memory.size // unit)
+        self.cells = max(1, memory.size * 8 // unit)
+        self.before: np.ndarray | None = None  # what the kernel before wrote
         self.reset()
+
+    def keep_for_next_kernel(self) -> None:
+        """A kernel ended: the next one of the program may begin while what it wrote is still on its way."""
+        self.before = self.writer != NOBODY
 
     def reset(self) -> None:
         """Forget: the blocks have waited for each other."""
         self.writer = np.full(self.cells, NOBODY, np.int32)
         self.reader = np.full(self.cells, NOBODY, np.int32)
+        self.read_from = False
 
     def read(self, frame: Frame, access: Access, place: Place, mask: Mask) -> None:
         """Note reads; a read of what another block wrote is a race."""
@@ -319,12 +439,30 @@ class GlobalMarks:
         if lanes is None:
             return
         cell, block, lane_shape, _ = lanes
+        if self.before is not None and frame.early is not None and (frame.early & active_threads(frame)).any():
+            self._require_wait(frame, access, cell, lane_shape)
         other = self.writer[cell]
         self._report(frame, access, (other != NOBODY) & (other != block), lane_shape, block, other, 'reads', 'wrote')
+        self.read_from = True
         before = self.reader[cell]
         self.reader[cell] = np.where((before == NOBODY) | (before == block), block, SEVERAL)
         met = self.reader[cell] != block
         self.reader[cell[met]] = SEVERAL
+
+    def _require_wait(
+        self, frame: Frame, access: Access, cell: np.ndarray, position: tuple[np.ndarray, tuple[int, ...]]
+    ) -> None:
+        """Raise if threads that have not called T.pdl_sync read what the kernel before wrote."""
+        places, shape = position
+        hasty = (frame.early & active_threads(frame)).any(axis=1)
+        block = np.unravel_index(places, shape)[0]
+        clash = hasty[block] if self.before is None else hasty[block] & self.before[cell]
+        if not clash.any():
+            return
+        lane = tuple(int(part) for part in np.unravel_index(int(places[int(np.argmax(clash))]), shape))
+        index = access.index_at(frame, lane)
+        text = f'{access.buffer.name}{list(index)} is read before T.pdl_sync, and the kernel before wrote it'
+        raise frame.error(DataRace, text, access.site, (lane[0], -1), access.buffer.name, index)
 
     def before_write(self, frame: Frame, access: Access, place: Place, mask: Mask, value: Any) -> Any:
         """Check writes against accesses of other blocks; gives what `after_write` needs."""
@@ -360,15 +498,17 @@ class GlobalMarks:
 
     def _claim(self, frame: Frame, access: Access, place: Place) -> bool:
         """The common case: nobody else touched these elements; make them this block's own."""
-        if access.buffer.dtype.packed or access.buffer.dtype.storage.itemsize != self.unit:
+        if access.buffer.dtype.bits != self.unit:
             return False
         block: Any = np.arange(frame.first_block, frame.first_block + frame.blocks, dtype=np.int32)
         block = block.reshape((-1,) + (1,) * (access.ndim - 1))
-        for marks in (self.writer, self.reader):
-            other = gather(marks.reshape(1, -1), place, False)
+        if self.read_from:
+            other = gather(self.reader.reshape(1, -1), place, False)
             if ((other != NOBODY) & (other != block)).any():
                 return False
-        before = gather(self.writer.reshape(1, -1), place, False).copy()
+        before = np.array(gather(self.writer.reshape(1, -1), place, False))
+        if ((before != NOBODY) & (before != block)).any():
+            return False
         scatter(self.writer.reshape(1, -1), place, block, None, False)
         if (gather(self.writer.reshape(1, -1), place, False) == block).all():
             return True
@@ -378,14 +518,12 @@ class GlobalMarks:
     def _stored(self, access: Access, cell: np.ndarray) -> np.ndarray:
         dtype = access.buffer.dtype
         line = self.memory.typed(dtype.storage).reshape(-1)
-        per = max(1, dtype.storage.itemsize // self.unit)
-        return line[cell // per]
+        element = cell // (dtype.bits // self.unit)
+        return _half(line[element >> 1], element) if dtype.packed else line[element]
 
     def _lanes(self, frame: Frame, access: Access, place: Place, mask: Mask, value: Any = None) -> Any:
         dtype = access.buffer.dtype
         flat = place.flat()
-        if dtype.packed:
-            return None  # two elements share a byte; whole bytes are checked where they are written as such
         shape = np.broadcast_shapes(flat.shape, (frame.blocks,) + (1,) * (flat.ndim - 1))
         raw = None
         if value is not None:
@@ -402,7 +540,7 @@ class GlobalMarks:
         cell = np.broadcast_to(flat, shape).reshape(-1)[position]
         if raw is not None:
             raw = np.broadcast_to(raw, shape).reshape(-1)[position]
-        per = dtype.storage.itemsize // self.unit
+        per = dtype.bits // self.unit
         if per > 1:
             block, position = np.repeat(block, per), np.repeat(position, per)
             cell = np.repeat(cell, per) * per + np.tile(np.arange(per), len(cell))

@@ -31,11 +31,35 @@ class Clock:
         self.seen = np.zeros((frame.blocks, warps, int(np.prod(cluster_dims)) * self.others), np.int64)
         self.published: dict[Any, np.ndarray] = {}
         self.threads = frame.threads
+        self.settling = False  # copies may overwrite what was read: arrivals behind reads matter
+        self.period = np.zeros((frame.blocks, warps), np.int64)  # ends when reads have come, or with an arrival
+        self.ended = np.zeros((frame.blocks, warps, 16), np.int64)  # stamp of the arrival that ended a period, or 0
+        self.fences = 0  # fences of memory proxies so far
+        self.fenced = np.zeros((frame.blocks, warps), np.int64)  # number of the last one of each warp
         self.alone = False  # barriers surround the current statement, so only its own lanes can race
 
     def other(self, block: Any, warp: Any) -> Any:
         """Where `seen` has a warp of a block; behind the last warp, what is sent to the block."""
         return self.rank[block] * self.others + warp
+
+    def settle(self, threads: np.ndarray | None) -> None:
+        """What these threads (blocks, threads) have read has come: they used it for what cannot move."""
+        if self.settling:
+            self._end_period(self._active_warps(threads), 0)
+
+    def fence(self, threads: np.ndarray | None) -> None:
+        """These threads put what they did before the copies and products that follow."""
+        self.settle(threads)
+        self.fences += 1
+        self.fenced[self._active_warps(threads)] = self.fences
+
+    def _end_period(self, active: np.ndarray, stamps: Any) -> None:
+        if int(self.period.max()) + 1 >= self.ended.shape[2]:
+            self.ended = np.concatenate([self.ended, np.zeros_like(self.ended)], axis=2)
+        block, warp = np.nonzero(active)
+        ending = stamps if np.ndim(stamps) == 0 else stamps[block, warp]
+        self.ended[block, warp, self.period[block, warp]] = ending
+        self.period[block, warp] += 1
 
     def block_sync(self, mask: Mask) -> None:
         """A barrier of the block: everything before it is ordered before everything after."""
@@ -66,6 +90,8 @@ class Clock:
         """The active warps publish what they did and know at a barrier."""
         for number, active in self._by_barrier(index, mask):
             self._publish((barrier, number), self._knowledge(active))
+            if self.settling:
+                self._end_period(active, self.stamps)
             self.stamps = self.stamps + active
 
     def acquire(self, barrier: Any, index: Any, mask: Mask) -> None:

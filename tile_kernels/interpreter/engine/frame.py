@@ -32,6 +32,7 @@ class Frame:
         'block_ids',
         'blocks',
         'clock',
+        'early',
         'env',
         'extents',
         'first_block',
@@ -59,6 +60,7 @@ class Frame:
         self.async_groups: Any = None
         self.barriers: Any = None
         self.clock: Any = None
+        self.early: Mask = None  # threads that have yet to wait for the kernel before (None: all may go on)
         self.registers: Any = None
 
     def refresh(self, mask: Mask) -> Mask:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from tile_kernels.interpreter.checks.races import GlobalMarks, SharedMarks, check_all_arrived
+from tile_kernels.interpreter.checks.resources import check_launch
 from tile_kernels.interpreter.engine.clock import Clock
 from tile_kernels.interpreter.engine.frame import Frame
 from tile_kernels.interpreter.engine.roles import run_blocks
@@ -26,7 +27,14 @@ from tile_kernels.interpreter.meaning import (  # noqa: F401  (importing them re
 )
 from tile_kernels.interpreter.meaning.mbarriers import new_barriers
 from tile_kernels.interpreter.meaning.statements import Run, waits
-from tile_kernels.interpreter.memory.buffers import ByteMemory, LocalMemory, Place, bytes_of, workspace
+from tile_kernels.interpreter.memory.buffers import (
+    ByteMemory,
+    LocalMemory,
+    Place,
+    ReplicatedMemory,
+    bytes_of,
+    workspace,
+)
 from tile_kernels.interpreter.memory.dtypes import DType, constant, dtype_of
 
 BATCH_BYTES = 48 << 20  # on-chip memory and temporaries of the blocks that run together
@@ -42,11 +50,21 @@ class Shared:
         self.marks: list[Any] = []  # what blocks did to tensors, where races are checked
         self.events = 0  # grows whenever a thread makes progress at a barrier
         self.covered: set[int] = set()
+        self.paths: list[tuple[tuple[str, int, int], ...]] = [()]
         self.guarded: dict[tuple[Site, str], int] = {}
 
     def note_guarded(self, site: Site, buffer: str) -> None:
         """Remember that a guard was needed."""
         self.guarded[site, buffer] = self.guarded.get((site, buffer), 0) + 1
+
+    def apart(self, first: int, second: int) -> bool:
+        """Whether two paths take different sides of one branch that no loop repeats."""
+        for one, other in zip(self.paths[first], self.paths[second], strict=False):
+            if one != other:
+                return one[0] == 'if' and one[:2] == other[:2]
+            if one[0] == 'loop':
+                return False
+        return False
 
     def grid_sync(self) -> None:
         """Blocks have waited for each other: what they did is ordered before what follows."""
@@ -65,12 +83,16 @@ class Program:
         self.params: list[Param] = [Param(compiler, var, prim_func.buffer_map) for var in prim_func.params]
         for param in self.params:
             param.bind_symbols(compiler)
+        self.usage = Usage(prim_func)
+        compiler.used = self.usage.variables
+        compiler.finalized = self.usage.finalized
+        compiler.replicated = replicated_fragments(prim_func)
         self.body = compiler.stmt(prim_func.body)
         self.branches = compiler.branches
         self.options = options
-        self.usage = Usage(prim_func)
+        self.declared = {index % len(self.params) for index in options.outputs}
         # An output is declared as one, or stored to and never read.
-        self.outputs = set(options.outputs) | {
+        self.outputs = self.declared | {
             position
             for position, param in enumerate(self.params)
             if param.node is not None
@@ -103,7 +125,7 @@ class Program:
             memory = None if param.node is None else frame.memory[param.storage.slot]
             if memory is None:
                 continue
-            declared = position in self.options.outputs and self.options.checks != 'none'
+            declared = position in self.declared and self.options.checks != 'none'
             if declared or (self.options.races and position in self.outputs):
                 memory.track_writes()
             if self.options.races and param.node.data in self.usage.stored:
@@ -177,7 +199,7 @@ class Param:
     def new_tensor(self, frame: Frame) -> torch.Tensor:
         """A tensor of the declared shape, its contents arbitrary."""
         shape = [int(self._compiler.expr(extent)(frame)) for extent in self.node.shape]
-        name = self.dtype.name
+        name = 'float8_e4m3fn' if self.dtype.name == 'float8_e4m3' else self.dtype.name
         if self.dtype.packed:
             shape[-1] //= 2
             name = 'int8'
@@ -210,7 +232,7 @@ class Param:
         if want != shape:
             raise ValueError(f'{kernel}: {self.name} must have shape {want}, got {shape}')
         for extent, step, stride in zip(shape, steps, strides, strict=True):
-            if extent > 1 and step != stride:
+            if 0 not in shape and extent > 1 and step != stride:
                 raise ValueError(f'{kernel}: {self.name} must have strides {steps}, got {strides}')
 
 
@@ -222,12 +244,16 @@ class Usage:
 
         self.loaded: set[Any] = set()
         self.stored: set[Any] = set()
+        self.finalized: set[Any] = set()  # reducers whose result is taken
+        self.variables: set[Any] = set()  # that some expression reads
         loads: list[Any] = []
         operands: set[Any] = set()
 
         def visit(node: Any) -> None:
             kind = type(node).__name__
-            if kind == 'BufferStore':
+            if kind == 'Var':
+                self.variables.add(node)
+            elif kind == 'BufferStore':
                 self.stored.add(node.buffer.data)
             elif kind == 'BufferLoad':
                 loads.append(node)
@@ -243,6 +269,9 @@ class Usage:
 
     def _visit_call(self, call: Any, operands: set[Any]) -> None:
         name = str(call.op.name)
+        if name.startswith('tl.tileop.finalize_reducer'):
+            first = call.args[0]
+            self.finalized.add((first.buffer if type(first).__name__ == 'BufferRegion' else first.args[0].buffer).data)
         for argument in call.args:
             kind = type(argument).__name__
             if kind == 'BufferRegion':
@@ -258,6 +287,38 @@ class Usage:
             self.loaded.add(data)
         if mode & 2:
             self.stored.add(data)
+
+
+def replicated_fragments(prim_func: Any) -> set[Any]:
+    """Data variables of the fragments of which TileLang gives every thread a copy of its own.
+
+    These are the fragments without an annotated layout of which single elements are used outside of T.Parallel and of
+    tile operators.
+    """
+    from tvm.tirx.stmt_functor import post_order_visit
+
+    together: set[Any] = set()  # accesses in parallel loops and tile operators
+    accesses: list[Any] = []
+    annotated: set[Any] = set()
+
+    def enter(node: Any) -> None:
+        if type(node).__name__ in ('BufferLoad', 'BufferStore'):
+            together.add(node)
+
+    def visit(node: Any) -> None:
+        kind = type(node).__name__
+        if kind in ('BufferLoad', 'BufferStore'):
+            if str(node.buffer.scope()) == 'local.fragment':
+                accesses.append(node)
+        elif (kind == 'For' and int(node.kind) == 1) or (
+            kind == 'Call' and str(node.op.name).startswith(('tl.tileop.', 'tl.reducer'))
+        ):
+            post_order_visit(node, enter)
+        elif kind == 'SBlock' and 'layout_map' in node.annotations:
+            annotated.update(node.annotations['layout_map'].keys())
+
+    post_order_visit(prim_func.body, visit)
+    return {node.buffer.data for node in accesses if node not in together} - annotated
 
 
 def _declare_tensor(compiler: Compiler, node: Any) -> Storage:
@@ -289,10 +350,10 @@ def logical_layout(tensor: torch.Tensor, dtype: DType) -> tuple[tuple[int, ...],
 
 def tensor_memory(tensor: torch.Tensor) -> ByteMemory:
     """The bytes a tensor can reach, shared with it."""
-    reach = 0
-    if tensor.numel():
-        reach = 1 + sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    reach = 1 + sum((max(1, n) - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     size = reach * tensor.element_size()
+    if not tensor.numel():  # nothing belongs to it; inactive lanes still need an address
+        return ByteMemory(np.zeros((1, size), np.uint8), False, 0)
     raw = torch.empty(0, dtype=torch.uint8)
     raw.set_(tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size(), (size,), (1,))
     return ByteMemory(raw.numpy().reshape(1, size), False, size)
@@ -305,20 +366,24 @@ def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
     while type(node).__name__ == 'For' and node.thread_binding is not None:
         tag = str(node.thread_binding.thread_tag)
         variables[tag], extents[tag] = node.loop_var, compiler.expr(node.extent)
+        compiler.know_range(node.loop_var, node.min, node.extent)
         node = node.body
     tensors = compiler.num_memories
     compiler.thread_dims = _thread_dims(node)
     slots = {tag: compiler.new_slot(var) for tag, var in variables.items()}
     before = set(compiler.storages)
-    compiler.in_launch = True
+    compiler.in_launch, compiler.begins_early = True, False
     body = compiler.stmt(node)
     compiler.in_launch = False
+    early = compiler.begins_early and compiler.options.races
     storages = [storage for data, storage in compiler.storages.items() if data not in before]
     counts = compiler.barrier_counts
     for data in counts:
         if data in compiler.storages:
             compiler.storages[data].counts = [compiler.expr(count) for count in counts[data]]
     threads = int(np.prod(compiler.thread_dims))
+    if compiler.options.checks != 'none':
+        check_launch(node, compiler.storages, threads, compiler.site)
     tags = sorted(variables)
     bytes_per_block = _footprint(storages, threads)
     whole_grid, site = compiler.whole_grid, compiler.site
@@ -334,6 +399,10 @@ def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
             frame.first_block = start
             frame.block_ids = _coordinates(start, count, grid)
             frame.clock = Clock(frame, compiler.cluster_dims) if compiler.options.races else None
+            if frame.clock is not None:
+                frame.clock.settling = compiler.overwrites
+            host.shared.paths = compiler.paths
+            frame.early = np.ones((count, threads), bool) if early else None
             for tag, ids in zip(tags, frame.block_ids, strict=True):
                 frame.env[slots[tag]] = int(ids[0]) if count == 1 else ids.astype(np.int32).reshape(-1, 1)
             for storage in storages:
@@ -349,6 +418,8 @@ def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
     def run(host: Frame) -> None:
         grid = [int(extents[tag](host)) for tag in tags]
         total = int(np.prod(grid))
+        for marks in host.shared.marks:
+            marks.keep_for_next_kernel()
         host.shared.grid_sync()
         if compiler.spins:
             run_all(body, list(batches(host, grid, 1)))
@@ -397,6 +468,8 @@ def _footprint(storages: list[Storage], threads: int) -> int:
         if isinstance(storage.size, int):
             per = threads * 8 if storage.scope == 'local' else storage.dtype.storage.itemsize + 8
             size += storage.size * per
+            if storage.replicated:
+                size += min(storage.size * storage.dtype.storage.itemsize * threads, 1 << 18)
     return size
 
 
@@ -424,6 +497,8 @@ def allocate(storage: Storage, frame: Frame, options: Options, host: Frame) -> A
         if host.memory[storage.slot] is None:
             host.memory[storage.slot] = workspace(storage, frame, options)
         return host.memory[storage.slot]
+    if storage.replicated:
+        return ReplicatedMemory(frame.blocks, frame.threads, size_bytes, options.checks != 'none')
     memory = ByteMemory.of_blocks(frame.blocks, size_bytes, options.checks != 'none')
     if options.races and storage.scope == 'shared':
         memory.race = SharedMarks(memory, storage.unit)

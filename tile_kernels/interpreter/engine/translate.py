@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -111,12 +112,13 @@ class Storage:
     name: str
     dtypes: set[str] = field(default_factory=set)
     counts: list[Closure] = field(default_factory=list)  # arrivals each mbarrier waits for
+    replicated: bool = False  # every thread has its own copy of this fragment
     counts_bytes: bool = False  # blocks of the cluster send bytes to these mbarriers
 
     @property
     def unit(self) -> int:
-        """Bytes of the smallest element any buffer sees in this memory."""
-        return min(dtype_of(name).storage.itemsize for name in self.dtypes)
+        """Bits of the smallest element any buffer sees in this memory."""
+        return min(dtype_of(name).bits for name in self.dtypes)
 
 
 class Compiler:
@@ -132,7 +134,14 @@ class Compiler:
         self.macros: dict[Any, Any] = {}  # variable bound before its free variables are -> expression
         self.storages: dict[Any, Storage] = {}
         self.buffers: dict[Any, Buffer] = {}
-        self.safe_values: dict[Any, Any] = {}
+        self.safe_values: dict[Any, Any] = {}  # of plain loads: an annotation holds for all that follows
+        self.copy_safe_values: dict[Any, Any] = {}  # of copies: an annotation holds for its block
+        self.replicated: set[Any] = set()  # data variables of fragments of which every thread has a copy
+        self.overwrites = False  # copies announced by mbarriers may overwrite what was read
+        self.path: tuple[tuple[str, int, int], ...] = ()  # branches and loops around the current statement
+        self.paths: list[tuple[tuple[str, int, int], ...]] = [()]
+        self.alone = False  # inside a parallel loop that every thread runs by itself, on its own copies
+        self.used: set[Any] = set()  # variables that some expression reads
         self.num_slots = 0
         self.num_memories = 0
         self.depth = 0
@@ -146,6 +155,11 @@ class Compiler:
         self.whole_grid = False  # blocks wait for each other: all of them must run in one batch
         self.cluster_dims: tuple[int, ...] = (1, 1, 1)
         self.barrier_counts: dict[Any, list[Any]] = {}
+        self.vector: list[tuple[Access, Any, list[Any]]] | None = None  # accesses of a vectorised loop
+        self.begins_early = False  # the kernel may be launched while the one before still runs
+        self.as_arrays = False  # inside a serial loop that runs as an axis
+        self.updated: Any = None  # data variable of the reducer that the current statement updates
+        self.finalized: set[Any] = set()  # data variables of reducers that are finalized somewhere
         self.reducers: dict[Any, str] = {}  # data variable of a reducer -> how it combines
 
     # ---- expressions ---------------------------------------------------------------------------------
@@ -263,6 +277,7 @@ class Compiler:
             size = lambda frame: int(np.prod([int(closure(frame)) for closure in closures]))
         dtype = self.dtype(buffer)
         storage = Storage(self.num_memories, scope, dtype, size, str(buffer.name), {str(buffer.dtype)})
+        storage.replicated = scope == 'fragment' and buffer.data in self.replicated
         self.num_memories += 1
         self.storages[buffer.data] = storage
         return storage
@@ -277,6 +292,7 @@ class Compiler:
             name = str(key)
             if name == 'safe_value_map':
                 self.safe_values.update(dict(value.items()))
+                self.copy_safe_values = {**self.copy_safe_values, **dict(value.items())}
             elif name == 'barrier_init':
                 self.barrier_counts.update({data: list(counts) for data, counts in value.items()})
             elif name in ('reducer_info', 'reducer_info_v2'):
@@ -337,11 +353,66 @@ class Compiler:
     def access(self, buffer: Any, indices: Any, guard: str | None = None) -> Access:
         """Compile an element access."""
         view = self.buffer(buffer)
+        indices = self.from_the_end(buffer, list(indices))
         dims = [self._dim(view, index, guard) for index in indices]
-        made = Access(view, dims, self.ndim, self.site, self.options.checks != 'none', self._safe_value(buffer))
+        made = Access(view, dims, self.ndim, self.site, self.options.checks != 'none', self.safe_value(buffer))
+        made.private = self.as_arrays
+        made.updates = self.updated is not None and buffer.data.same_as(self.updated)
+        made.path = self._path_number()
+        made.per_thread = not self.depth or self.alone
         if view.scope == 'shared':
             self.touched.append((made, list(indices)))
+        if self.vector is not None:
+            self.vector.append((made, buffer, list(indices)))
         return made
+
+    def require_alignment(self, accesses: list[tuple[Access, Any, list[Any]]], var: Any, count: int) -> None:
+        """If the compiler turns a loop into vectors, its tensors must begin where such a vector may.
+
+        It does so if all elements lie side by side and it can prove that every vector begins at a multiple of its size.
+        """
+        moving = [part for part in accesses if any(_mentions(index, var) for index in part[2])]
+        if not moving or not all(
+            self._begins_at_multiple(buffer, indices, var, count) for _, buffer, indices in moving
+        ):
+            return
+        longest = min(count, *(max(1, 128 // access.buffer.dtype.bits) for access, _, _ in moving))
+        for access, _, _ in moving:
+            size = longest * access.buffer.dtype.bits // 8
+            if access.buffer.scope == 'global' and access.buffer.pointer is None and size & (size - 1) == 0:
+                access.base_bytes = size
+
+    def _begins_at_multiple(self, buffer: Any, indices: list[Any], var: Any, count: int) -> bool:
+        from tvm.arith import detect_linear_equation
+        from tvm.tirx.stmt_functor import substitute
+
+        strides = list(buffer.strides) or list(row_major(tuple(_length(extent) for extent in buffer.shape)))
+        if not all(is_const(stride) for stride in strides) or int(strides[-1]) != 1 or not is_const(buffer.shape[-1]):
+            return False
+        step = detect_linear_equation(indices[-1], [var])
+        if len(step) != 2 or not is_const(step[0]) or int(step[0]) != 1:
+            return False
+        if any(_mentions(index, var) for index in indices[:-1]):
+            return False
+        if not self.analyzer.can_prove(indices[-1] < buffer.shape[-1]):
+            return False
+        first = substitute(indices[-1], {var: 0})
+        parts = [index * int(stride) for index, stride in zip(indices[:-1], strides[:-1], strict=True)]
+        return all(self.analyzer.can_prove(part % count == 0) for part in (first, *parts))
+
+    @contextmanager
+    def inside(self, kind: str, number: int, side: int = 0) -> Iterator[None]:
+        """Compile a side of a branch ('if'), or the body of a loop ('loop')."""
+        outer, self.path = self.path, (*self.path, (kind, number, side))
+        try:
+            yield
+        finally:
+            self.path = outer
+
+    def _path_number(self) -> int:
+        if self.paths[-1] != self.path:
+            self.paths.append(self.path)
+        return len(self.paths) - 1
 
     def words(self, data: Any, dtype: DType, start: Closure) -> Access:
         """An access to element `start` of the memory of a data variable, seen as a flat array of `dtype`."""
@@ -374,8 +445,9 @@ class Compiler:
                 for access, _ in accesses:
                     access.contended = True
 
-    def _safe_value(self, buffer: Any) -> Closure | None:
-        safe = self.safe_values.get(buffer.data)
+    def safe_value(self, buffer: Any, copied: bool = False) -> Closure | None:
+        """What a guarded load outside a buffer gives (None: 0)."""
+        safe = (self.copy_safe_values if copied else self.safe_values).get(buffer.data)
         if safe is None:
             return None
         if isinstance(safe, int | float):
@@ -387,8 +459,31 @@ class Compiler:
         terms, base = self.affine(index)
         if guard is None:
             # TileLang guards global accesses unless told not to, and never a literal index.
-            guard = 'upper' if view.scope == 'global' and self.options.guards and not is_const(index) else 'none'
+            guard = 'both' if view.scope == 'global' and self.options.guards and not is_const(index) else 'none'
         return Dim(base, tuple(sorted(terms.items())), guard)
+
+    def from_the_end(self, buffer: Any, indices: list[Any]) -> list[Any]:
+        """An index list in which every index that is negative for sure counts from the end, as TileLang rewrites it."""
+        return [
+            extent + index if _may_be_negative(index) and self._surely_negative(index) else index
+            for extent, index in zip(buffer.shape, indices, strict=True)
+        ]
+
+    def know_range(self, var: Any, start: Any, extent: Any) -> None:
+        """Note which values a variable takes."""
+        from tvm.ir import Range
+
+        self.analyzer.bind(var, Range.from_min_extent(start, extent), True)
+
+    @cached_property
+    def analyzer(self) -> Any:
+        """What is known of the ranges of variables."""
+        from tvm.arith import Analyzer
+
+        return Analyzer()
+
+    def _surely_negative(self, index: Any) -> bool:
+        return int(index) < 0 if is_const(index) else bool(self.analyzer.can_prove(index < 0))
 
     def affine(self, node: Any) -> tuple[dict[int, int], Closure]:
         """Split an index into coefficients of parallel axes and the rest."""
@@ -435,6 +530,40 @@ def _sum(left: Closure, right: Closure, sign: int) -> Closure:
 def is_const(node: Any) -> bool:
     """Whether an index or extent is a literal."""
     return isinstance(node, int) or type(node).__name__ == 'IntImm'
+
+
+def _may_be_negative(node: Any) -> bool:
+    """Whether an index has a minus in it: others need no closer look."""
+    from tvm.tirx.stmt_functor import post_order_visit
+
+    if is_const(node):
+        return int(node) < 0
+    if type(node).__name__ in ('Var', 'BufferLoad', 'Ramp', 'Broadcast'):
+        return False
+    found: list[Any] = []
+
+    def visit(part: Any) -> None:
+        kind = type(part).__name__
+        if kind == 'Sub' or (kind == 'IntImm' and int(part) < 0):
+            found.append(part)
+
+    post_order_visit(node, visit)
+    return bool(found)
+
+
+def _mentions(node: Any, var: Any) -> bool:
+    """Whether an expression uses a variable."""
+    from tvm.tirx.stmt_functor import post_order_visit
+
+    found: list[bool] = []
+    if not isinstance(node, int):
+        post_order_visit(node, lambda part: found.append(True) if part.same_as(var) else None)
+    return bool(found)
+
+
+def _length(extent: Any) -> int:
+    """A literal extent; that of the first dimension, which may be none, does not matter for strides."""
+    return int(extent) if is_const(extent) else 1
 
 
 def same_indices(first: list[Any], second: list[Any]) -> bool:

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from tile_kernels.interpreter.engine.frame import Frame
+from tile_kernels.interpreter.checks.races import SharedMarks
+from tile_kernels.interpreter.engine.frame import Frame, active_threads
 from tile_kernels.interpreter.engine.lanes import Mask, both, expand, select
 from tile_kernels.interpreter.engine.translate import Closure, Compiler, same_indices
 from tile_kernels.interpreter.meaning.expressions import maximum, minimum
 from tile_kernels.interpreter.memory.access import Access, is_local
-from tile_kernels.interpreter.memory.buffers import Place
+from tile_kernels.interpreter.memory.buffers import Place, ReplicatedMemory
 from tile_kernels.interpreter.memory.dtypes import DType, dtype_of, rounder
 
 COMBINE: dict[str, Any] = {
@@ -79,6 +80,10 @@ def contribute(
     extents = access.extents(frame)
     place = access.locate(frame, mask)
     mask = both(mask, place.ok)
+    if access.vector_bytes:
+        access.check_aligned(frame, memory, place, mask)
+    if isinstance(memory, ReplicatedMemory) and not memory.unite():
+        raise access.depends(frame, (0, -1), 'accumulated by threads together')
     _watch(frame, access, memory, place, mask, ordered)
     lanes = full_lanes(frame, value, dtype, access.ndim, extents, threads)
     if mask is not None:
@@ -107,6 +112,13 @@ def _watch(frame: Frame, access: Access, memory: Any, place: Place, mask: Mask, 
         access.watch_read(frame, memory, place, mask)
     finally:
         memory.race = race
+    note_atomic(frame, access, memory, place, mask)
+
+
+def note_atomic(frame: Frame, access: Access, memory: Any, place: Place, mask: Mask) -> None:
+    """Hold an atomic update against plain accesses of other threads."""
+    if access.atomic and isinstance(memory.race, SharedMarks):
+        memory.race.update(frame, access, place, mask)
 
 
 def scatter_in_turn(memory: Any, place: Place, lanes: np.ndarray, name: str, mask: Mask, dtype: DType) -> np.ndarray:
@@ -212,6 +224,8 @@ def accumulation(compiler: Compiler, node: Any) -> Closure | None:
 
     def run(frame: Frame) -> None:
         value = parts[0](frame)
+        if frame.clock is not None:
+            frame.clock.settle(active_threads(frame))
         for part in parts[1:]:
             value = pair(name, value, part(frame), dtype)
         contribute(frame, access, value, name, frame.mask, 1, ordered=view.scope != 'global')

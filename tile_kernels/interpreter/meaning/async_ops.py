@@ -33,11 +33,19 @@ def async_copy_hook(compiler: Compiler, name: str, notes: dict[str, Any], access
     return None
 
 
-def async_gemm_hook(compiler: Compiler, name: str, access: Any) -> Callable[..., None] | None:
-    """What to note after `T.wgmma_gemm`: its result is in flight until `T.wait_wgmma`."""
+def async_gemm_hook(compiler: Compiler, name: str, access: Any, operands: list[Any]) -> Callable[..., None] | None:
+    """What to note after `T.wgmma_gemm`: result and operands are in use until `T.wait_wgmma`."""
     if compiler.options.checks == 'none' or name != 'tl.tileop.wgmma_gemm':
         return None
-    return lambda frame, mask: _groups(frame).launch(frame, access, mask, 'gemm', commit=True)
+    read = [operand for operand in operands if operand.buffer.scope == 'shared']
+
+    def note(frame: Frame, mask: Mask) -> None:
+        groups = _groups(frame)
+        groups.launch(frame, access, mask, 'gemm', commit=True)
+        for operand in read:
+            groups.launch_reads(frame, operand, mask)
+
+    return note
 
 
 def _groups(frame: Frame) -> Any:
@@ -59,6 +67,8 @@ def _cp_async(compiler: Compiler, call: Any) -> Closure:
         )
         for lane in range(count)
     ]
+    for access in pairs[0]:
+        access.vector_bytes = count * access.buffer.dtype.bits // 8
     watched = compiler.options.checks != 'none'
     kind = pairs[0][0].buffer.dtype.value
 

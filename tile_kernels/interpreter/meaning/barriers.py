@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tile_kernels.interpreter.engine.frame import Frame, cluster_of, cluster_rank
+from tile_kernels.interpreter.engine.frame import Frame, active_threads, cluster_of, cluster_rank
 from tile_kernels.interpreter.engine.lanes import expand, splits_warps
 from tile_kernels.interpreter.engine.roles import Waiting, wait_until
 from tile_kernels.interpreter.engine.translate import Closure, Compiler, op
@@ -22,6 +22,7 @@ def block_barrier(compiler: Compiler) -> Callable[[Frame], None]:
     def run(frame: Frame) -> None:
         _require_all_threads(frame, site, 'T.sync_threads')
         if frame.clock is not None:
+            frame.clock.settle(active_threads(frame))
             frame.clock.block_sync(frame.mask)
 
     return run
@@ -86,6 +87,7 @@ def named_arrival(frame: Frame, number: int, count: int, site: Site) -> tuple[Na
     """The active threads arrive; gives the barrier and the generation that has to be reached."""
     barrier = frame.barriers.setdefault(number, NamedBarrier(frame.blocks))
     if frame.clock is not None:
+        frame.clock.settle(active_threads(frame))
         frame.clock.release('named', number, frame.mask)
     return barrier, barrier.arrive(threads_per_block(frame), count, frame, site)
 
@@ -134,6 +136,7 @@ def _sync_warp(compiler: Compiler, call: Any) -> Closure:
         if whole and splits_warps(frame.mask, frame.live):
             raise frame.error(BarrierDivergence, 'T.sync_warp is reached by only some threads of a warp', site)
         if frame.clock is not None:
+            frame.clock.settle(active_threads(frame))
             frame.clock.warp_sync(frame.mask)
 
     return run

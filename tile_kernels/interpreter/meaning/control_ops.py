@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tile_kernels.interpreter.engine.frame import Frame
+from tile_kernels.interpreter.engine.frame import Frame, active_threads
 from tile_kernels.interpreter.engine.lanes import both, expand, lane_of
 from tile_kernels.interpreter.engine.translate import Closure, Compiler, op
 from tile_kernels.interpreter.errors import AssertionFailed
@@ -79,19 +79,40 @@ def assertion(compiler: Compiler, condition: Any, what: str) -> Closure:
     'tl.no_set_max_nreg',
     'tl.annotate_producer_reg_dealloc',
     'tl.annotate_consumer_reg_alloc',
-    'tl.pdl_sync',
     'tl.pdl_trigger',
     'tl.prefetch_tma_descriptor',
     'tl.warpgroup_arrive',
     'tl.warpgroup_commit_batch',
     'tl.warpgroup_fence_operand',
-    'tl.fence_proxy_async',
     'tl.ptx_fence_barrier_init',
     'tl.tma_store_arrive',
 )
 def _hint(compiler: Compiler, call: Any) -> Closure:
     """Hints about registers, launch overlap and fences: no effect on results here."""
     return lambda frame: None
+
+
+@op('tl.pdl_sync')
+def _wait_for_kernel_before(compiler: Compiler, call: Any) -> Closure:
+    """Wait until the kernel before has ended; without it, a kernel is launched after that."""
+    compiler.begins_early = True
+
+    def run(frame: Frame) -> None:
+        if frame.early is not None:
+            frame.early = frame.early & ~active_threads(frame)
+
+    return run
+
+
+@op('tl.fence_proxy_async')
+def _fence_proxy(compiler: Compiler, call: Any) -> Closure:
+    """What the threads did is visible to copies and products that follow."""
+
+    def run(frame: Frame) -> None:
+        if frame.clock is not None:
+            frame.clock.fence(active_threads(frame))
+
+    return run
 
 
 @op('tirx.call_extern', 'tirx.call_pure_extern')

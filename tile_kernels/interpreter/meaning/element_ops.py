@@ -9,7 +9,7 @@ import numpy as np
 from tile_kernels.interpreter.engine.frame import Frame
 from tile_kernels.interpreter.engine.lanes import both
 from tile_kernels.interpreter.engine.translate import Closure, Compiler, op
-from tile_kernels.interpreter.meaning.accumulate import contribute, full_lanes, scatter_in_turn
+from tile_kernels.interpreter.meaning.accumulate import contribute, full_lanes, note_atomic, scatter_in_turn
 from tile_kernels.interpreter.memory.dtypes import caster, dtype_of
 
 
@@ -57,6 +57,7 @@ def _atomic(compiler: Compiler, call: Any) -> Closure:
         place = access.locate(frame, frame.mask)
         mask = both(frame.mask, place.ok)
         access.watch_read(frame, access.memory(frame), place, mask)
+        note_atomic(frame, access, access.memory(frame), place, mask)
         return scatter_in_turn(access.memory(frame), place, lanes, name, mask, dtype)
 
     return run
@@ -92,6 +93,7 @@ def _atomic_vector(compiler: Compiler, call: Any) -> Closure:
     for lane in range(count):
         into = compiler.access(target.buffer, shifted(target.indices, lane))
         into.atomic = True
+        into.vector_bytes = 0 if lane else count * into.buffer.dtype.bits // 8
         pairs.append((into, compiler.access(source.buffer, shifted(source.indices, lane))))
     inside = compiler.depth > 0
 
@@ -107,6 +109,8 @@ def _atomic_vector(compiler: Compiler, call: Any) -> Closure:
             lanes = full_lanes(frame, given, dtype, into.ndim, into.extents(frame), threads)
             place = into.locate(frame, frame.mask)
             mask = both(frame.mask, place.ok)
+            into.watch_read(frame, into.memory(frame), place, mask)
+            note_atomic(frame, into, into.memory(frame), place, mask)
             old.append(scatter_in_turn(into.memory(frame), place, lanes, 'sum', mask, dtype))
         return tuple(old)
 
@@ -165,7 +169,9 @@ def _words(compiler: Compiler, call: Any) -> list[Any]:
     bits = dtype_of(str(pointer.args[0].dtype)).bits
     start = compiler.expr(pointer.args[2])
     first = compiler.words(pointer.args[1], dtype_of('uint32'), lambda frame: start(frame) * bits // 32)
-    return [first.moved(word) for word in range(count)]
+    parts = [first.moved(word) for word in range(count)]
+    first.vector_bytes = count * 4
+    return parts
 
 
 @op('tl.any_of', 'tl.all_of')

@@ -278,29 +278,46 @@ def _let(compiler: Compiler, node: Any) -> Closure:
 @expression('BufferLoad')
 def _load(compiler: Compiler, node: Any) -> Closure:
     """Read an element (or, with a ramp as last index, a vector of them)."""
+    from tile_kernels.interpreter.meaning.tile_ops import forbid_plain_use
+
+    forbid_plain_use(compiler, node.buffer)
     indices = list(node.indices)
-    lanes = vector_lanes(indices)
+    lanes = vector_lanes(compiler, indices)
     compiler.read_local(node.buffer)
     if lanes == 1:
         access = compiler.access(node.buffer, indices)
         return lambda frame: access.load(frame, frame.mask)
-    parts = [compiler.access(node.buffer, vector_element(indices, lane)) for lane in range(lanes)]
+    parts = [compiler.access(node.buffer, vector_element(compiler, indices, lane)) for lane in range(lanes)]
     return lambda frame: tuple(part.load(frame, frame.mask).copy() for part in parts)
 
 
-def vector_lanes(indices: list[Any]) -> int:
+def is_vector_index(compiler: Compiler, node: Any) -> bool:
+    """Whether a value is a vector of indices, of which each has its own expression."""
+    kind = type(node).__name__
+    if kind == 'Var':
+        return node in compiler.macros and is_vector_index(compiler, compiler.macros[node])
+    if kind in ('Add', 'Sub', 'Mul'):
+        return is_vector_index(compiler, node.a) and is_vector_index(compiler, node.b)
+    return kind in ('Ramp', 'Broadcast') and str(node.dtype).startswith(('int', 'uint'))
+
+
+def vector_lanes(compiler: Compiler, indices: list[Any]) -> int:
     """How many elements an index list addresses."""
-    return max((int(index.lanes) for index in indices if type(index).__name__ in ('Ramp', 'Broadcast')), default=1)
+    return max((dtype_of(str(index.dtype)).lanes for index in indices if is_vector_index(compiler, index)), default=1)
 
 
-def vector_element(indices: list[Any], lane: int) -> list[Any]:
+def vector_element(compiler: Compiler, indices: list[Any], lane: int) -> list[Any]:
     """The index list of one element of a vector access."""
 
     def one(index: Any) -> Any:
         kind = type(index).__name__
+        if not is_vector_index(compiler, index):
+            return index
+        if kind == 'Var':
+            return one(compiler.macros[index])
         if kind == 'Ramp':
             return index.base + index.stride * lane
-        return index.value if kind == 'Broadcast' else index
+        return index.value if kind == 'Broadcast' else type(index)(one(index.a), one(index.b))
 
     return [one(index) for index in indices]
 

@@ -15,7 +15,7 @@ import torch
 from tile_kernels.interpreter.engine.frame import Frame
 from tile_kernels.interpreter.engine.translate import Closure, Compiler, op
 from tile_kernels.interpreter.meaning.expressions import elementwise, maximum, minimum, wrapping
-from tile_kernels.interpreter.memory.dtypes import DType, bits_of, decoder, dtype_of, rounder
+from tile_kernels.interpreter.memory.dtypes import DType, bits_of, decoder, dtype_of
 
 
 def through_torch(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], Any]:
@@ -203,6 +203,7 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     **{f'tirx.{name}': function for name, function in BINARY.items()},
     **TILELANG,
 }
+PURE = frozenset(_ELEMENTWISE)  # operators of numbers alone
 for _name, _function in _ELEMENTWISE.items():
     op(_name)(_plain(_function))
 
@@ -306,9 +307,9 @@ def _require_nearest(compiler: Compiler, call: Any) -> None:
 def _infinity(compiler: Compiler, call: Any) -> Closure:
     """The infinity of a float type."""
     dtype = compiler.dtype(call)
-    rounding = rounder(dtype)
+    if dtype.bits < 16 and dtype.name != 'float8_e5m2':
+        raise compiler.unsupported(f'T.infinity of {dtype.name}, which has none,')
     value = dtype.value.type(np.inf)
-    value = value if rounding is None else rounding(value)
     return lambda frame: value
 
 

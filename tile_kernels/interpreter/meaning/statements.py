@@ -11,15 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from tile_kernels.interpreter.engine.frame import Frame
+from tile_kernels.interpreter.engine.frame import Frame, active_threads
 from tile_kernels.interpreter.engine.lanes import both, expand, splits_warps
 from tile_kernels.interpreter.engine.translate import ATTRIBUTE_HINTS, Closure, Compiler, is_const, statement
 from tile_kernels.interpreter.errors import Deadlock, InterpreterError
-from tile_kernels.interpreter.meaning.expressions import vector_element, vector_lanes
+from tile_kernels.interpreter.meaning.expressions import is_vector_index, vector_element, vector_lanes
+from tile_kernels.interpreter.meaning.independent import as_array, is_independent
 from tile_kernels.interpreter.memory.buffers import workspace
 from tile_kernels.interpreter.memory.dtypes import narrower
 
 Run = Callable[[Frame], Any]
+VECTORIZED = 2  # kind of a loop
 
 
 def waits(run: Run) -> bool:
@@ -102,6 +104,12 @@ def sequence(parts: list[Run]) -> Run:
 @statement('Bind')
 def _bind(compiler: Compiler, node: Any) -> Run:
     """`name = value`, evaluated here and immutable afterwards."""
+    if is_vector_index(compiler, node.value):
+        compiler.macros[node.var] = node.value
+        return marked(lambda frame: None)
+    unread = type(node.value).__name__ == 'BufferLoad' and node.var not in compiler.used
+    if unread and vector_lanes(compiler, list(node.value.indices)) > 1:
+        return marked(lambda frame: None)  # the name of a region, for tile operators
     try:
         with compiler.one_statement():
             value = compiler.expr(node.value)
@@ -113,6 +121,8 @@ def _bind(compiler: Compiler, node: Any) -> Run:
         return marked(lambda frame: None)
     narrow = narrower(compiler.dtype(node.value)) if compiler.dtype(node.value).kind != 'handle' else None
     slot = compiler.new_slot(node.var)
+    if type(node.value).__name__ == 'Call' and str(node.value.op.name) == 'tl.launch_thread_idx':
+        compiler.know_range(node.var, 0, compiler.thread_dims[int(node.value.args[0])])
 
     def run(frame: Frame) -> None:
         bound = value(frame)
@@ -146,17 +156,49 @@ def _store(compiler: Compiler, node: Any) -> Run:
 
 def _store_elements(compiler: Compiler, node: Any) -> Run:
     from tile_kernels.interpreter.meaning.accumulate import accumulation
+    from tile_kernels.interpreter.meaning.tile_ops import forbid_plain_use
 
+    forbid_plain_use(compiler, node.buffer)
+    if node.buffer.data in compiler.reducers:
+        return _update(compiler, node)
     reduced = accumulation(compiler, node)
     if reduced is not None:
         return marked(reduced)
+    return _plain_store(compiler, node)
+
+
+def _update(compiler: Compiler, node: Any) -> Run:
+    """A store to an older reducer: from now on threads may hold parts of its result."""
+    from tile_kernels.interpreter.meaning.accumulate import accumulation
+
+    compiler.updated = node.buffer.data
+    try:
+        run = accumulation(compiler, node) or _plain_store(compiler, node)
+    finally:
+        compiler.updated = None
+    slot, inside = compiler.buffer(node.buffer).slot, compiler.depth > 0
+
+    def update(frame: Frame) -> None:
+        run(frame)
+        frame.memory[slot].partial = inside
+
+    return marked(update)
+
+
+def _plain_store(compiler: Compiler, node: Any) -> Run:
+    before = len(compiler.touched)
     value = compiler.expr(node.value)
+    if type(node.value).__name__ != 'BufferLoad':
+        value = _settled(value, always=True)
+    elif compiler.buffer(node.buffer).scope in ('local', 'fragment'):
+        for access, _ in compiler.touched[before:]:
+            access.only_moves = True
     indices = list(node.indices)
-    lanes = vector_lanes(indices)
+    lanes = vector_lanes(compiler, indices)
     if lanes == 1:
         access = compiler.access(node.buffer, indices)
         return marked(lambda frame: access.store(frame, value(frame), frame.mask))
-    parts = [compiler.access(node.buffer, vector_element(indices, lane)) for lane in range(lanes)]
+    parts = [compiler.access(node.buffer, vector_element(compiler, indices, lane)) for lane in range(lanes)]
 
     def run(frame: Frame) -> None:
         values = value(frame)
@@ -185,9 +227,24 @@ def _if(compiler: Compiler, node: Any) -> Run:
     """Branch: for real when the condition is the same for all lanes, by masks otherwise."""
     condition = compiler.expr(node.condition)
     then_id, else_id = compiler.new_branch('then'), compiler.new_branch('else')
-    then = compiler.stmt(node.then_case)
-    otherwise = compiler.stmt(node.else_case) if node.else_case is not None else marked(nothing)
+    with compiler.inside('if', then_id, 0):
+        then = compiler.stmt(node.then_case)
+    with compiler.inside('if', then_id, 1):
+        otherwise = compiler.stmt(node.else_case) if node.else_case is not None else marked(nothing)
+    condition = _settled(condition)
     return branch(condition, then, otherwise, (then_id, else_id))
+
+
+def _settled(condition: Closure, always: bool = False) -> Closure:
+    """An expression whose threads go on when what it read has come (or, for conditions, if they differ)."""
+
+    def run(frame: Frame) -> Any:
+        value = condition(frame)
+        if frame.clock is not None and frame.clock.settling and (always or isinstance(value, np.ndarray)):
+            frame.clock.settle(active_threads(frame))
+        return value
+
+    return run
 
 
 def branch(condition: Closure, then: Run, otherwise: Run, ids: tuple[int, int]) -> Run:
@@ -230,12 +287,45 @@ def _for(compiler: Compiler, node: Any) -> Run:
 
             return marked(launch(compiler, node))
         raise compiler.unsupported(f'thread binding {node.thread_binding.thread_tag} inside a kernel')
+    if kind == VECTORIZED and compiler.vector is None and is_const(node.extent) and compiler.options.checks != 'none':
+        accesses: list[Any] = []
+        compiler.vector = accesses
+        try:
+            run = _loop(compiler, node)
+        finally:
+            compiler.vector = None
+        compiler.require_alignment(accesses, node.loop_var, int(node.extent))
+        return run
+    return _loop(compiler, node)
+
+
+def _loop(compiler: Compiler, node: Any) -> Run:
+    """A loop that threads run by themselves."""
+    if compiler.as_arrays:
+        return _as_array(compiler, node)
+    if is_independent(compiler, node):
+        compiler.as_arrays = compiler.alone = True
+        try:
+            with compiler.one_statement():
+                run = _as_array(compiler, node)
+        finally:
+            compiler.as_arrays = compiler.alone = False
+        return ordered(compiler, run)
     start, extent = compiler.expr(node.min), compiler.expr(node.extent)
     step = 1 if node.step is None else compiler.expr(node.step)
     slot = compiler.new_slot(node.loop_var)
-    body = compiler.stmt(node.body)
+    compiler.know_range(node.loop_var, node.min, node.extent)
+    with compiler.inside('loop', slot):
+        body = compiler.stmt(node.body)
     loop = serial_loop(start, extent, step, slot, body, compiler.ndim)
     return marked(loop, body) if not escapes(body) else marked(loop, waits_=waits(body), escapes_=True)
+
+
+def _as_array(compiler: Compiler, node: Any) -> Run:
+    """A serial loop whose iterations are independent."""
+    compiler.know_range(node.loop_var, node.min, node.extent)
+    with compiler.inside('loop', compiler.num_slots):
+        return marked(as_array(compiler, node, lambda: compiler.stmt(node.body)))
 
 
 def serial_loop(start: Closure, extent: Closure, step: Any, slot: int, body: Run, ndim: int) -> Run:
@@ -288,8 +378,12 @@ def _parallel(compiler: Compiler, node: Any) -> Run:
     if node.step is not None and not (is_const(node.step) and int(node.step) == 1):
         raise compiler.unsupported('T.Parallel with a step')
     site = compiler.site
+    compiler.know_range(node.loop_var, node.min, node.extent)
+    outermost, compiler.alone = compiler.depth == 0, compiler.alone or _fills_own_copies(compiler, node)
     with compiler.one_statement(), compiler.parallel_axis(node.loop_var) as touched:
         body = compiler.stmt(node.body)
+    if outermost:
+        compiler.alone = False
     if waits(body):
         raise compiler.unsupported('a wait inside T.Parallel')
     ndim = compiler.ndim
@@ -317,10 +411,30 @@ def _parallel(compiler: Compiler, node: Any) -> Run:
     return ordered(compiler, marked(run))
 
 
+def _fills_own_copies(compiler: Compiler, loop: Any) -> bool:
+    """Whether a parallel loop stores to replicated fragments only: then every thread runs all of its iterations."""
+    from tvm.tirx.stmt_functor import post_order_visit
+
+    if not compiler.replicated:
+        return False
+    stores, effects = [], []
+
+    def visit(node: Any) -> None:
+        if type(node).__name__ == 'BufferStore':
+            stores.append(node.buffer.data in compiler.replicated)
+        elif type(node).__name__ == 'Evaluate' and type(node.value).__name__ == 'Call':
+            effects.append(node)
+
+    post_order_visit(loop, visit)
+    return bool(stores) and all(stores) and not effects
+
+
 @statement('While')
 def _while(compiler: Compiler, node: Any) -> Run:
     """Repeat while the condition holds; each lane leaves on its own."""
-    condition, body = compiler.expr(node.condition), compiler.stmt(node.body)
+    condition = _settled(compiler.expr(node.condition))
+    with compiler.inside('loop', -len(compiler.paths)):
+        body = compiler.stmt(node.body)
     site = compiler.site
     spins = not compiler.depth and (waits(body) or _reads_global(compiler, node.condition))
     compiler.spins = compiler.spins or spins
@@ -382,11 +496,13 @@ def _reads_global(compiler: Compiler, node: Any) -> bool:
 @statement('SBlock')
 def _block(compiler: Compiler, node: Any) -> Run:
     """A scope that allocates buffers and carries annotations."""
+    outer = compiler.copy_safe_values
     compiler.read_annotations(node)
     made = [compiler.allocate(buffer) for buffer in node.alloc_buffers]
     if node.init is not None:
         raise compiler.unsupported('a block with an init statement')
     body = compiler.stmt(node.body)
+    compiler.copy_safe_values = outer
     if not made or compiler.in_launch:
         return body
 

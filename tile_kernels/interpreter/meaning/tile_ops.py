@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from tile_kernels.interpreter.engine.frame import Frame, agreed, cluster_rank
+from tile_kernels.interpreter.engine.frame import Frame, active_threads, agreed, cluster_rank
 from tile_kernels.interpreter.engine.lanes import Mask, expand
 from tile_kernels.interpreter.engine.translate import Closure, Compiler, is_const, op
+from tile_kernels.interpreter.errors import ReducerMisuse, TypeMismatch
 from tile_kernels.interpreter.meaning.accumulate import contribute, identity, pair, reduce_axes
 from tile_kernels.interpreter.meaning.async_ops import async_copy_hook, async_gemm_hook
 from tile_kernels.interpreter.memory.access import Access, Dim
-from tile_kernels.interpreter.memory.dtypes import caster, dtype_of, rounder
+from tile_kernels.interpreter.memory.dtypes import DType, caster, dtype_of, rounder
 
 # Annotations of copies that choose an instruction, not a result.
 COPY_HINTS = {
@@ -30,14 +31,18 @@ COPY_HINTS = {
     'use_tma',
     'force_cp_async',
 }
+ASYNCHRONOUS = {'tl.tileop.async_copy': 'copy', 'tl.tileop.tma_copy': 'tma'}
+NAN_KEEPING = {'max': np.maximum, 'min': np.minimum}
 GEMM_HINTS = {'wg_wait', 'k_pack', 'tl.ws_op_id'}
 
 
 class Region:
     """A rectangle of a buffer: an access with one axis per dimension of extent other than 1."""
 
-    def __init__(self, compiler: Compiler, node: Any, guard: str | None = None) -> None:
+    def __init__(self, compiler: Compiler, node: Any, guard: str | None = None, reducer: bool = False) -> None:
         buffer, starts, extents = region_parts(compiler, node)
+        if not reducer:
+            forbid_plain_use(compiler, buffer)
         view = compiler.buffer(buffer)
         depth = compiler.depth
         self.wide = [position for position, extent in enumerate(extents) if not (is_const(extent) and int(extent) == 1)]
@@ -50,14 +55,15 @@ class Region:
             mode = dim.guard
             if position in self.wide:
                 terms = (*terms, (depth + self.wide.index(position), 1))
-                mode = 'none' if view.scope != 'global' else guard or ('upper' if compiler.options.guards else 'none')
+                mode = 'none' if view.scope != 'global' else guard or ('both' if compiler.options.guards else 'none')
             dims.append(Dim(self._together(dim.base), terms, mode))
-        self.access = Access(
-            view, dims, compiler.ndim + len(self.wide), compiler.site, access.checked, access.safe_value
-        )
+        safe_value = compiler.safe_value(buffer, copied=True)
+        self.access = Access(view, dims, compiler.ndim + len(self.wide), compiler.site, access.checked, safe_value)
         self.access.extra = self.extents
+        self.access.path = access.path
         self.buffer = view
         self.node = buffer
+        self.replicated = buffer.data in compiler.storages and compiler.storages[buffer.data].replicated
 
     def _together(self, base: Closure) -> Closure:
         """A coordinate of the rectangle, the same for all threads that take part."""
@@ -74,6 +80,13 @@ class Region:
         array = np.asarray(value)
         array = array.reshape((1,) * len(shape)) if array.ndim == 0 else array
         return np.broadcast_to(array, np.broadcast_shapes(array.shape, shape))
+
+    def shape(self, frame: Frame) -> list[int]:
+        """Extents of all dimensions of the region."""
+        shape = [1] * self.rank
+        for position, extent in zip(self.wide, self.extents, strict=True):
+            shape[position] = int(extent(frame))
+        return shape
 
     def load_matrix(self, frame: Frame, mask: Mask) -> np.ndarray:
         """Values as (blocks, *all dimensions of the region), also those of extent 1."""
@@ -135,8 +148,15 @@ def _copy(compiler: Compiler, call: Any) -> Closure:
         target.access.atomic = True  # races between blocks of a cluster are not checked
         private = True
     source.access.private = target.access.private = private
+    source.access.per_thread = private or target.replicated
+    source.access.only_moves = target.buffer.scope in ('local', 'fragment')
     axes = len(source.wide)
     launch = _asynchronous(compiler, call, notes, target)
+    if source.buffer.scope == 'shared' and str(call.op.name) == 'tl.tileop.tma_copy':
+        source.access.asynchronous = 'tma'
+    if target.buffer.scope == 'shared':
+        compiler.overwrites = compiler.overwrites or 'barrier' in notes
+        target.access.asynchronous = ASYNCHRONOUS.get(str(call.op.name), '')
 
     def run(frame: Frame) -> None:
         mask = frame.mask
@@ -176,6 +196,7 @@ def _fill(compiler: Compiler, call: Any) -> Closure:
     value = compiler.expr(call.args[1])
     private = target.buffer.scope == 'local'
     axes = len(target.wide)
+    starts = target.node.data in compiler.reducers
 
     def run(frame: Frame) -> None:
         filler = convert(value(frame))
@@ -183,6 +204,8 @@ def _fill(compiler: Compiler, call: Any) -> Closure:
         if mask is not None:
             mask = expand(mask, mask.ndim + axes) if private else collective(frame, mask, axes)
         target.access.store(frame, expand(filler, target.access.ndim), mask)
+        if starts:
+            frame.memory[target.buffer.slot].partial = False
 
     return run
 
@@ -192,7 +215,17 @@ def _gemm(compiler: Compiler, call: Any) -> Closure:
     """C += A @ B (each operand transposed if asked), accumulated in the type of C."""
     left, right, out = (Region(compiler, call.args[position]) for position in range(3))
     left.access.everyone = right.access.everyone = True
+    if str(call.op.name) == 'tl.tileop.wgmma_gemm':
+        left.access.asynchronous = right.access.asynchronous = 'gemm'
     notes = {str(key) for key in dict(call.annotations or {})}
+    kinds = left.buffer.dtype, right.buffer.dtype
+    if (
+        compiler.options.checks != 'none'
+        and kinds[0].name != kinds[1].name
+        and not all(_is_tiny(kind) for kind in kinds)
+    ):
+        text = f'a product of {kinds[0].name} ({left.buffer.name}) and {kinds[1].name} ({right.buffer.name})'
+        raise TypeMismatch(f'{text}: both operands must have one type', compiler.site, buffer=right.buffer.name)
     if notes - GEMM_HINTS:
         raise compiler.unsupported(f'gemm annotation {sorted(notes - GEMM_HINTS)}')
     transpose_left, transpose_right = bool(call.args[3]), bool(call.args[4])
@@ -200,7 +233,7 @@ def _gemm(compiler: Compiler, call: Any) -> Closure:
     dtype = out.buffer.dtype
     exact = np.float64 if dtype.is_int or dtype.name == 'float64' else np.float32
     round_out = rounder(dtype)
-    launch = async_gemm_hook(compiler, str(call.op.name), out.access)
+    launch = async_gemm_hook(compiler, str(call.op.name), out.access, [left.access, right.access])
     out.access.may_be_in_flight = launch is not None
 
     def run(frame: Frame) -> None:
@@ -227,10 +260,17 @@ def _gemm(compiler: Compiler, call: Any) -> Closure:
         total = np.broadcast_to(total, (frame.blocks, *total.shape[1:]))
         wide = [total.shape[1:][position - out.rank + 2] for position in out.wide]
         out.access.store(frame, total.reshape(frame.blocks, 1, *wide), mask)
+        if frame.clock is not None:
+            frame.clock.settle(active_threads(frame))
         if launch is not None:
             launch(frame, mask)
 
     return run
+
+
+def _is_tiny(dtype: DType) -> bool:
+    """A float of 8 bits or fewer, which products may mix."""
+    return dtype.is_float and dtype.bits <= 8
 
 
 def _matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -255,6 +295,7 @@ def _reduce(compiler: Compiler, call: Any) -> Closure:
     result_type = target.buffer.dtype
     convert = caster(dtype_of(dtype.name), dtype_of(result_type.name))
     private = target.buffer.scope == 'local'
+    source.access.per_thread = target.access.per_thread = private or target.replicated
 
     def run(frame: Frame) -> None:
         mask = frame.mask
@@ -279,15 +320,20 @@ def _reduce(compiler: Compiler, call: Any) -> Closure:
             out_mask = flat.reshape(flat.shape + (1,) * len(wide))
         if not clear(frame):
             old = target.load(frame, out_mask)
-            combined = pair(name, old, combined, result_type)
+            if propagate and name in NAN_KEEPING:
+                combined = NAN_KEEPING[name](old, combined)
+            else:
+                combined = pair(name, old, combined, result_type)
         target.access.store(frame, combined, out_mask)
+        if frame.clock is not None:
+            frame.clock.settle(active_threads(frame))
 
     return run
 
 
 def _combine_dim(name: str, value: np.ndarray, axis: int, dtype: Any, propagate: bool) -> np.ndarray:
-    if propagate and name in ('max', 'min'):
-        return (np.maximum if name == 'max' else np.minimum).reduce(value, axis=axis, keepdims=True)
+    if propagate and name in NAN_KEEPING:
+        return NAN_KEEPING[name].reduce(value, axis=axis, keepdims=True)
     return reduce_axes(name, value, (axis,), dtype)
 
 
@@ -331,10 +377,26 @@ def _transpose(compiler: Compiler, call: Any) -> Closure:
     return run
 
 
+def forbid_plain_use(compiler: Compiler, buffer: Any) -> None:
+    """Raise if a reducer is used like other memory."""
+    if str(buffer.scope()) == 'local.reducer' and compiler.options.checks != 'none':
+        text = f'reducer {buffer.name} is used like other memory; its result is what T.finalize_reducer gives'
+        raise ReducerMisuse(text, compiler.site, buffer=str(buffer.name))
+
+
+def _require_open(frame: Frame, access: Access, done: str) -> None:
+    """Raise if a reducer has not been started, or has been finalized."""
+    stage = access.memory(frame).stage
+    if stage != 'open' and access.checked:
+        when = 'after T.finalize_reducer' if stage else 'before T.reducer_init'
+        text = f'reducer {access.buffer.name} is {done} {when}'
+        raise frame.error(ReducerMisuse, text, access.site, buffer=access.buffer.name)
+
+
 @op('tl.tileop.reducer_init')
 def _reducer_init(compiler: Compiler, call: Any) -> Closure:
     """Start a reduction from the identity, or from a given value counted once."""
-    target = Region(compiler, call.args[0])
+    target = Region(compiler, call.args[0], reducer=True)
     dtype = target.buffer.dtype
     start = compiler.expr(call.args[1]) if len(call.args) > 1 else None
     neutral = identity(_reducer_op(compiler, target), dtype)
@@ -342,6 +404,7 @@ def _reducer_init(compiler: Compiler, call: Any) -> Closure:
     def run(frame: Frame) -> None:
         value = neutral if start is None else start(frame)
         target.access.store(frame, expand(value, target.access.ndim), collective(frame, frame.mask, len(target.wide)))
+        frame.memory[target.buffer.slot].stage = 'open'
 
     return run
 
@@ -353,8 +416,12 @@ def _reducer_update(compiler: Compiler, call: Any) -> Closure:
     access = compiler.access(load.buffer, list(load.indices))
     name = compiler.reducers[load.buffer.data]
     value = compiler.expr(call.args[1])
+    if compiler.options.checks != 'none' and load.buffer.data not in compiler.finalized:
+        text = f'reducer {access.buffer.name} is updated and never finalized'
+        raise ReducerMisuse(text, compiler.site, buffer=access.buffer.name)
 
     def run(frame: Frame) -> None:
+        _require_open(frame, access, 'updated')
         contribute(frame, access, value(frame), name, frame.mask, 1)
 
     return run
@@ -363,11 +430,13 @@ def _reducer_update(compiler: Compiler, call: Any) -> Closure:
 @op('tl.tileop.finalize_reducer_v2')
 def _finalize(compiler: Compiler, call: Any) -> Closure:
     """`dst` = result of the reducer."""
-    source, target = Region(compiler, call.args[0]), Region(compiler, call.args[1])
+    source, target = Region(compiler, call.args[0], reducer=True), Region(compiler, call.args[1])
 
     def run(frame: Frame) -> None:
+        _require_open(frame, source.access, 'finalized')
         mask = collective(frame, frame.mask, len(source.wide))
         target.access.store(frame, source.load(frame, mask), mask)
+        frame.memory[source.buffer.slot].stage = 'done'
 
     return run
 
@@ -375,7 +444,12 @@ def _finalize(compiler: Compiler, call: Any) -> Closure:
 @op('tl.tileop.finalize_reducer')
 def _finalize_in_place(compiler: Compiler, call: Any) -> Closure:
     """Older reducers hold their result already: partial sums of threads are not modelled apart."""
-    return lambda frame: None
+    slot = Region(compiler, call.args[0]).buffer.slot
+
+    def run(frame: Frame) -> None:
+        frame.memory[slot].partial = False
+
+    return run
 
 
 def _reducer_op(compiler: Compiler, target: Region) -> str:
@@ -387,6 +461,7 @@ def _atomic_tile(compiler: Compiler, call: Any) -> Closure:
     """dst[...] = op(dst[...], value[...]), each element atomically and once."""
     name = {'add': 'sum', 'max': 'max', 'min': 'min'}[str(call.op.name)[-3:]]
     target = Region(compiler, call.args[1], 'both')
+    target.access.atomic = True
     kind = type(call.args[0]).__name__
     is_tile = kind == 'BufferRegion' or (kind == 'Call' and str(call.args[0].op.name) == 'tl.region')
     axes = len(target.wide)
@@ -419,20 +494,21 @@ def _im2col(compiler: Compiler, call: Any) -> Closure:
     def run(frame: Frame) -> None:
         mask = collective(frame, frame.mask, len(target.wide))
         _, height, width, channels = image.buffer.layout(frame)[0]
+        rows, columns = target.shape(frame)[-2:]
         out_h = (height + 2 * padding - (kernel - 1) * dilation - 1) // stride + 1
         out_w = (width + 2 * padding - (kernel - 1) * dilation - 1) // stride + 1
-        rows, columns = target.access.extents(frame)[-2:]
         m = np.asarray(row_tile(frame)).reshape(-1, 1, 1) * rows + np.arange(rows).reshape(1, -1, 1)
         k = np.asarray(column_tile(frame)).reshape(-1, 1, 1) * columns + np.arange(columns).reshape(1, 1, -1)
         y = m % (out_h * out_w) // out_w * stride + k // (kernel * channels) * dilation - padding
         x = m % out_w * stride + k // channels % kernel * dilation - padding
         inside = (y >= 0) & (x >= 0) & (y < height) & (x < width)
-        pixels = np.asarray(image.load(frame, None))[0, 0]
+        pixels = image.load_matrix(frame, None)[0]
         batch = np.broadcast_to(np.minimum(m // (out_h * out_w), pixels.shape[0] - 1), inside.shape)
         found = pixels[
             batch, np.where(inside, y, 0), np.where(inside, x, 0), np.broadcast_to(k % channels, inside.shape)
         ]
         value = np.where(inside, found, np.float32(0))
-        target.access.store(frame, value.reshape(-1, 1, rows, columns), mask)
+        lead = (1,) * (target.rank - 2)
+        target.store_matrix(frame, value.reshape(-1, *lead, rows, columns), mask)
 
     return run

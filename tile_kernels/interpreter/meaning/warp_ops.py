@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tile_kernels.interpreter.engine.frame import Frame
+from tile_kernels.interpreter.engine.frame import Frame, active_threads
 from tile_kernels.interpreter.engine.lanes import axis_values, expand, lane_of, splits_warps
 from tile_kernels.interpreter.engine.translate import Closure, Compiler, op
 from tile_kernels.interpreter.errors import BarrierDivergence
@@ -78,6 +78,8 @@ def _elect(compiler: Compiler, call: Any) -> Closure:
 
 def by_warp(frame: Frame, value: Any, dtype: Any, ndim: int) -> np.ndarray:
     """A value as (blocks, warps, 32, ...), repeating the last thread to fill the last warp."""
+    if frame.clock is not None:
+        frame.clock.settle(active_threads(frame))
     array: Any = np.asarray(value, dtype=dtype)
     array = expand(array, ndim) if array.ndim else array.reshape((1,) * ndim)
     array = np.broadcast_to(array, (array.shape[0], frame.threads, *array.shape[2:]))

@@ -9,11 +9,20 @@ from typing import Any
 
 import numpy as np
 
-from tile_kernels.interpreter.engine.frame import Frame
+from tile_kernels.interpreter.engine.frame import Frame, active_threads, first_thread
 from tile_kernels.interpreter.engine.lanes import Mask, axis_values, both, expand, lane_of, select
-from tile_kernels.interpreter.errors import InterpreterError, OutOfBounds, Site, UninitializedRead, UnsupportedConstruct
-from tile_kernels.interpreter.memory.buffers import LocalMemory, Place, memory_at
-from tile_kernels.interpreter.memory.dtypes import DType
+from tile_kernels.interpreter.errors import (
+    InterpreterError,
+    LayoutDependent,
+    MisalignedAccess,
+    OutOfBounds,
+    ReducerMisuse,
+    Site,
+    UninitializedRead,
+    UnsupportedConstruct,
+)
+from tile_kernels.interpreter.memory.buffers import LocalMemory, Place, ReplicatedMemory, covers, memory_at
+from tile_kernels.interpreter.memory.dtypes import DType, decoder
 
 Layout = Callable[[Frame], tuple[tuple[int, ...], tuple[int, ...]]]
 
@@ -22,8 +31,8 @@ Layout = Callable[[Frame], tuple[tuple[int, ...], tuple[int, ...]]]
 class Dim:
     """One index: `base + sum(coefficient * axis)`.
 
-    `guard` says what happens outside the buffer: 'both' (loads give the safe value, stores are dropped), 'upper'
-    (the same beyond the end, while a negative index is an error), or 'none' (an error).
+    `guard` says what happens outside the buffer: 'both' (loads give the safe value, stores are dropped) or 'none' (an
+    error).
     """
 
     base: Callable[[Frame], Any]
@@ -65,10 +74,17 @@ class Access:
         self.safe_value = safe_value
         self.extra: tuple[Callable[[Frame], int], ...] = ()
         self.atomic = False
+        self.asynchronous = ''  # 'copy', 'tma' or 'gemm': what asynchronous copies and products do
+        self.vector_bytes = 0  # of the vector that begins here, whose address must be a multiple
+        self.base_bytes = 0  # of vectors at multiples of their size, so that the buffer must begin at one as well
+        self.updates = False  # it is part of an update of a reducer
+        self.only_moves = False  # its values go to registers as they are: nothing has to wait for them yet
+        self.path = 0  # number of the branches and loops around it
         self.contended = False  # its statement touches the same shared buffer at other indices, too
         self.everyone = False  # every thread of the block reads it (operands of matrix products and reductions)
         self.private = False  # each thread makes the whole access by itself
         self.row_shift: Callable[[Frame], Any] | None = None  # rows to the block of the cluster that is written
+        self.per_thread = False  # each thread uses its own copy of a replicated fragment
         self.may_be_in_flight = False  # an asynchronous product may add to its own unfinished result
 
     def moved(self, offset: int) -> Access:
@@ -78,7 +94,8 @@ class Access:
         last = self.dims[-1]
         dims = [*self.dims[:-1], Dim(lambda frame: last.base(frame) + offset, last.terms, last.guard)]
         other = Access(self.buffer, dims, self.ndim, self.site, self.checked, self.safe_value)
-        other.extra, other.atomic = self.extra, self.atomic
+        other.extra, other.atomic, other.per_thread = self.extra, self.atomic, self.per_thread
+        other.asynchronous, other.path = self.asynchronous, self.path
         return other
 
     def extents(self, frame: Frame) -> list[int]:
@@ -163,8 +180,18 @@ class Access:
         """Values of the lanes; the safe value where a guarded index lies outside."""
         place = self.locate(frame, mask)
         memory = self.memory(frame)
-        self.watch_read(frame, memory, place, both(mask, place.ok))
-        value = memory.read(place, self.buffer.dtype)
+        if self.vector_bytes or self.base_bytes:
+            self.check_aligned(frame, memory, place, both(mask, place.ok))
+        if self.buffer.scope == 'fragment' and memory.partial and self.checked and not self.updates:
+            text = (
+                f'reducer {self.buffer.name} is read before T.finalize_reducer, while threads hold parts of its result'
+            )
+            raise frame.error(ReducerMisuse, text, self.site, buffer=self.buffer.name)
+        if isinstance(memory, ReplicatedMemory) and memory.lines is not None:
+            value = self._read_copies(frame, memory, place, both(mask, place.ok))
+        else:
+            self.watch_read(frame, memory, place, both(mask, place.ok))
+            value = memory.read(place, self.buffer.dtype)
         if place.ok is None:
             return value
         safe = 0 if self.safe_value is None else self.safe_value(frame)
@@ -175,14 +202,93 @@ class Access:
         place = self.locate(frame, mask)
         mask = both(mask, place.ok)
         memory = self.memory(frame)
+        if self.vector_bytes or self.base_bytes:
+            self.check_aligned(frame, memory, place, mask)
         if memory.pending is not None and not self.may_be_in_flight:
             memory.pending.check(frame, self, place, mask, 'written')
+        if self.buffer.scope in ('shared', 'global') and frame.clock is not None and frame.clock.settling:
+            frame.clock.settle(active_threads(frame))
+        if self.buffer.scope == 'fragment' and self._store_differs(frame, memory, place, value, mask):
+            return
         if memory.race is None or self.atomic:
             memory.write(place, value, self.buffer.dtype, mask)
             return
         seen = memory.race.before_write(frame, self, place, mask, value)
         memory.write(place, value, self.buffer.dtype, mask)
         memory.race.after_write(frame, self, seen)
+
+    def check_aligned(self, frame: Frame, memory: Any, place: Place, mask: Mask) -> None:
+        """Raise if a vector does not begin at a multiple of its size."""
+        if self.buffer.scope not in ('global', 'shared') or not self.checked:
+            return
+        begin = memory.data.ctypes.data if self.buffer.scope == 'global' else 0
+        size, address = self.base_bytes, np.full((1,) * self.ndim, begin, np.int64)
+        if self.vector_bytes:
+            size, address = self.vector_bytes, begin + place.flat() * self.buffer.dtype.bits // 8
+        bad = address % size != 0
+        bad = bad if mask is None else bad & mask
+        if not bad.any():
+            return
+        lane = lane_of(bad)
+        index = self.index_at(frame, lane)
+        raise frame.error(
+            MisalignedAccess,
+            f'a vector of {size} bytes of {self.buffer.name} at index {_tuple(index)} begins '
+            f'{int(np.broadcast_to(address, bad.shape)[lane] % size)} bytes behind a multiple of its size',
+            self.site,
+            _thread_lane(bad, lane),
+            self.buffer.name,
+            index,
+        )
+
+    def _read_copies(self, frame: Frame, memory: ReplicatedMemory, place: Place, mask: Mask) -> Any:
+        """Values of the threads' own copies; threads that act together must have the same."""
+        lines, dtype = memory.spread(), self.buffer.dtype
+        place = memory.copies(place, dtype)
+        active = expand(active_threads(frame), self.ndim)
+        self.watch_read(frame, lines, place, active if mask is None else active & mask)
+        if self.per_thread:
+            return lines.read(place, dtype)
+        raw = lines.read_raw(place, dtype)
+        chosen = raw[np.arange(frame.blocks), first_thread(frame)][:, None]
+        differs = (raw != chosen) & active
+        differs = differs if mask is None else differs & mask
+        if differs.any():
+            raise self.depends(frame, lane_of(differs), 'read by threads together')
+        return decoder(dtype)(chosen)
+
+    def _store_differs(self, frame: Frame, memory: Any, place: Place, value: Any, mask: Mask) -> bool:
+        """Write the threads' own copies of a fragment if they differ; gives whether they do."""
+        by_value = _differs_by_thread(frame, value)
+        if not isinstance(memory, ReplicatedMemory):
+            apart = isinstance(place.base, np.ndarray) and place.base.shape[1] > 1
+            if by_value and not apart:
+                raise self.depends(frame, (0, -1), 'written by threads together')
+            return False
+        by_mask = frame.mask is not None and _splits_blocks(frame)
+        if memory.lines is None:
+            by_place = isinstance(place.base, np.ndarray) and place.base.shape[1] > 1
+            if not (by_value or by_mask or by_place):
+                return False
+        elif mask is None and not (by_value or by_mask) and covers(place, memory.size * 8 // self.buffer.dtype.bits):
+            memory.unite(same=True)
+            return False
+        active = None if frame.mask is None else expand(active_threads(frame), self.ndim)
+        memory.spread().write(memory.copies(place, self.buffer.dtype), value, self.buffer.dtype, both(mask, active))
+        return True
+
+    def depends(self, frame: Frame, lane: tuple[int, ...], done: str) -> InterpreterError:
+        """The finding for a fragment whose layout decides the result."""
+        index = self.index_at(frame, (*lane, *(0,) * (self.ndim - len(lane))))
+        return frame.error(
+            LayoutDependent,
+            f'fragment {self.buffer.name} is {done} at index {_tuple(index)}, where their values differ: which of them '
+            'counts depends on the layout that the compiler chooses',
+            self.site,
+            lane,
+            self.buffer.name,
+            index,
+        )
 
     def watch_read(self, frame: Frame, memory: Any, place: Place, mask: Mask) -> None:
         """Hold a read against what is known of the memory: written, landed, ordered."""
@@ -229,12 +335,9 @@ class Access:
         dim = self.dims[position]
         index = np.asarray(self._index(dim, start, extents), dtype=np.intp)
         index = index.reshape((1,) * self.ndim) if index.ndim == 0 else index
-        if dim.guard == 'upper' and not self.checked:
-            index = np.where(index < 0, index + length, index)  # TileLang counts a negative index from the end
         inside = (index >= 0) & (index < length)
-        bad = index < 0 if dim.guard == 'upper' else ~inside
         if dim.guard != 'both' and self.checked:
-            bad = bad if mask is None else bad & mask
+            bad = ~inside if mask is None else ~inside & mask
             if bad.any():
                 raise self.outside_error(frame, bad)
         if dim.guard != 'none' and (mask is None or (~inside & mask).any()):
@@ -278,6 +381,30 @@ class Access:
 def is_local(memory: Any) -> bool:
     """Whether a memory holds private registers of threads."""
     return isinstance(memory, LocalMemory)
+
+
+def _differs_by_thread(frame: Frame, value: Any) -> bool:
+    """Whether active threads of a block hold different values."""
+    if not isinstance(value, np.ndarray) or value.ndim < 2 or value.shape[1] == 1:
+        return False
+    if frame.mask is None:
+        first = value[:, :1]
+    else:
+        value = np.broadcast_to(value, (frame.blocks, *value.shape[1:]))
+        first = value[np.arange(frame.blocks), first_thread(frame)][:, None]
+    differs = value != first
+    if value.dtype.kind == 'f':
+        differs &= ~((value != value) & (first != first))
+    return bool((differs if frame.mask is None else differs & expand(active_threads(frame), value.ndim)).any())
+
+
+def _splits_blocks(frame: Frame) -> bool:
+    """Whether some threads of a block that still run are inactive, while others are active."""
+    if frame.mask.shape[1] == 1:
+        return False
+    active = active_threads(frame)
+    idle = ~active if frame.live is None else ~active & frame.live
+    return bool((active.any(axis=1) & idle.any(axis=1)).any())
 
 
 def _tuple(values: tuple[int, ...]) -> str:

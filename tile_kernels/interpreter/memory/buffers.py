@@ -42,6 +42,9 @@ class Place:
 class ByteMemory:
     """Raw bytes, one row per block (shared, fragment) or one row for everybody (global)."""
 
+    stage = ''  # of a reducer: 'open' from its start to its end, then 'done'
+    partial = False  # of an older reducer: threads hold parts of the result
+
     def __init__(self, data: np.ndarray, per_block: bool, size: int) -> None:
         self.data = data
         self.per_block = per_block
@@ -118,7 +121,7 @@ class ByteMemory:
         return self.read_raw(place, dtype, shadow=True) != full
 
     def _mark(self, place: Place, dtype: DType, mask: Mask) -> None:
-        if mask is None and not dtype.packed and _covers(place, self.size // dtype.storage.itemsize):
+        if mask is None and not dtype.packed and covers(place, self.size // dtype.storage.itemsize):
             self.written = None
             return
         full = 15 if dtype.packed else (1 << (8 * dtype.storage.itemsize)) - 1
@@ -137,6 +140,57 @@ class ByteMemory:
             chosen = active & ((flat & 1) == odd)
             byte = flat[chosen] >> 1
             line[byte] = (line[byte] & (0x0F if odd else 0xF0)) | (raw[chosen] & 15) << (4 * odd)
+
+
+class ReplicatedMemory(ByteMemory):
+    """A fragment of which every thread has a copy of its own, as single elements of it are used outside of T.Parallel.
+
+    One row per block serves for all copies until a store makes them differ (`spread`).
+    """
+
+    def __init__(self, blocks: int, threads: int, size: int, track_writes: bool) -> None:
+        fresh = ByteMemory.of_blocks(blocks, size, track_writes)
+        super().__init__(fresh.data, True, size)
+        self.written = fresh.written
+        self.threads = threads
+        self.lines: ByteMemory | None = None  # the copies one after another, once they differ
+
+    def spread(self) -> ByteMemory:
+        """The copies of all threads of all blocks."""
+        if self.lines is None:
+            self.lines = ByteMemory(self._repeated(self.data), False, self.data.size * self.threads)
+            if self.written is not None:
+                self.lines.written = self._repeated(self.written)
+        return self.lines
+
+    def unite(self, same: bool = False) -> bool:
+        """Go back to one row per block, if the copies agree (or are about to be overwritten: `same`)."""
+        if self.lines is None:
+            return True
+        copies = [self._by_thread(self.lines.data)]
+        if self.lines.written is not None:
+            copies.append(self._by_thread(self.lines.written))
+        if not same and any((copy != copy[:, :1]).any() for copy in copies):
+            return False
+        self.data[...] = copies[0][:, 0]
+        self.written = copies[1][:, 0].copy() if len(copies) > 1 else None
+        self._typed.clear()
+        self.lines = None
+        return True
+
+    def copies(self, place: Place, dtype: DType) -> Place:
+        """A place of every thread's copy, among the lines."""
+        flat = place.flat()
+        blocks = len(self.data)
+        row = np.arange(blocks * self.threads).reshape((blocks, self.threads) + (1,) * (flat.ndim - 2))
+        axes = (1,) * len(place.extents)
+        return Place(flat + row * (self.data.shape[1] * 8 // dtype.bits), axes, (0,) * len(axes), place.ok)
+
+    def _repeated(self, rows: np.ndarray) -> np.ndarray:
+        return np.repeat(rows, self.threads, axis=0).reshape(1, -1)
+
+    def _by_thread(self, lines: np.ndarray) -> np.ndarray:
+        return lines.reshape(len(self.data), self.threads, -1)
 
 
 def bytes_of(storage: Any, frame: Any) -> int:
@@ -325,7 +379,7 @@ def _plain(flat: np.ndarray, place: Place) -> Place:
     return Place(flat, (1,) * len(place.extents), (0,) * len(place.extents))
 
 
-def _covers(place: Place, size: int) -> bool:
+def covers(place: Place, size: int) -> bool:
     """Whether a store fills a whole row: as many distinct elements as the row has."""
     if not isinstance(place.base, int):
         return False
