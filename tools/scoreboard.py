@@ -3,7 +3,7 @@
     python tools/scoreboard.py /path/to/tilelang                     # examples and tests
     python tools/scoreboard.py /path/to/tilelang --part examples --only gemm
 
-Every example file runs unchanged, as under `python -m tile_kernels.interpreter FILE.py`; every test file runs by pytest.
+Every example file runs unchanged, as under `python -m tile_kernels.interpreter FILE.py`; test files run by pytest.
 A process is forked for each file. Nothing of the checkout is stored. The result of a program is one of
 
     right        it ended, and its own comparisons hold
@@ -73,7 +73,9 @@ def main() -> int:
                     sys.stdout.write(f'{outcome.result:12} {outcome.seconds:6.1f} s  {outcome.name}  {outcome.words}\n')
                     sys.stdout.flush()
             if args.json:
-                args.json.write_text(json.dumps({key: [asdict(one) for one in found] for key, found in outcomes.items()}))
+                args.json.write_text(
+                    json.dumps({key: [asdict(one) for one in found] for key, found in outcomes.items()})
+                )
     print_table(outcomes)
     return 0
 
@@ -125,7 +127,7 @@ def run_file(file: Path, part: str, args: argparse.Namespace) -> list[Outcome]:
 def _work(file: Path, part: str, args: argparse.Namespace, there: Any) -> None:
     import torch
 
-    from tile_kernels.interpreter.fake_cuda import fake_cuda
+    from tile_kernels.interpreter.cuda_device import fake_cuda
     from tile_kernels.interpreter.jit_hook import interpreting
 
     torch.set_num_threads(1)
@@ -238,7 +240,9 @@ def _judge(name: str, error: BaseException | None, launched: bool, seconds: floa
     if error is not None:
         frames = traceback.extract_tb(error.__traceback__)
         last = f' at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}' if frames else ''
-        words = f'{type(error).__name__}: {str(error).strip().splitlines()[0][:150] if str(error).strip() else ""}{last}'
+        words = (
+            f'{type(error).__name__}: {str(error).strip().splitlines()[0][:150] if str(error).strip() else ""}{last}'
+        )
     refused = next((one for one in chain if isinstance(one, UnsupportedConstruct)), None)
     found = next((one for one in chain if isinstance(one, InterpreterError)), None)
     skipped = type(error).__name__ in ('Skipped', 'Exit')
@@ -252,7 +256,9 @@ def _judge(name: str, error: BaseException | None, launched: bool, seconds: floa
         result, words = 'finding', str(found)[:250]
     elif skipped:
         result = 'other'
-    elif isinstance(error, (ImportError, SystemExit)) or 'has no attribute' in str(error) and 'tilelang' in str(error):
+    elif isinstance(error, (ImportError, SystemExit)) or (
+        'has no attribute' in str(error) and 'tilelang' in str(error)
+    ):
         result = 'missing'
     elif isinstance(error, AssertionError):
         result = 'wrong' if launched else 'other'

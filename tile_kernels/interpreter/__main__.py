@@ -8,13 +8,14 @@ import runpy
 import sys
 from collections.abc import Sequence
 
+from tile_kernels.core.knobs import knobs
 from tile_kernels.interpreter.api import CHECKS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the file with interpreted kernels and a GPU that PyTorch believes in."""
     parser = argparse.ArgumentParser('python -m tile_kernels.interpreter', description=__doc__)
-    parser.add_argument('--checks', choices=CHECKS, default=os.environ.get('TK_CHECKS', 'memory'))
+    parser.add_argument('--checks', choices=CHECKS, default=knobs.checks)
     parser.add_argument('--capability', default='9.0', help='compute capability of the GPU that is imitated')
     parser.add_argument('--sms', type=int, default=132, help='its number of streaming multiprocessors')
     parser.add_argument('file', help='the program')
@@ -22,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     major, minor = (int(part) for part in args.capability.split('.'))
 
-    from tile_kernels.interpreter.fake_cuda import fake_cuda
+    from tile_kernels.interpreter.cuda_device import fake_cuda
     from tile_kernels.interpreter.jit_hook import interpreting
 
     kept, sys.argv = sys.argv, [args.file, *args.arguments]

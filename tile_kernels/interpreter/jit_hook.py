@@ -59,7 +59,10 @@ class InterpretedKernel(JITKernel):
         prim_func: The kernel's TIR.
         report: The report of the last call.
         settings: Keyword arguments for `interpret`.
+        compile_really: Gives the compiled kernel, for CUDA tensors and for a library, if there is a GPU compiler.
     """
+
+    compile_really: Callable[[], Any] | None = None
 
     def __init__(
         self, prim_func: Any, out_idx: Any, pass_configs: dict[Any, Any] | None, checks: str, **settings: Any
@@ -95,6 +98,8 @@ class InterpretedKernel(JITKernel):
     def run(self, *tensors: Any, **named: Any) -> Any:
         """Run on tensors in the order of the parameters, or by their names."""
         given = self._in_order(list(tensors), named)
+        if self.compile_really is not None and any(_on_gpu(tensor) for tensor in given):
+            return self.compile_really()(*given)
         out_idx = self.adapter.result_idx
         outputs: list[torch.Tensor] = []
         if out_idx and len(given) < len(self.prim_func.params):
@@ -138,15 +143,25 @@ class InterpretedKernel(JITKernel):
         """The kernel as CUDA text."""
         return self.get_kernel_source()
 
+    def export_library(self, kernel_file: str) -> None:
+        """Compile the kernel and write it as a shared library."""
+        if self.compile_really is None:
+            raise AttributeError('an interpreted kernel has no library')
+        self.compile_really().export_library(kernel_file)
+
     def run_once(self, func: Callable[..., Any] | None = None) -> Any:
         """Run once, on inputs that TileLang makes up."""
         return self.get_profiler().run_once(func)
 
 
 def _arch() -> str:
-    from tile_kernels.interpreter.fake_cuda import arch_of
+    from tile_kernels.interpreter.cuda_device import arch_of
 
     return arch_of(torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0))
+
+
+def _on_gpu(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor) and tensor.device.type == 'cuda'
 
 
 @contextmanager
@@ -175,8 +190,12 @@ def _install(stack: ExitStack, checks: str, settings: dict[str, Any]) -> None:
     caches: dict[int, tuple[Any, Any]] = {}
     call_method = implementation.__call__
 
+    real_compile, real_compile_method = jit_module.compile, implementation.compile
+
     def compile_jit(self: Any, *args: Any, **kwargs: Any) -> InterpretedKernel:
-        return InterpretedKernel(self.get_tir(*args, **kwargs), self.out_idx, self.pass_configs, checks, **settings)
+        made = InterpretedKernel(self.get_tir(*args, **kwargs), self.out_idx, self.pass_configs, checks, **settings)
+        made.compile_really = lambda: real_compile_method(self, *args, **kwargs)
+        return made
 
     def call_jit(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Interpreted and compiled kernels must not meet in one cache.
@@ -187,8 +206,10 @@ def _install(stack: ExitStack, checks: str, settings: dict[str, Any]) -> None:
         finally:
             self._kernel_cache, self._call_form_cache = kept
 
-    def compile_prim_func(func: Any, out_idx: Any = None, *_: Any, **kwargs: Any) -> InterpretedKernel:
-        return InterpretedKernel(func, out_idx, kwargs.get('pass_configs'), checks, **settings)
+    def compile_prim_func(func: Any, out_idx: Any = None, *args: Any, **kwargs: Any) -> InterpretedKernel:
+        made = InterpretedKernel(func, out_idx, kwargs.get('pass_configs'), checks, **settings)
+        made.compile_really = lambda: real_compile(func, out_idx, *args, **kwargs)
+        return made
 
     def compile_many(funcs: Any, out_idx: Any = None, *_: Any, **kwargs: Any) -> list[InterpretedKernel]:
         return [compile_prim_func(func, out_idx, **kwargs) for func in funcs]
@@ -227,19 +248,17 @@ def _first_configuration(tuner: Any, *_: Any, **__: Any) -> Any:
     else:
         kernel = compile_kernel(**wanted)
     kernel.update_tuner_result(latency=1.0, config=first, ref_latency=None)
-    return AutotuneResult(
-        latency=1.0, config=first, ref_latency=None, libcode='', func=kernel.prim_func, kernel=kernel
-    )
+    return AutotuneResult(latency=1.0, config=first, ref_latency=None, libcode='', func=kernel.prim_func, kernel=kernel)
 
 
 _kept_open: list[ExitStack] = []
 
 
-def install(checks: str | None = None) -> None:
-    """Interpret every kernel that TileLang compiles in this process from now on."""
-    import os
+def install() -> None:
+    """Interpret every kernel that TileLang compiles in this process from now on (`TK_INTERPRET=1`)."""
+    from tile_kernels.core.knobs import knobs
 
     if not _kept_open:
         stack = ExitStack()
-        _install(stack, checks or os.environ.get('TK_CHECKS', 'memory'), {})
+        _install(stack, knobs.checks, {})
         _kept_open.append(stack)

@@ -141,7 +141,7 @@ class Pending:
             return
         lane = lane_of(flying)
         index = access.index_at(frame, lane)
-        raise frame.error(
+        frame.report(
             AsyncReadBeforeWait,
             f'{access.buffer.scope} buffer {access.buffer.name} is {done} at index {index} while its asynchronous '
             'copy or product is in flight; wait for it first',

@@ -28,6 +28,7 @@ from tile_kernels.interpreter.meaning.mbarriers import new_barriers
 from tile_kernels.interpreter.meaning.statements import Run, waits
 from tile_kernels.interpreter.memory.buffers import ByteMemory, LocalMemory, Place, bytes_of, workspace
 from tile_kernels.interpreter.memory.dtypes import DType, constant, dtype_of
+from tile_kernels.interpreter.session import Session
 
 BATCH_BYTES = 48 << 20  # on-chip memory and temporaries of the blocks that run together
 
@@ -38,7 +39,9 @@ class Shared:
     max_rounds = 1_000_000  # of a while loop that waits for nobody
     patience = 10_000  # rounds of a while loop that may wait for another block
 
-    def __init__(self) -> None:
+    def __init__(self, session: Session | None = None) -> None:
+        self.session = session or Session()
+        self.observer = self.session.observer
         self.marks: list[Any] = []  # what blocks did to tensors, where races are checked
         self.events = 0  # grows whenever a thread makes progress at a barrier
         self.covered: set[int] = set()
@@ -78,12 +81,12 @@ class Program:
             and param.node.data not in self.usage.loaded
         }
 
-    def run(self, tensors: tuple[Any, ...]) -> tuple[Shared, float]:
-        """Execute on tensors in parameter order."""
+    def run(self, tensors: tuple[Any, ...], shared: Shared | None = None) -> float:
+        """Execute on tensors in parameter order; gives the time it took."""
         if len(tensors) != len(self.params):
             raise TypeError(f'{self.name} takes {len(self.params)} arguments, got {len(tensors)}')
         started = time.perf_counter()
-        frame = Frame(self.compiler.num_slots, self.compiler.num_memories, Shared())
+        frame = Frame(self.compiler.num_slots, self.compiler.num_memories, shared or Shared())
         for param, tensor in zip(self.params, tensors, strict=True):
             param.bind(frame, tensor, self.name)
         for param, tensor in zip(self.params, tensors, strict=True):
@@ -95,7 +98,7 @@ class Program:
             for position, param in enumerate(self.params):
                 if position in self.outputs:
                     param.require_written(frame, self.name)
-        return frame.shared, time.perf_counter() - started
+        return time.perf_counter() - started
 
     def _watch(self, frame: Frame) -> None:
         """Set up what the checks need to remember about the tensors."""
@@ -194,12 +197,13 @@ class Param:
             return
         index = tuple(int(part) for part in np.argwhere(missing)[0][2:])
         count = int(missing.sum())
-        raise UnwrittenOutput(
+        error = UnwrittenOutput(
             f'{count} of {missing.size} elements of output {self.name} are never written, the first at index {index}',
             Site(kernel),
             buffer=self.name,
             index=index,
         )
+        frame.shared.session.found(error)
 
     def check(self, frame: Frame, tensor: Any, kernel: str) -> None:
         """Hold the argument to the declared shape and strides."""

@@ -20,6 +20,7 @@ from tile_kernels.interpreter.engine.source import Source
 from tile_kernels.interpreter.errors import Site, UnsupportedConstruct
 from tile_kernels.interpreter.memory.access import Access, Buffer, Dim
 from tile_kernels.interpreter.memory.dtypes import DType, constant, dtype_of
+from tile_kernels.interpreter.session import timed
 
 Closure = Callable[[Frame], Any]
 
@@ -93,6 +94,7 @@ class Options:
     guards: bool = True  # False: tl.disable_safe_memory_legalize
     auto_sync: bool = True  # False: tl.disable_thread_storage_sync
     outputs: tuple[int, ...] = ()
+    timed: bool = False  # book the time of every line
 
     @property
     def races(self) -> bool:
@@ -184,7 +186,8 @@ class Compiler:
             builder = STATEMENTS.get(type(node).__name__)
             if builder is None:
                 raise self.unsupported(f'statement {type(node).__name__}')
-            return builder(self, node)
+            made = builder(self, node)
+            return timed(made, self.site) if self.options.timed else made
         finally:
             self.site = outer
 

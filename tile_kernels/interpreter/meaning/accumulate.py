@@ -80,6 +80,8 @@ def contribute(
     place = access.locate(frame, mask)
     mask = both(mask, place.ok)
     _watch(frame, access, memory, place, mask, ordered)
+    if frame.shared.observer is not None:
+        access.observe(frame, 'update', place, value, mask)
     lanes = full_lanes(frame, value, dtype, access.ndim, extents, threads)
     if mask is not None:
         lanes = select(mask, lanes, identity(name, dtype), dtype.value)

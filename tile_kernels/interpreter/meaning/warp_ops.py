@@ -119,7 +119,7 @@ def _shuffle(compiler: Compiler, call: Any) -> Closure:
         active = np.broadcast_to(frame.mask, (frame.mask.shape[0], frame.threads, *frame.mask.shape[2:]))
         lonely = active & ~move(frame, active, by, size)
         if lonely.any():
-            raise frame.error(BarrierDivergence, 'a shuffle reads a lane that takes no part', site, lane_of(lonely))
+            frame.report(BarrierDivergence, 'a shuffle reads a lane that takes no part', site, lane_of(lonely))
 
     def move(frame: Frame, given: Any, by: Any, size: Any) -> Any:
         if not _varies(given):
@@ -163,7 +163,7 @@ def _warp_reduce(compiler: Compiler, call: Any) -> Closure:
     def run(frame: Frame) -> Any:
         given = value(frame)
         if checked and splits_warps(frame.mask):
-            raise frame.error(BarrierDivergence, f'T.warp_reduce_{name} runs on a part of a warp', site)
+            frame.report(BarrierDivergence, f'T.warp_reduce_{name} runs on a part of a warp', site)
         warps = by_warp(frame, given, dtype.value, ndim)
         for partner in partners:
             warps = pair(name, warps, warps[:, :, partner], dtype)
@@ -205,7 +205,7 @@ def _mma(compiler: Compiler, call: Any) -> Closure:
 
     def run(frame: Frame) -> None:
         if checked and splits_warps(frame.mask):
-            raise frame.error(BarrierDivergence, 'T.ptx_mma runs on a part of a warp', site)
+            frame.report(BarrierDivergence, 'T.ptx_mma runs on a part of a warp', site)
         a, b = matrix(frame, parts[0], a_place, 16), matrix(frame, parts[1], b_place, 16)
         total = (matrix(frame, parts[2], c_place, 16) + a @ b).astype(np.float32)
         given = total[:, :, c_place[0], c_place[1]]

@@ -124,7 +124,7 @@ class _Generator(torch.Generator):
     """A generator of random numbers; one for the GPU lives on the CPU."""
 
     def __new__(cls, device: Any = 'cpu') -> _Generator:
-        return super().__new__(cls, _on_cpu(device))
+        return super().__new__(cls, _on_cpu(device))  # type: ignore[call-arg]
 
 
 def _nothing(*_: Any, **__: Any) -> None:
