@@ -160,6 +160,14 @@ def _arch() -> str:
     return arch_of(torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0))
 
 
+def _for_cpu(target: Any) -> bool:
+    """Whether a kernel is compiled for the CPU: such a kernel needs no interpreter."""
+    if isinstance(target, dict):
+        target = target.get('kind')
+    kind = target if isinstance(target, str) else getattr(getattr(target, 'kind', None), 'name', '')
+    return str(kind).split(' ')[0] in ('c', 'llvm')
+
+
 def _on_gpu(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.device.type == 'cuda'
 
@@ -192,7 +200,9 @@ def _install(stack: ExitStack, checks: str, settings: dict[str, Any]) -> None:
 
     real_compile, real_compile_method = jit_module.compile, implementation.compile
 
-    def compile_jit(self: Any, *args: Any, **kwargs: Any) -> InterpretedKernel:
+    def compile_jit(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _for_cpu(self.target):
+            return real_compile_method(self, *args, **kwargs)
         made = InterpretedKernel(self.get_tir(*args, **kwargs), self.out_idx, self.pass_configs, checks, **settings)
         made.compile_really = lambda: real_compile_method(self, *args, **kwargs)
         return made
@@ -206,12 +216,14 @@ def _install(stack: ExitStack, checks: str, settings: dict[str, Any]) -> None:
         finally:
             self._kernel_cache, self._call_form_cache = kept
 
-    def compile_prim_func(func: Any, out_idx: Any = None, *args: Any, **kwargs: Any) -> InterpretedKernel:
+    def compile_prim_func(func: Any, out_idx: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if _for_cpu(kwargs.get('target')):
+            return real_compile(func, out_idx, *args, **kwargs)
         made = InterpretedKernel(func, out_idx, kwargs.get('pass_configs'), checks, **settings)
         made.compile_really = lambda: real_compile(func, out_idx, *args, **kwargs)
         return made
 
-    def compile_many(funcs: Any, out_idx: Any = None, *_: Any, **kwargs: Any) -> list[InterpretedKernel]:
+    def compile_many(funcs: Any, out_idx: Any = None, *_: Any, **kwargs: Any) -> list[Any]:
         return [compile_prim_func(func, out_idx, **kwargs) for func in funcs]
 
     for owner, name, value in (

@@ -14,13 +14,16 @@ from tile_kernels.interpreter.checks.races import GlobalMarks, SharedMarks, chec
 from tile_kernels.interpreter.engine.clock import Clock
 from tile_kernels.interpreter.engine.frame import Frame
 from tile_kernels.interpreter.engine.roles import run_blocks
-from tile_kernels.interpreter.engine.translate import Compiler, Options, Storage
+from tile_kernels.interpreter.engine.translate import Compiler, Options, Storage, is_const
 from tile_kernels.interpreter.errors import Deadlock, Site, UnwrittenOutput
 from tile_kernels.interpreter.meaning import (  # noqa: F401  (importing them registers the meaning of every construct)
+    cluster_ops,
     control_ops,
     expressions,
     math_ops,
+    random_ops,
     registers,
+    thread_loops,
     tile_ops,
     warp_ops,
 )
@@ -129,6 +132,7 @@ class Param:
         self.node: Any = buffer_map.get(var, None)
         self.name = str(var.name) if self.node is None else str(self.node.name)
         self.symbols: list[tuple[str, int, int]] = []
+        self.solve: list[tuple[str, int, Any]] = []  # extents such as `n * 4`, which give n
         if self.node is None:
             self.dtype = compiler.dtype(var)
             self.slot = compiler.new_slot(var)
@@ -146,6 +150,12 @@ class Param:
                     if extent not in compiler.slots:
                         compiler.new_slot(extent)
                     self.symbols.append((kind, axis, compiler.slots[extent][0]))
+                elif not is_const(extent):
+                    self.solve.append((kind, axis, extent))
+        for _, _, extent in self.solve:
+            for var in undefined_vars(extent):
+                if var not in compiler.slots:
+                    compiler.new_slot(var)
         self._compiler = compiler
 
     def layout(self, frame: Frame) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -175,7 +185,23 @@ class Param:
                 frame.env[slot] = number
             elif kind == 'shape' and frame.env[slot] != number:
                 raise ValueError(f'{kernel}: dimension {axis} of {self.name} must be {frame.env[slot]}, got {number}')
+        for kind, axis, extent in self.solve:
+            self._solve(frame, extent, (shape if kind == 'shape' else strides)[axis])
         frame.memory[self.storage.slot] = tensor_memory(tensor)
+
+    def _solve(self, frame: Frame, extent: Any, number: int) -> None:
+        """Find the one unknown symbol of a linear extent; `check` holds the tensor to the result."""
+        slots = [self._compiler.slots[var][0] for var in undefined_vars(extent)]
+        unknown = [slot for slot in slots if frame.env[slot] is None]
+        if len(unknown) != 1:
+            return
+        value = self._compiler.expr(extent)
+        found = []
+        for trial in (0, 1):
+            frame.env[unknown[0]] = trial
+            found.append(int(value(frame)))
+        step = found[1] - found[0]
+        frame.env[unknown[0]] = (number - found[0]) // step if step else 0
 
     def new_tensor(self, frame: Frame) -> torch.Tensor:
         """A tensor of the declared shape, its contents arbitrary."""
@@ -216,6 +242,13 @@ class Param:
         for extent, step, stride in zip(shape, steps, strides, strict=True):
             if extent > 1 and step != stride:
                 raise ValueError(f'{kernel}: {self.name} must have strides {steps}, got {strides}')
+
+
+def undefined_vars(extent: Any) -> list[Any]:
+    """The symbols of a shape or stride."""
+    from tvm.tirx.analysis import undefined_vars as find
+
+    return list(find(extent))
 
 
 class Usage:

@@ -59,6 +59,7 @@ ATTRIBUTE_HINTS = {
     'warp_specialize',
     'tl.min_blocks_per_sm',
     'tl.ws_op_id',
+    'reduce_scope',
 }
 
 

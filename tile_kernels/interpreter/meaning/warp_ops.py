@@ -97,10 +97,20 @@ def _varies(value: Any) -> bool:
     return isinstance(value, np.ndarray) and value.shape[1] > 1
 
 
-@op('tl.shfl_sync', 'tl.shfl_xor_sync', 'tl.shfl_up_sync', 'tl.shfl_down_sync')
+@op(
+    'tl.shfl_sync',
+    'tl.shfl_xor_sync',
+    'tl.shfl_up_sync',
+    'tl.shfl_down_sync',
+    'tirx.tvm_warp_shuffle',
+    'tirx.tvm_warp_shuffle_up',
+    'tirx.tvm_warp_shuffle_down',
+    'tirx.tvm_warp_shuffle_xor',
+)
 def _shuffle(compiler: Compiler, call: Any) -> Closure:
     """The value of another lane of the warp; a lane whose source lies outside its segment keeps its own."""
-    kind = str(call.op.name).removeprefix('tl.shfl_').removesuffix('sync').rstrip('_')
+    words = str(call.op.name).removeprefix('tirx.tvm_warp_shuffle').removeprefix('tl.shfl')
+    kind = words.removesuffix('sync').strip('_')
     value, amount, width = (compiler.expr(part) for part in call.args[1:4])
     ndim = compiler.ndim
     lane = np.arange(WARP)
@@ -235,10 +245,10 @@ def active_by_warp(frame: Frame, ndim: int) -> np.ndarray:
     return warps
 
 
-@op('tl.ballot', 'tl.ballot_sync', 'tl.activemask', 'tl.any_sync', 'tl.all_sync')
+@op('tl.ballot', 'tl.ballot_sync', 'tl.activemask', 'tirx.tvm_warp_activemask', 'tl.any_sync', 'tl.all_sync')
 def _vote(compiler: Compiler, call: Any) -> Closure:
     """Bits of the lanes for which a condition holds; whether it holds for any or for all of them."""
-    kind = str(call.op.name).removeprefix('tl.').removesuffix('_sync')
+    kind = str(call.op.name).removeprefix('tirx.tvm_warp_').removeprefix('tl.').removesuffix('_sync')
     predicate = compiler.expr(call.args[-1]) if len(call.args) else (lambda frame: True)
     ndim = compiler.ndim
     weights = (np.uint64(1) << np.arange(WARP, dtype=np.uint64)).reshape((1, 1, WARP) + (1,) * (ndim - 2))
