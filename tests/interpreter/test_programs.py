@@ -292,3 +292,162 @@ def test_multicast_gives_all_blocks_of_the_mask_what_the_first_loads():
     want = a.clone()
     want[:, 64:96] = a[:, 32:64]
     assert torch.equal(b, want)
+
+
+def mma_kernel(shape, abbreviation, dtype, accumulator, held):
+    """One warp: 16 x depth times 8 x depth, A by ldmatrix and B element by element."""
+    depth = int(shape.split('k')[1])
+    size = getattr(torch, dtype).itemsize
+    words = depth * size // 16
+    per_word = 4 // size
+
+    @T.prim_func
+    def main(a: T.Tensor((16, depth), dtype), b: T.Tensor((8, depth), dtype), c: T.Tensor((16, 8), held)):
+        with T.Kernel(1, threads=32):
+            lane = T.get_thread_binding()
+            a_shared = T.alloc_shared((16, depth), dtype)
+            a_local = T.alloc_local((2 * words * per_word,), dtype)
+            b_local = T.alloc_local((words * per_word,), dtype)
+            c_local = T.alloc_local((4,), held)
+            T.copy(a, a_shared)
+            T.ptx_ldmatrix(
+                T.bool(False),
+                2 * words,
+                T.access_ptr(a_shared[lane % 16, lane // 16 % words * (16 // size)], 'r', 8),
+                T.access_ptr(a_local[0], 'w', 8),
+            )
+            for k in T.serial(words * per_word):
+                b_local[k] = b[lane // 4, k // per_word * (16 // size) + lane % 4 * per_word + k % per_word]
+            for k in T.serial(4):
+                c_local[k] = c[lane // 4 + k // 2 * 8, lane % 4 * 2 + k % 2]
+            T.ptx_mma(
+                accumulator,
+                shape,
+                'row',
+                'col',
+                abbreviation,
+                abbreviation,
+                'int32' if held == 'int32' else 'fp32',
+                a_local.data,
+                0,
+                b_local.data,
+                0,
+                c_local.data,
+                0,
+                T.bool(False),
+            )
+            for k in T.serial(4):
+                c[lane // 4 + k // 2 * 8, lane % 4 * 2 + k % 2] = c_local[k]
+
+    return main
+
+
+@pytest.mark.parametrize(
+    ('shape', 'abbreviation', 'dtype', 'held'),
+    [
+        ('m16n8k16', 'fp16', 'float16', 'float32'),
+        ('m16n8k16', 'bf16', 'bfloat16', 'float32'),
+        ('m16n8k8', 'fp16', 'float16', 'float32'),
+        ('m16n8k32', 'int8', 'int8', 'int32'),
+        ('m16n8k32', 'e4m3', 'float8_e4m3fn', 'float32'),
+    ],
+)
+def test_ldmatrix_and_mma_of_a_warp(shape, abbreviation, dtype, held):
+    depth = int(shape.split('k')[1])
+    a, b = (torch.randint(-8, 9, (rows, depth)).to(getattr(torch, dtype)) for rows in (16, 8))
+    c = torch.randint(-8, 9, (16, 8)).to(getattr(torch, held))
+    want = c.double() + a.double() @ b.double().T
+    run(mma_kernel(shape, abbreviation, dtype, held, held), a, b, c, checks='races')
+    assert torch.equal(c.double(), want)
+
+
+def test_ldmatrix_transposed():
+    @T.prim_func
+    def main(x: T.Tensor((8, 8), 'float16'), y: T.Tensor((8, 8), 'float16')):
+        with T.Kernel(1, threads=32):
+            lane = T.get_thread_binding()
+            s = T.alloc_shared((8, 8), 'float16')
+            r = T.alloc_local((2,), 'float16')
+            T.copy(x, s)
+            T.ptx_ldmatrix(T.bool(True), 1, T.access_ptr(s[lane % 8, 0], 'r', 8), T.access_ptr(r[0], 'w', 2))
+            for k in T.serial(2):
+                y[lane // 4, lane % 4 * 2 + k] = r[k]
+
+    x, y = torch.randn(8, 8).half(), torch.empty(8, 8).half()
+    run(main, x, y)
+    assert torch.equal(y, x.T)
+
+
+def test_dp4a_and_nanosleep_have_models():
+    @T.prim_func
+    def main(a: T.Tensor((32, 4), 'int8'), b: T.Tensor((32, 4), 'int8'), c: T.Tensor((32,), 'int32')):
+        with T.Kernel(1, threads=32):
+            lane = T.get_thread_binding()
+            total = T.alloc_local((1,), 'int32')
+            left = T.alloc_local((4,), 'int8')
+            right = T.alloc_local((4,), 'int8')
+            total[0] = 5
+            for k in T.serial(4):
+                left[k] = a[lane, k]
+                right[k] = b[lane, k]
+            T.call_extern('void', '__nanosleep', 100)
+            T.call_extern(
+                'handle',
+                'DP4A',
+                T.address_of(left[0]),
+                T.address_of(right[0]),
+                T.address_of(total[0]),
+            )
+            c[lane] = total[0]
+
+    a, b = (torch.randint(-128, 128, (32, 4), dtype=torch.int8) for _ in range(2))
+    c = torch.empty(32, dtype=torch.int32)
+    run(main, a, b, c)
+    assert torch.equal(c, (a.int() * b.int()).sum(1, dtype=torch.int32) + 5)
+
+
+def decode_kernel(name, count, dtype, *arguments):
+    @T.prim_func
+    def main(x: T.Tensor((32, 4), 'uint8'), y: T.Tensor((32, count), dtype)):
+        with T.Kernel(1, threads=32):
+            lane = T.get_thread_binding()
+            packed = T.alloc_local((4,), 'uint8')
+            plain = T.alloc_local((count,), dtype)
+            for k in T.serial(4):
+                packed[k] = x[lane, k]
+            T.call_extern('handle', name, T.address_of(packed[0]), T.address_of(plain[0]), *arguments)
+            for k in T.serial(count):
+                y[lane, k] = plain[k]
+
+    return main
+
+
+def test_decoders_of_packed_numbers_have_models():
+    x = torch.randint(0, 256, (32, 4), dtype=torch.uint8)
+    nibbles = torch.stack([x & 15, x >> 4], 2).reshape(32, 8).float()
+    interleaved = torch.stack([nibbles[:, :4], nibbles[:, 4:]], 2).reshape(32, 8)
+    for name, bias in (('decode_i4u_to_f16', 0), ('decode_i4s_to_f16', 8)):
+        y = torch.empty(32, 8).half()
+        run(decode_kernel(name, 8, 'float16'), x, y)
+        assert torch.equal(y.float(), interleaved - bias)
+    crumbs = torch.stack([(x >> (2 * k)) & 3 for k in range(4)], 1).reshape(32, 16)
+    y = torch.empty(32, 16, dtype=torch.int8)
+    run(decode_kernel('decode_i2s_to_i8s', 16, 'int8'), x, y)
+    assert torch.equal(y, crumbs.to(torch.int8) - 2)
+    values = torch.empty(32, 8, dtype=torch.bfloat16)
+    run(decode_kernel('decode_fp4_to_bf16_twiddling', 8, 'bfloat16', 1), x, values)
+    e2m1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    assert torch.isin(values.float().abs(), e2m1).all()
+    pair = x[:, 0].int() << 8 | x[:, 1].int()  # the first number: sign in bit 15, magnitude in bits 8 to 6
+    first = e2m1[(pair >> 6 & 7).long()] * torch.where(pair >> 15 == 1, -1.0, 1.0)
+    assert torch.equal(values[:, 0].float(), first)
+
+
+def test_unknown_cuda_functions_are_refused_by_name():
+    @T.prim_func
+    def main(y: T.Tensor((32,), 'float32')):
+        with T.Kernel(1, threads=32):
+            y[T.get_thread_binding()] = T.call_extern('float32', 'my_secret_function', T.float32(1))
+
+    with pytest.raises(UnsupportedConstruct, match='external function my_secret_function'):
+        interpret(main, torch.empty(32))

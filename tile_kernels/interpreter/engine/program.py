@@ -21,6 +21,7 @@ from tile_kernels.interpreter.meaning import (  # noqa: F401  (importing them re
     control_ops,
     expressions,
     math_ops,
+    mma_ops,
     random_ops,
     registers,
     thread_loops,

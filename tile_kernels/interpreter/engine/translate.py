@@ -44,6 +44,7 @@ SCOPES = {
 BLOCK_HINTS = {
     'layout_map',
     'tl.launch_threads',
+    'tl.ws_schedule',
     'tl.min_blocks_per_sm',
     'non_restrict_params',
     'tl.non_restrict_params',

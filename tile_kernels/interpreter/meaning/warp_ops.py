@@ -13,7 +13,6 @@ from tile_kernels.interpreter.engine.translate import Closure, Compiler, op
 from tile_kernels.interpreter.errors import BarrierDivergence
 from tile_kernels.interpreter.meaning.accumulate import pair
 from tile_kernels.interpreter.meaning.barriers import block_barrier
-from tile_kernels.interpreter.meaning.element_ops import pointed, shifted
 from tile_kernels.interpreter.memory.dtypes import dtype_of
 
 WARP = 32
@@ -180,58 +179,6 @@ def _warp_reduce(compiler: Compiler, call: Any) -> Closure:
         return by_thread(frame, warps)
 
     return run
-
-
-@op('tirx.ptx_mma')
-def _mma(compiler: Compiler, call: Any) -> Closure:
-    """`C += A @ B` of a warp, bfloat16 or float16 of shape m16n8k16: each lane holds 8, 4 and 4 elements of them.
-
-    The 16 products of an element are summed exactly and rounded once with what C holds.
-    """
-    shape, left, right, *kinds = (str(part.value) for part in call.args[:6])
-    if (shape, left, right) != ('m16n8k16', 'row', 'col') or kinds[0] not in ('bf16', 'fp16') or kinds[2] != 'fp32':
-        raise compiler.unsupported(f'ptx_mma {shape} of {kinds}')
-    parts = [_registers(compiler, call.args[6 + 2 * i], call.args[7 + 2 * i], n) for i, n in enumerate((8, 4, 4))]
-    if kinds[0] != 'bf16' and any(len(part) < n for part, n in zip(parts, (8, 4, 4), strict=True)):
-        raise compiler.unsupported(f'ptx_mma {shape} of {kinds} in words')
-    group, member = np.divmod(np.arange(WARP)[:, None], 4)
-    eighth, pair_of = np.arange(8) // 2, np.arange(8) % 2
-    a_place = (group + eighth % 2 * 8, member * 2 + pair_of + eighth // 2 * 8)
-    b_place = (member * 2 + pair_of[:4] + eighth[:4] * 8, group + np.zeros(4, int))
-    c_place = (group + eighth[:4] * 8, member * 2 + pair_of[:4])
-    site, checked = compiler.site, compiler.options.checks != 'none'
-
-    def matrix(frame: Frame, accesses: list[Any], place: tuple[np.ndarray, np.ndarray], rows: int) -> np.ndarray:
-        count = place[0].shape[-1]
-        if len(accesses) == count:
-            lanes = [by_warp(frame, access.load(frame, frame.mask), np.float64, 2) for access in accesses]
-        else:  # words of two bfloat16
-            words = [by_warp(frame, access.load(frame, frame.mask), np.uint32, 2) for access in accesses]
-            lanes = [(word << shift & 0xFFFF0000).view(np.float32) for word in words for shift in (16, 0)]
-        whole = np.broadcast_arrays(*lanes)
-        result = np.empty((*whole[0].shape[:2], rows, 16 if count == 8 else 8))
-        result[:, :, place[0], place[1]] = np.stack(whole, axis=-1)
-        return result
-
-    def run(frame: Frame) -> None:
-        if checked and splits_warps(frame.mask):
-            frame.report(BarrierDivergence, 'T.ptx_mma runs on a part of a warp', site)
-        a, b = matrix(frame, parts[0], a_place, 16), matrix(frame, parts[1], b_place, 16)
-        total = (matrix(frame, parts[2], c_place, 16) + a @ b).astype(np.float32)
-        given = total[:, :, c_place[0], c_place[1]]
-        for element, access in enumerate(parts[2]):
-            access.store(frame, by_thread(frame, given[..., element]), frame.mask)
-
-    return run
-
-
-def _registers(compiler: Compiler, pointer: Any, offset: Any, count: int) -> list[Any]:
-    """Accesses to `count` numbers of a lane from a pointer and an offset on, two in a word of a buffer of words."""
-    load = pointed(compiler, pointer)
-    if compiler.dtype(load).name == 'uint32':
-        count //= 2
-    first = [*load.indices[:-1], load.indices[-1] + offset]
-    return [compiler.access(load.buffer, shifted(first, element)) for element in range(count)]
 
 
 def active_by_warp(frame: Frame, ndim: int) -> np.ndarray:
