@@ -5,7 +5,14 @@ import pytest
 import tilelang.language as T
 import torch
 
-from tile_kernels.interpreter import BarrierDivergence, Deadlock, UnsupportedConstruct, interpret, unknown_constructs
+from tile_kernels.interpreter import (
+    AsyncReadBeforeWait,
+    BarrierDivergence,
+    Deadlock,
+    UnsupportedConstruct,
+    interpret,
+    unknown_constructs,
+)
 from tile_kernels.interpreter.meaning.random_ops import philox
 
 
@@ -451,3 +458,40 @@ def test_unknown_cuda_functions_are_refused_by_name():
 
     with pytest.raises(UnsupportedConstruct, match='external function my_secret_function'):
         interpret(main, torch.empty(32))
+
+
+def tensor_memory_gemm(wait=True, arrive='gemm', depth=64):
+    @T.prim_func
+    def main(
+        a: T.Tensor((128, depth), 'bfloat16'), b: T.Tensor((128, depth), 'bfloat16'), c: T.Tensor((128, 128), 'float32')
+    ):
+        with T.Kernel(1, threads=256):
+            a_shared = T.alloc_shared((128, 32), 'bfloat16')
+            b_shared = T.alloc_shared((128, 32), 'bfloat16')
+            c_tmem = T.alloc_tmem([128, 128], 'float32')
+            done = T.alloc_barrier(1)
+            c_frag = T.alloc_fragment((128, 128), 'float32')
+            for k in T.serial(depth // 32):
+                T.copy(a[0, k * 32], a_shared)
+                T.copy(b[0, k * 32], b_shared)
+                if arrive == 'gemm':
+                    T.tcgen05_gemm(a_shared, b_shared, c_tmem, False, True, mbar=done, clear_accum=k == 0)
+                else:
+                    T.tcgen05_gemm(a_shared, b_shared, c_tmem, False, True, mbar=None, clear_accum=k == 0)
+                    T.tcgen05_mma_arrive(done)
+                if wait:
+                    T.mbarrier_wait_parity(done, k % 2)
+            T.copy(c_tmem, c_frag)
+            T.copy(c_frag, c)
+
+    return main
+
+
+@pytest.mark.parametrize('arrive', ['gemm', 'later'])
+def test_products_in_tensor_memory(arrive):
+    a, b = torch.randn(128, 64).bfloat16(), torch.randn(128, 64).bfloat16()
+    c = torch.empty(128, 128)
+    run(tensor_memory_gemm(arrive=arrive), a, b, c)
+    torch.testing.assert_close(c, a.float() @ b.float().T, rtol=1e-5, atol=1e-4)
+    with pytest.raises(AsyncReadBeforeWait, match='c_tmem is read at index'):
+        interpret(tensor_memory_gemm(wait=False, arrive=arrive), a, b, c)

@@ -24,6 +24,7 @@ from tile_kernels.interpreter.meaning import (  # noqa: F401  (importing them re
     mma_ops,
     random_ops,
     registers,
+    tcgen05_ops,
     thread_loops,
     tile_ops,
     warp_ops,

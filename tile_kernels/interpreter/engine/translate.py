@@ -38,6 +38,7 @@ SCOPES = {
     'local.var': 'local',
     'local.fragment': 'fragment',
     'local.reducer': 'fragment',
+    'shared.tmem': 'fragment',  # Blackwell's tensor memory
 }
 
 # Annotations and attributes that tell the compiler how, not what.

@@ -109,6 +109,9 @@ def _first_argument(site: Site) -> str:
     'tl.fence_proxy_async',
     'tl.ptx_fence_barrier_init',
     'tl.tma_store_arrive',
+    'tl.tcgen05_before_thread_sync',
+    'tl.tcgen05_after_thread_sync',
+    'tl.deallocate_tmem',
 )
 def _hint(compiler: Compiler, call: Any) -> Closure:
     """Hints about registers, launch overlap and fences: no effect on results here."""

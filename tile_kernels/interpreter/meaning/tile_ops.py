@@ -31,7 +31,7 @@ COPY_HINTS = {
     'use_tma',
     'force_cp_async',
 }
-GEMM_HINTS = {'wg_wait', 'k_pack', 'tl.ws_op_id'}
+GEMM_HINTS = {'wg_wait', 'k_pack', 'tl.ws_op_id', 'is_tcgen05', 'use_2cta'}
 
 
 class Region:
