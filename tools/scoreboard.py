@@ -294,6 +294,7 @@ def print_table(outcomes: dict[str, list[Outcome]]) -> None:
 
 if __name__ == '__main__':
     import tilelang  # noqa: F401  (once, before the forks)
+    import torch.utils._sympy.functions  # noqa: F401  (a time limit must not end it half imported)
 
     _count_launches()
     sys.exit(main())
