@@ -102,3 +102,9 @@ def __getattr__(name: str) -> Any:
     if name == 'explain':
         return importlib.import_module('tile_kernels.core.explain').explain
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+
+
+if knobs.interpret:  # a user's own kernels are interpreted, too
+    from tile_kernels.interpreter.startup import hook_tilelang
+
+    hook_tilelang()

@@ -113,15 +113,14 @@ def test_unknown_external_functions_are_named_with_their_line():
 
 def test_unsupported_operators_are_named_with_their_line():
     @T.prim_func
-    def random(x: T.Tensor((8,), 'uint32')):
+    def canceled(x: T.Tensor((8,), 'int32')):
         with T.Kernel(1, threads=8):
-            T.rng_init(1, 0, 0)
-            x[T.get_thread_binding()] = T.rng_rand()
+            x[T.get_thread_binding()] = T.call_intrin('int32', tilelang.tvm.ir.Op.get('tl.clc_is_canceled'), 0)
 
-    with pytest.raises(UnsupportedConstruct, match='rng_init') as caught:
-        interpret(random, torch.zeros(8, dtype=torch.uint32))
+    with pytest.raises(UnsupportedConstruct, match='clc_is_canceled') as caught:
+        interpret(canceled, torch.zeros(8, dtype=torch.int32))
     assert caught.value.line
-    assert unknown_constructs(random) == ['operator tl.rng_init', 'operator tl.rng_rand']
+    assert unknown_constructs(canceled) == ['operator tl.clc_is_canceled']
 
 
 def test_known_kernels_have_no_unknown_constructs():

@@ -24,28 +24,37 @@ from tile_kernels.interpreter.errors import (
     UnwrittenOutput,
 )
 from tile_kernels.interpreter.meaning.extern import Pointer, extern
+from tile_kernels.interpreter.observe import AccessEvent, Counter, Observer, Touch
+from tile_kernels.interpreter.session import LineTime, PostMortem
 
 __all__ = [
+    'AccessEvent',
     'AssertionFailed',
     'AsyncReadBeforeWait',
     'BarrierDivergence',
     'Branch',
+    'Counter',
     'DataRace',
     'Deadlock',
     'InterpreterError',
     'LayoutDependent',
+    'LineTime',
     'LoweringFailed',
     'MisalignedAccess',
+    'Observer',
     'OutOfBounds',
     'Pointer',
+    'PostMortem',
     'ReducerMisuse',
     'Report',
     'ResourceLimit',
+    'Touch',
     'TypeMismatch',
     'UninitializedRead',
     'UnsupportedConstruct',
     'UnwrittenOutput',
     'extern',
+    'fake_cuda',
     'interpret',
     'interpreting',
     'unknown_constructs',
@@ -56,18 +65,34 @@ def __dir__() -> list[str]:
     return __all__
 
 
-def interpreting(checks: str = 'memory') -> Any:
+def fake_cuda(capability: tuple[int, int] = (9, 0), num_sms: int = 132) -> Any:
+    """A context in which `device='cuda'` tensors live on the CPU, and SM counts and target queries answer.
+
+    Args:
+        capability: Compute capability of the GPU that is imitated.
+        num_sms: Number of its streaming multiprocessors.
+
+    Returns:
+        A context manager.
+    """
+    from tile_kernels.interpreter.cuda_device import fake_cuda as context
+
+    return context(capability, num_sms)
+
+
+def interpreting(checks: str = 'memory', **settings: Any) -> Any:
     """A context in which `@tilelang.jit` functions run on CPU tensors through the interpreter.
 
     Args:
-        checks: 'none', 'memory', 'races' or 'all', as for `interpret`.
+        checks: 'none', 'memory', 'races', 'all' or 'collect', as for `interpret`.
+        **settings: Further keyword arguments for `interpret`, such as `strict`, `watch` or `on_error`.
 
     Returns:
         A context manager.
     """
     from tile_kernels.interpreter.jit_hook import interpreting as context
 
-    return context(checks)
+    return context(checks, **settings)
 
 
 def unknown_constructs(prim_func: Any) -> list[str]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
-from tile_kernels.interpreter.errors import Site
+from tile_kernels.interpreter.errors import Deadlock, InterpreterError, Site
+from tile_kernels.interpreter.observe import Observer, Several, Touch, Watcher
+from tile_kernels.interpreter.session import LineTime, PostMortem, Session
 
-CHECKS = ('none', 'memory', 'races', 'all')
+CHECKS = ('none', 'memory', 'races', 'all', 'collect')
+ON_ERROR = ('raise', 'pdb')
 
 
 @dataclass(frozen=True)
@@ -29,17 +33,23 @@ class Report:
         seconds: Time the run took.
         branches: Every side of every `if`, and whether any lane took it.
         guarded: (line, buffer) of accesses that needed TileLang's bounds guard.
+        errors: What `checks='collect'` found, one per kind, line and buffer; `error.times` counts its occurrences.
+        prints: The lines `T.print` wrote.
+        lines: Time spent per source line, the slowest first, if `profile` was given.
     """
 
     kernel: str
     seconds: float
     branches: tuple[Branch, ...] = ()
     guarded: tuple[tuple[int, str], ...] = ()
+    errors: tuple[InterpreterError, ...] = ()
+    prints: tuple[str, ...] = ()
+    lines: tuple[LineTime, ...] = ()
 
     @property
     def findings(self) -> tuple[str, ...]:
-        """What is legal but worth knowing, one sentence each (what is wrong is raised instead)."""
-        return tuple(
+        """One sentence each: what was collected, then what is legal but worth knowing."""
+        return tuple(str(error) for error in self.errors) + tuple(
             f'{self.kernel}: {buffer} is accessed outside its shape at line {line}, where its guard steps in'
             for line, buffer in self.guarded
         )
@@ -56,6 +66,12 @@ def interpret(
     checks: str = 'memory',
     pass_configs: dict[Any, Any] | None = None,
     lower: bool | str = False,
+    strict: bool = False,
+    watch: Callable[[Touch], Any] | None = None,
+    at: int | str | Iterable[int | str] | None = None,
+    observer: Observer | None = None,
+    on_error: str = 'raise',
+    profile: bool = False,
 ) -> Report:
     """Run a TileLang kernel on CPU tensors, from its own source.
 
@@ -63,21 +79,32 @@ def interpret(
         kernel: A PrimFunc, or an object with a `prim_func` attribute (a compiled kernel).
         *tensors: The kernel's arguments in order, outputs included; outputs are written in place. A tensor the
             kernel does not touch may be None.
-        checks: 'none', 'memory' (bounds, uninitialised reads, waits), 'races' (these too) or 'all' (also outputs that
-            were not written).
+        checks: 'none', 'memory' (bounds, uninitialised reads, waits), 'races' (these too), 'all' (also outputs that
+            were not written), or 'collect' (as 'all', but findings go into the report and the kernel runs on).
         pass_configs: Compiler switches of the kernel that change its meaning.
         lower: Also lower the kernel, for sm_90a or the architecture named here, and report what TileLang refuses.
+        strict: Whether an access outside a tensor is a finding even where TileLang guards it.
+        watch: Called with a `Touch` for every element that is loaded or stored; `breakpoint()` in it works.
+        at: Source lines and names of buffers that `watch` is wanted for; all if not given.
+        observer: An `Observer`, which sees every access with its lanes, addresses, banks and sectors.
+        on_error: 'raise', or 'pdb' to open the debugger at the failing line first.
+        profile: Whether to book the time of every source line in `report.lines`.
 
     Returns:
-        A report: time, branch coverage, guards that were needed.
+        A report: time, branch coverage, guards that were needed, findings, prints.
 
     Raises:
-        InterpreterError: The kernel does something wrong; the subclass says what.
+        InterpreterError: The kernel does something wrong; the subclass says what. `error.post_mortem` holds the
+            shared, fragment and local contents of the failing block.
     """
     from tile_kernels.interpreter.engine.program import compiled
 
     if checks not in CHECKS:
         raise ValueError(f'interpret: checks must be one of {CHECKS}, got {checks!r}')
+    if on_error not in ON_ERROR:
+        raise ValueError(f'interpret: on_error must be one of {ON_ERROR}, got {on_error!r}')
+    if at is not None and watch is None:
+        raise ValueError('interpret: at chooses what watch is called for, and watch is not given')
     prim_func = getattr(kernel, 'prim_func', kernel)
     if not hasattr(prim_func, 'buffer_map'):
         words = getattr(kernel, '__name__', None) or type(kernel).__name__
@@ -88,14 +115,45 @@ def interpret(
 
         arch = 'sm_90a' if lower is True else str(lower)
         check_lowering(prim_func, _switches(kernel, prim_func, pass_configs), arch)
-    program = compiled(prim_func, options_of(kernel, pass_configs, checks))
-    shared, seconds = program.run(tensors)
+    options = options_of(kernel, pass_configs, checks)
+    program = compiled(prim_func, replace(options, timed=True) if profile else options)
+    session = Session(checks == 'collect', strict, _one_observer(watch, at, observer))
+    shared, seconds = _run(program, tensors, session, on_error)
     branches = tuple(
         Branch(site.file, site.line, side, number in shared.covered)
         for number, (site, side) in enumerate(program.branches)
     )
     guarded = tuple(sorted({(_line(site), buffer) for site, buffer in shared.guarded}))
-    return Report(program.name, seconds, branches, guarded)
+    errors = tuple(session.findings.values())
+    return Report(program.name, seconds, branches, guarded, errors, tuple(session.prints), session.times.lines())
+
+
+def _run(program: Any, tensors: tuple[Any, ...], session: Session, on_error: str) -> tuple[Any, float]:
+    """Run; a finding takes with it what its block held."""
+    from tile_kernels.interpreter.engine.program import Shared
+
+    shared = Shared(session)
+    try:
+        return shared, program.run(tensors, shared)
+    except InterpreterError as error:
+        frame, error.frame = error.frame, None
+        if frame is not None and frame.block_ids:
+            error.post_mortem = PostMortem(error, frame, program.compiler)
+        if session.collect and isinstance(error, Deadlock):
+            session.found(error)
+            return shared, 0.0
+        if on_error == 'pdb' and error.post_mortem is not None:
+            error.post_mortem.debug()
+        raise
+    finally:
+        session.close()
+
+
+def _one_observer(watch: Any, at: Any, observer: Observer | None) -> Observer | None:
+    if watch is None:
+        return observer
+    watcher = Watcher(watch, at)
+    return watcher if observer is None else Several([watcher, observer])
 
 
 def options_of(kernel: Any, pass_configs: dict[Any, Any] | None, checks: str) -> Any:
@@ -107,7 +165,7 @@ def options_of(kernel: Any, pass_configs: dict[Any, Any] | None, checks: str) ->
     attrs = getattr(prim_func, 'attrs', None) or {}
     declared = tuple(int(index) for index in attrs['tilelang_out_idx']) if 'tilelang_out_idx' in attrs else ()
     return Options(
-        checks=checks,
+        checks='all' if checks == 'collect' else checks,
         guards=not switches.get('tl.disable_safe_memory_legalize', False),
         auto_sync=not switches.get('tl.disable_thread_storage_sync', False),
         outputs=declared or tuple(getattr(kernel, 'out_idx', None) or ()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,11 @@ class InterpreterError(RuntimeError):
         thread: Thread number of the first offender, if known.
         filename: Source file of the guilty statement.
         line: Source line of the guilty statement (0 if unknown).
+        times: How often it was found, where findings are collected.
+        post_mortem: What the block of the finding held (`session.PostMortem`), if it was raised by `interpret`.
     """
+
+    post_mortem: Any = None
 
     def __init__(
         self,
@@ -49,6 +54,8 @@ class InterpreterError(RuntimeError):
         super().__init__(f'{prefix}{message}{place}{suffix}')
         self.kernel, self.filename, self.line = site.kernel, site.file, site.line
         self.buffer, self.index, self.block, self.thread = buffer, index, block, thread
+        self.times = 0
+        self.frame: Any = None  # the state of the run, until `interpret` has taken from it what it keeps
 
 
 class UnsupportedConstruct(InterpreterError):

@@ -178,7 +178,7 @@ class Pending:
             return
         lane = lane_of(flying)
         index = access.index_at(frame, lane)
-        raise frame.error(
+        frame.report(
             AsyncReadBeforeWait,
             f'{access.buffer.scope} buffer {access.buffer.name} is {done} at index {index} while {what}; '
             'wait for it first',

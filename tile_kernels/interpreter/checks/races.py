@@ -272,7 +272,7 @@ class SharedMarks:
         verb = "sends to another block's"
         if not known[:, :-1].any(axis=1).all():
             text = f'{verb} {access.buffer.name} before a barrier of the cluster says that the block has begun'
-            raise frame.error(DataRace, text, access.site, buffer=access.buffer.name)
+            frame.report(DataRace, text, access.site, buffer=access.buffer.name)
         wrote = self.writes.warp[spot]
         clash = (wrote >= 0) & (self.writes.stamp[spot] > known[np.arange(len(wrote)), np.maximum(wrote, 0)])
         self._report(frame, access, clash, lanes, shape, self.writes, verb, 'wrote')
@@ -352,7 +352,7 @@ class SharedMarks:
         index = access.index_at(frame, lane)
         me, them = (int(lanes.agent[first]), int(trace.agent[lanes.block[first], lanes.cell[first]]))
         text = f'{_agent_name(me, verb)} {access.buffer.name}{list(index)}, which {_agent_name(them, earlier)}'
-        raise frame.error(
+        frame.report(
             DataRace,
             f'{text} without {missing}',
             access.site,
@@ -410,7 +410,7 @@ def check_all_arrived(frame: Frame, site: Site) -> None:
     late = clock.sent - 1 > clock.seen[block, :, clock.other(block, clock.others - 1)].max(axis=1)
     if late.any():
         text = 'a block can end before all that other blocks send to it has come'
-        raise frame.error(DataRace, text, site, (int(np.argmax(late)), -1))
+        frame.report(DataRace, text, site, (int(np.argmax(late)), -1))
 
 
 class GlobalMarks:
@@ -567,7 +567,7 @@ class GlobalMarks:
         them = f'block number {int(other[first])}' if other[first] >= 0 else 'other blocks'
         them = 'another thread of it' if other[first] == block[first] else them
         text = f'block number {int(block[first])} {verb} {access.buffer.name}{list(index)}, which {them} {earlier}'
-        raise frame.error(
+        frame.report(
             DataRace,
             f'{text}, and nothing orders the two',
             access.site,

@@ -90,7 +90,13 @@ class Frame:
             block = tuple(int(ids[position if len(ids) > 1 else 0]) for ids in self.block_ids)
         if lane is not None and len(lane) > 1 and self.threads > 1 and lane[1] >= 0:
             thread = lane[1]
-        return kind(message, site, buffer=buffer, index=index, block=block, thread=thread)
+        found = kind(message, site, buffer=buffer, index=index, block=block, thread=thread)
+        found.frame = self
+        return found
+
+    def report(self, *args: Any, **kwargs: Any) -> None:
+        """Raise a finding (the arguments are those of `error`), or keep it where findings are collected."""
+        self.shared.session.found(self.error(*args, **kwargs))
 
 
 def _reach(mask: Mask, like: Mask) -> Mask:

@@ -15,13 +15,18 @@ from tile_kernels.interpreter.checks.resources import check_launch
 from tile_kernels.interpreter.engine.clock import Clock
 from tile_kernels.interpreter.engine.frame import Frame
 from tile_kernels.interpreter.engine.roles import run_blocks
-from tile_kernels.interpreter.engine.translate import Compiler, Options, Storage
+from tile_kernels.interpreter.engine.translate import Compiler, Options, Storage, is_const
 from tile_kernels.interpreter.errors import Deadlock, Site, UnwrittenOutput
 from tile_kernels.interpreter.meaning import (  # noqa: F401  (importing them registers the meaning of every construct)
+    cluster_ops,
     control_ops,
     expressions,
     math_ops,
+    mma_ops,
+    random_ops,
     registers,
+    tcgen05_ops,
+    thread_loops,
     tile_ops,
     warp_ops,
 )
@@ -36,6 +41,7 @@ from tile_kernels.interpreter.memory.buffers import (
     workspace,
 )
 from tile_kernels.interpreter.memory.dtypes import DType, constant, dtype_of
+from tile_kernels.interpreter.session import Session
 
 BATCH_BYTES = 48 << 20  # on-chip memory and temporaries of the blocks that run together
 
@@ -46,7 +52,9 @@ class Shared:
     max_rounds = 1_000_000  # of a while loop that waits for nobody
     patience = 10_000  # rounds of a while loop that may wait for another block
 
-    def __init__(self) -> None:
+    def __init__(self, session: Session | None = None) -> None:
+        self.session = session or Session()
+        self.observer = self.session.observer
         self.marks: list[Any] = []  # what blocks did to tensors, where races are checked
         self.events = 0  # grows whenever a thread makes progress at a barrier
         self.covered: set[int] = set()
@@ -100,12 +108,12 @@ class Program:
             and param.node.data not in self.usage.loaded
         }
 
-    def run(self, tensors: tuple[Any, ...]) -> tuple[Shared, float]:
-        """Execute on tensors in parameter order."""
+    def run(self, tensors: tuple[Any, ...], shared: Shared | None = None) -> float:
+        """Execute on tensors in parameter order; gives the time it took."""
         if len(tensors) != len(self.params):
             raise TypeError(f'{self.name} takes {len(self.params)} arguments, got {len(tensors)}')
         started = time.perf_counter()
-        frame = Frame(self.compiler.num_slots, self.compiler.num_memories, Shared())
+        frame = Frame(self.compiler.num_slots, self.compiler.num_memories, shared or Shared())
         for param, tensor in zip(self.params, tensors, strict=True):
             param.bind(frame, tensor, self.name)
         for param, tensor in zip(self.params, tensors, strict=True):
@@ -117,7 +125,7 @@ class Program:
             for position, param in enumerate(self.params):
                 if position in self.outputs:
                     param.require_written(frame, self.name)
-        return frame.shared, time.perf_counter() - started
+        return time.perf_counter() - started
 
     def _watch(self, frame: Frame) -> None:
         """Set up what the checks need to remember about the tensors."""
@@ -148,6 +156,7 @@ class Param:
         self.node: Any = buffer_map.get(var, None)
         self.name = str(var.name) if self.node is None else str(self.node.name)
         self.symbols: list[tuple[str, int, int]] = []
+        self.solve: list[tuple[str, int, Any]] = []  # extents such as `n * 4`, which give n
         if self.node is None:
             self.dtype = compiler.dtype(var)
             self.slot = compiler.new_slot(var)
@@ -165,6 +174,12 @@ class Param:
                     if extent not in compiler.slots:
                         compiler.new_slot(extent)
                     self.symbols.append((kind, axis, compiler.slots[extent][0]))
+                elif not is_const(extent):
+                    self.solve.append((kind, axis, extent))
+        for _, _, extent in self.solve:
+            for var in undefined_vars(extent):
+                if var not in compiler.slots:
+                    compiler.new_slot(var)
         self._compiler = compiler
 
     def layout(self, frame: Frame) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -194,7 +209,23 @@ class Param:
                 frame.env[slot] = number
             elif kind == 'shape' and frame.env[slot] != number:
                 raise ValueError(f'{kernel}: dimension {axis} of {self.name} must be {frame.env[slot]}, got {number}')
+        for kind, axis, extent in self.solve:
+            self._solve(frame, extent, (shape if kind == 'shape' else strides)[axis])
         frame.memory[self.storage.slot] = tensor_memory(tensor)
+
+    def _solve(self, frame: Frame, extent: Any, number: int) -> None:
+        """Find the one unknown symbol of a linear extent; `check` holds the tensor to the result."""
+        slots = [self._compiler.slots[var][0] for var in undefined_vars(extent)]
+        unknown = [slot for slot in slots if frame.env[slot] is None]
+        if len(unknown) != 1:
+            return
+        value = self._compiler.expr(extent)
+        found = []
+        for trial in (0, 1):
+            frame.env[unknown[0]] = trial
+            found.append(int(value(frame)))
+        step = found[1] - found[0]
+        frame.env[unknown[0]] = (number - found[0]) // step if step else 0
 
     def new_tensor(self, frame: Frame) -> torch.Tensor:
         """A tensor of the declared shape, its contents arbitrary."""
@@ -216,12 +247,13 @@ class Param:
             return
         index = tuple(int(part) for part in np.argwhere(missing)[0][2:])
         count = int(missing.sum())
-        raise UnwrittenOutput(
+        error = UnwrittenOutput(
             f'{count} of {missing.size} elements of output {self.name} are never written, the first at index {index}',
             Site(kernel),
             buffer=self.name,
             index=index,
         )
+        frame.shared.session.found(error)
 
     def check(self, frame: Frame, tensor: Any, kernel: str) -> None:
         """Hold the argument to the declared shape and strides."""
@@ -234,6 +266,13 @@ class Param:
         for extent, step, stride in zip(shape, steps, strides, strict=True):
             if 0 not in shape and extent > 1 and step != stride:
                 raise ValueError(f'{kernel}: {self.name} must have strides {steps}, got {strides}')
+
+
+def undefined_vars(extent: Any) -> list[Any]:
+    """The symbols of a shape or stride."""
+    from tvm.tirx.analysis import undefined_vars as find
+
+    return list(find(extent))
 
 
 class Usage:

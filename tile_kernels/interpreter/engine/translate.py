@@ -21,6 +21,7 @@ from tile_kernels.interpreter.engine.source import Source
 from tile_kernels.interpreter.errors import Site, UnsupportedConstruct
 from tile_kernels.interpreter.memory.access import Access, Buffer, Dim
 from tile_kernels.interpreter.memory.dtypes import DType, constant, dtype_of
+from tile_kernels.interpreter.session import timed
 
 Closure = Callable[[Frame], Any]
 
@@ -38,12 +39,14 @@ SCOPES = {
     'local.var': 'local',
     'local.fragment': 'fragment',
     'local.reducer': 'fragment',
+    'shared.tmem': 'fragment',  # Blackwell's tensor memory
 }
 
 # Annotations and attributes that tell the compiler how, not what.
 BLOCK_HINTS = {
     'layout_map',
     'tl.launch_threads',
+    'tl.ws_schedule',
     'tl.min_blocks_per_sm',
     'non_restrict_params',
     'tl.non_restrict_params',
@@ -59,6 +62,7 @@ ATTRIBUTE_HINTS = {
     'warp_specialize',
     'tl.min_blocks_per_sm',
     'tl.ws_op_id',
+    'reduce_scope',
 }
 
 
@@ -94,6 +98,7 @@ class Options:
     guards: bool = True  # False: tl.disable_safe_memory_legalize
     auto_sync: bool = True  # False: tl.disable_thread_storage_sync
     outputs: tuple[int, ...] = ()
+    timed: bool = False  # book the time of every line
 
     @property
     def races(self) -> bool:
@@ -198,7 +203,8 @@ class Compiler:
             builder = STATEMENTS.get(type(node).__name__)
             if builder is None:
                 raise self.unsupported(f'statement {type(node).__name__}')
-            return builder(self, node)
+            made = builder(self, node)
+            return timed(made, self.site) if self.options.timed else made
         finally:
             self.site = outer
 

@@ -85,6 +85,8 @@ def contribute(
     if isinstance(memory, ReplicatedMemory) and not memory.unite():
         raise access.depends(frame, (0, -1), 'accumulated by threads together')
     _watch(frame, access, memory, place, mask, ordered)
+    if frame.shared.observer is not None:
+        access.observe(frame, 'update', place, value, mask)
     lanes = full_lanes(frame, value, dtype, access.ndim, extents, threads)
     if mask is not None:
         lanes = select(mask, lanes, identity(name, dtype), dtype.value)

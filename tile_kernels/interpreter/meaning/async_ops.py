@@ -35,7 +35,13 @@ def async_copy_hook(compiler: Compiler, name: str, notes: dict[str, Any], access
 
 def async_gemm_hook(compiler: Compiler, name: str, access: Any, operands: list[Any]) -> Callable[..., None] | None:
     """What to note after `T.wgmma_gemm`: result and operands are in use until `T.wait_wgmma`."""
-    if compiler.options.checks == 'none' or name != 'tl.tileop.wgmma_gemm':
+    if compiler.options.checks == 'none':
+        return None
+    if name == 'tl.tileop.tcgen05_gemm':
+        from tile_kernels.interpreter.meaning.tcgen05_ops import tcgen05_hook
+
+        return tcgen05_hook(access)
+    if name != 'tl.tileop.wgmma_gemm':
         return None
     read = [operand for operand in operands if operand.buffer.scope == 'shared']
 

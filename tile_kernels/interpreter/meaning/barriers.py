@@ -37,7 +37,7 @@ def _require_all_threads(frame: Frame, site: Site, what: str) -> None:
     if missing.any():
         block = int(np.argmax(missing.any(axis=1)))
         count = int(np.broadcast_to(mask, missing.shape)[block].sum())
-        raise frame.error(
+        frame.report(
             BarrierDivergence,
             f'{what} is reached by {count} of {frame.threads} threads of the block',
             site,
@@ -134,7 +134,7 @@ def _sync_warp(compiler: Compiler, call: Any) -> Closure:
 
     def run(frame: Frame) -> None:
         if whole and splits_warps(frame.mask, frame.live):
-            raise frame.error(BarrierDivergence, 'T.sync_warp is reached by only some threads of a warp', site)
+            frame.report(BarrierDivergence, 'T.sync_warp is reached by only some threads of a warp', site)
         if frame.clock is not None:
             frame.clock.settle(active_threads(frame))
             frame.clock.warp_sync(frame.mask)
@@ -152,7 +152,7 @@ def _sync_grid(compiler: Compiler, call: Any) -> Closure:
         if frame.mask is not None and not frame.mask.all():
             expected = np.ones((1, 1), bool) if frame.live is None else frame.live
             if (expected & ~frame.mask).any():
-                raise frame.error(BarrierDivergence, 'T.sync_grid is reached by only some threads of the grid', site)
+                frame.report(BarrierDivergence, 'T.sync_grid is reached by only some threads of the grid', site)
         if frame.clock is not None:
             frame.clock.block_sync(None)
         frame.shared.grid_sync()

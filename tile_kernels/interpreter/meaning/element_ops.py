@@ -58,6 +58,8 @@ def _atomic(compiler: Compiler, call: Any) -> Closure:
         mask = both(frame.mask, place.ok)
         access.watch_read(frame, access.memory(frame), place, mask)
         note_atomic(frame, access, access.memory(frame), place, mask)
+        if frame.shared.observer is not None:
+            access.observe(frame, 'update', place, given, mask)
         return scatter_in_turn(access.memory(frame), place, lanes, name, mask, dtype)
 
     return run

@@ -120,6 +120,70 @@ def _with_exponents(word: Any, other: Any) -> Any:
     return (np.asarray(word, np.uint32) & ~exponents | np.asarray(other, np.uint32) & exponents)[()]
 
 
+def _word(place: Pointer, first: int = 0) -> Any:
+    """Four bytes from a pointer on, as a word whose lowest byte comes first."""
+    parts = [np.asarray(place.load(first + k)).astype(np.int64) & 0xFF for k in range(4)]
+    return parts[0] | parts[1] << 8 | parts[2] << 16 | parts[3] << 24
+
+
+def _dp4a(a: Pointer, b: Pointer, c: Pointer) -> None:
+    """`*c += a[0..3] . b[0..3]`, of bytes, as TileLang's DP4A does it."""
+    total = np.asarray(c.load(0)).astype(np.int64)
+    for k in range(4):
+        total = total + np.asarray(a.load(k)).astype(np.int64) * np.asarray(b.load(k))
+    c.store(0, total.astype(np.int32))
+
+
+def _dp4a_words(a: Any, b: Any, c: Any) -> Any:
+    """`__dp4a`: the same for signed bytes packed in words."""
+    total = np.asarray(c).astype(np.int64)
+    for k in range(4):
+        first, second = ((np.asarray(word).astype(np.int64) >> (8 * k)).astype(np.int8) for word in (a, b))
+        total = total + first.astype(np.int64) * second
+    return total.astype(np.int32)[()]
+
+
+def _decode_int4(bias: int) -> Callable[..., None]:
+    """Eight 4-bit numbers to halves; nibbles k and k + 4 of a word are neighbours, as `lop3` leaves them."""
+
+    def decode(source: Pointer, target: Pointer, count: Any = 8) -> None:
+        word = _word(source)
+        for k in range(int(count) // 2):
+            for half in range(2):
+                target.store(2 * k + half, ((word >> (4 * k + 16 * half) & 15) - bias).astype(np.float32))
+
+    return decode
+
+
+def _decode_int2(bias: int) -> Callable[..., None]:
+    """Sixteen 2-bit numbers to bytes: number k of each of the four bytes of a word, then number k + 1 of each."""
+
+    def decode(source: Pointer, target: Pointer, count: Any = 16) -> None:
+        word = _word(source)
+        for k in range(int(count) // 4):
+            for byte in range(4):
+                target.store(4 * k + byte, ((word >> (2 * k + 8 * byte) & 3) - bias).astype(np.int32))
+
+    return decode
+
+
+def _decode_fp4(source: Pointer, target: Pointer, count: Any = 8) -> None:
+    """Words of eight FP4 numbers whose bits are spread for fast unpacking, to bfloat16."""
+    for group in range(int(count)):
+        first, second, third, fourth = (
+            np.asarray(source.load(4 * group + k)).astype(np.int64) & 0xFF for k in range(4)
+        )
+        for half, pair in enumerate((first << 8 | second, third << 8 | fourth)):
+            last = pair << 1 & 0x8000 | pair >> 3 & 0x0180 | pair >> 7 & 0x0040
+            for k, bits in enumerate((pair & 0x81C0, pair << 3 & 0x81C0, pair << 6 & 0x81C0, last)):
+                small = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+                target.store(8 * group + 4 * half + k, small * np.float32(2.0**126))
+
+
+def _nothing(*_: Any) -> None:
+    """A function without an effect on results."""
+
+
 _CUDA_FUNCTIONS: dict[str, Callable[..., Any]] = {
     '__float_as_uint': lambda x: _bits(np.float32(x) if np.ndim(x) == 0 else x, np.uint32),
     '__float_as_int': lambda x: _bits(np.float32(x) if np.ndim(x) == 0 else x, np.int32),
@@ -147,6 +211,28 @@ _CUDA_FUNCTIONS: dict[str, Callable[..., Any]] = {
     'sqrt_approx': np.sqrt,
     'tanh_approx': np.tanh,
     'send_four': _send_four,
+    'DP4A': _dp4a,
+    '__dp4a': _dp4a_words,
+    '__nanosleep': _nothing,
+    'nanosleep': _nothing,
+    '__threadfence': _nothing,
+    '__threadfence_block': _nothing,
+    '__threadfence_system': _nothing,
+    'decode_i4u_to_f16': _decode_int4(0),
+    'decode_i4s_to_f16': _decode_int4(8),
+    'decode_i2u_to_i8s': _decode_int2(0),
+    'decode_i2s_to_i8s': _decode_int2(2),
+    'decode_fp4_to_bf16_twiddling': _decode_fp4,
+    'expf': np.exp,
+    'exp2f': np.exp2,
+    'logf': np.log,
+    'log2f': np.log2,
+    'tanhf': np.tanh,
+    'rsqrtf': lambda x: np.divide(np.float32(1), np.sqrt(x)),
+    'fmaf': lambda x, y, z: np.float32(np.asarray(x, np.float64) * y + z),
+    '__expf': np.exp,
+    '__logf': np.log,
+    '__fdividef': np.divide,
     'with_exponents': _with_exponents,
 }
 for _name, _function in _CUDA_FUNCTIONS.items():

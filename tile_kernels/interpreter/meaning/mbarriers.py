@@ -123,11 +123,9 @@ class BarrierOperand:
             barriers.arrive(frame, index, threads_per_block(frame)[:, None], bytes_)
 
 
-@op('tirx.ptx_arrive_barrier', 'tirx.ptx_arrive_barrier_expect_tx', 'tl.ptx_arrive_cluster_barrier')
+@op('tirx.ptx_arrive_barrier', 'tirx.ptx_arrive_barrier_expect_tx')
 def _arrive(compiler: Compiler, call: Any) -> Closure:
     """Arrive at an mbarrier; bytes to expect are those blocks send, or of copies that have landed already."""
-    if str(call.op.name) == 'tl.ptx_arrive_cluster_barrier':
-        raise compiler.unsupported('arriving at an mbarrier of another block')
     operand = BarrierOperand(compiler, call.args[0])
     expected = compiler.expr(call.args[1]) if str(call.op.name) == 'tirx.ptx_arrive_barrier_expect_tx' else None
 

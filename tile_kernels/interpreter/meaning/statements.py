@@ -6,6 +6,7 @@ waits; everything else compiles to a plain function.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -286,7 +287,10 @@ def _for(compiler: Compiler, node: Any) -> Run:
             from tile_kernels.interpreter.engine.program import launch
 
             return marked(launch(compiler, node))
-        raise compiler.unsupported(f'thread binding {node.thread_binding.thread_tag} inside a kernel')
+        from tile_kernels.interpreter.meaning.thread_loops import bound_loop
+
+        loop = bound_loop(compiler, node)
+        return marked(loop, waits_=inspect.isgeneratorfunction(loop))
     if kind == VECTORIZED and compiler.vector is None and is_const(node.extent) and compiler.options.checks != 'none':
         accesses: list[Any] = []
         compiler.vector = accesses
@@ -523,6 +527,10 @@ def _realize(compiler: Compiler, node: Any) -> Run:
 @statement('AttrStmt')
 def _attribute(compiler: Compiler, node: Any) -> Run:
     """Hints to the compiler (rasterisation, pragmas, register budgets) do not change results."""
+    if str(node.attr_key) == 'reduce_scope':
+        from tile_kernels.interpreter.meaning.thread_loops import reduce_scope
+
+        return reduce_scope(compiler, node)
     if str(node.attr_key) not in ATTRIBUTE_HINTS:
         raise compiler.unsupported(f'attribute {str(node.attr_key)!r}')
     return compiler.stmt(node.body)

@@ -14,6 +14,7 @@ from tile_kernels.interpreter.engine.translate import Closure, Compiler, is_cons
 from tile_kernels.interpreter.errors import ReducerMisuse, TypeMismatch
 from tile_kernels.interpreter.meaning.accumulate import contribute, identity, pair, reduce_axes
 from tile_kernels.interpreter.meaning.async_ops import async_copy_hook, async_gemm_hook
+from tile_kernels.interpreter.meaning.cluster_ops import multicast, signal_after_copy
 from tile_kernels.interpreter.memory.access import Access, Dim
 from tile_kernels.interpreter.memory.dtypes import DType, caster, dtype_of, rounder
 
@@ -33,7 +34,7 @@ COPY_HINTS = {
 }
 ASYNCHRONOUS = {'tl.tileop.async_copy': 'copy', 'tl.tileop.tma_copy': 'tma'}
 NAN_KEEPING = {'max': np.maximum, 'min': np.minimum}
-GEMM_HINTS = {'wg_wait', 'k_pack', 'tl.ws_op_id'}
+GEMM_HINTS = {'wg_wait', 'k_pack', 'tl.ws_op_id', 'is_tcgen05', 'use_2cta'}
 
 
 class Region:
@@ -130,7 +131,7 @@ def collective(frame: Frame, mask: Mask, axes: int) -> Mask:
 def _copy(compiler: Compiler, call: Any) -> Closure:
     """dst[...] = src[...], converted; outside of either buffer loads give the safe value and stores are dropped."""
     notes = {str(key): value for key, value in dict(call.annotations or {}).items()}
-    if set(notes) - COPY_HINTS - {'barrier', 'dst_block'}:
+    if set(notes) - COPY_HINTS - {'barrier', 'dst_block', 'cluster_mask'}:
         raise compiler.unsupported(f'copy annotation {sorted(set(notes) - COPY_HINTS)}')
     source, target = (Region(compiler, call.args[0], 'both'), Region(compiler, call.args[1], 'both'))
     if len(source.wide) != len(target.wide):
@@ -141,9 +142,11 @@ def _copy(compiler: Compiler, call: Any) -> Closure:
         source.follow(target)
     convert = caster(dtype_of(source.buffer.dtype.name), dtype_of(target.buffer.dtype.name))
     private = 'local' in (source.buffer.scope, target.buffer.scope)
+    signal: Callable[[Frame], None] | None = None
+    shared_load = multicast(compiler, notes['cluster_mask']) if int(notes.get('cluster_mask', 0)) else None
     if 'dst_block' in notes and not (is_const(notes['dst_block']) and int(notes['dst_block']) == -1):
         if 'barrier' in notes:
-            raise compiler.unsupported('a copy to another block that signals an mbarrier')
+            signal = signal_after_copy(compiler, notes['barrier'], notes['dst_block'])
         target.access.row_shift = other_block(compiler, notes['dst_block'])
         target.access.atomic = True  # races between blocks of a cluster are not checked
         private = True
@@ -162,8 +165,13 @@ def _copy(compiler: Compiler, call: Any) -> Closure:
         mask = frame.mask
         if mask is not None:
             mask = expand(mask, mask.ndim + axes) if private else collective(frame, mask, axes)
-        target.access.store(frame, convert(source.access.load(frame, mask)), mask)
-        if launch is not None:
+        value = source.access.load(frame, mask)
+        if shared_load is not None:
+            value = shared_load(frame, value)
+        target.access.store(frame, convert(value), mask)
+        if signal is not None:
+            signal(frame)
+        elif launch is not None:
             launch(frame, mask)
 
     return run

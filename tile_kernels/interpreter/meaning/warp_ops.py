@@ -13,7 +13,6 @@ from tile_kernels.interpreter.engine.translate import Closure, Compiler, op
 from tile_kernels.interpreter.errors import BarrierDivergence
 from tile_kernels.interpreter.meaning.accumulate import pair
 from tile_kernels.interpreter.meaning.barriers import block_barrier
-from tile_kernels.interpreter.meaning.element_ops import pointed, shifted
 from tile_kernels.interpreter.memory.dtypes import dtype_of
 
 WARP = 32
@@ -99,10 +98,20 @@ def _varies(value: Any) -> bool:
     return isinstance(value, np.ndarray) and value.shape[1] > 1
 
 
-@op('tl.shfl_sync', 'tl.shfl_xor_sync', 'tl.shfl_up_sync', 'tl.shfl_down_sync')
+@op(
+    'tl.shfl_sync',
+    'tl.shfl_xor_sync',
+    'tl.shfl_up_sync',
+    'tl.shfl_down_sync',
+    'tirx.tvm_warp_shuffle',
+    'tirx.tvm_warp_shuffle_up',
+    'tirx.tvm_warp_shuffle_down',
+    'tirx.tvm_warp_shuffle_xor',
+)
 def _shuffle(compiler: Compiler, call: Any) -> Closure:
     """The value of another lane of the warp; a lane whose source lies outside its segment keeps its own."""
-    kind = str(call.op.name).removeprefix('tl.shfl_').removesuffix('sync').rstrip('_')
+    words = str(call.op.name).removeprefix('tirx.tvm_warp_shuffle').removeprefix('tl.shfl')
+    kind = words.removesuffix('sync').strip('_')
     value, amount, width = (compiler.expr(part) for part in call.args[1:4])
     ndim = compiler.ndim
     lane = np.arange(WARP)
@@ -121,7 +130,7 @@ def _shuffle(compiler: Compiler, call: Any) -> Closure:
         active = np.broadcast_to(frame.mask, (frame.mask.shape[0], frame.threads, *frame.mask.shape[2:]))
         lonely = active & ~move(frame, active, by, size)
         if lonely.any():
-            raise frame.error(BarrierDivergence, 'a shuffle reads a lane that takes no part', site, lane_of(lonely))
+            frame.report(BarrierDivergence, 'a shuffle reads a lane that takes no part', site, lane_of(lonely))
 
     def move(frame: Frame, given: Any, by: Any, size: Any) -> Any:
         if not _varies(given):
@@ -165,65 +174,13 @@ def _warp_reduce(compiler: Compiler, call: Any) -> Closure:
     def run(frame: Frame) -> Any:
         given = value(frame)
         if checked and splits_warps(frame.mask):
-            raise frame.error(BarrierDivergence, f'T.warp_reduce_{name} runs on a part of a warp', site)
+            frame.report(BarrierDivergence, f'T.warp_reduce_{name} runs on a part of a warp', site)
         warps = by_warp(frame, given, dtype.value, ndim)
         for partner in partners:
             warps = pair(name, warps, warps[:, :, partner], dtype)
         return by_thread(frame, warps)
 
     return run
-
-
-@op('tirx.ptx_mma')
-def _mma(compiler: Compiler, call: Any) -> Closure:
-    """`C += A @ B` of a warp, bfloat16 or float16 of shape m16n8k16: each lane holds 8, 4 and 4 elements of them.
-
-    The 16 products of an element are summed exactly and rounded once with what C holds.
-    """
-    shape, left, right, *kinds = (str(part.value) for part in call.args[:6])
-    if (shape, left, right) != ('m16n8k16', 'row', 'col') or kinds[0] not in ('bf16', 'fp16') or kinds[2] != 'fp32':
-        raise compiler.unsupported(f'ptx_mma {shape} of {kinds}')
-    parts = [_registers(compiler, call.args[6 + 2 * i], call.args[7 + 2 * i], n) for i, n in enumerate((8, 4, 4))]
-    if kinds[0] != 'bf16' and any(len(part) < n for part, n in zip(parts, (8, 4, 4), strict=True)):
-        raise compiler.unsupported(f'ptx_mma {shape} of {kinds} in words')
-    group, member = np.divmod(np.arange(WARP)[:, None], 4)
-    eighth, pair_of = np.arange(8) // 2, np.arange(8) % 2
-    a_place = (group + eighth % 2 * 8, member * 2 + pair_of + eighth // 2 * 8)
-    b_place = (member * 2 + pair_of[:4] + eighth[:4] * 8, group + np.zeros(4, int))
-    c_place = (group + eighth[:4] * 8, member * 2 + pair_of[:4])
-    site, checked = compiler.site, compiler.options.checks != 'none'
-
-    def matrix(frame: Frame, accesses: list[Any], place: tuple[np.ndarray, np.ndarray], rows: int) -> np.ndarray:
-        count = place[0].shape[-1]
-        if len(accesses) == count:
-            lanes = [by_warp(frame, access.load(frame, frame.mask), np.float64, 2) for access in accesses]
-        else:  # words of two bfloat16
-            words = [by_warp(frame, access.load(frame, frame.mask), np.uint32, 2) for access in accesses]
-            lanes = [(word << shift & 0xFFFF0000).view(np.float32) for word in words for shift in (16, 0)]
-        whole = np.broadcast_arrays(*lanes)
-        result = np.empty((*whole[0].shape[:2], rows, 16 if count == 8 else 8))
-        result[:, :, place[0], place[1]] = np.stack(whole, axis=-1)
-        return result
-
-    def run(frame: Frame) -> None:
-        if checked and splits_warps(frame.mask):
-            raise frame.error(BarrierDivergence, 'T.ptx_mma runs on a part of a warp', site)
-        a, b = matrix(frame, parts[0], a_place, 16), matrix(frame, parts[1], b_place, 16)
-        total = (matrix(frame, parts[2], c_place, 16) + a @ b).astype(np.float32)
-        given = total[:, :, c_place[0], c_place[1]]
-        for element, access in enumerate(parts[2]):
-            access.store(frame, by_thread(frame, given[..., element]), frame.mask)
-
-    return run
-
-
-def _registers(compiler: Compiler, pointer: Any, offset: Any, count: int) -> list[Any]:
-    """Accesses to `count` numbers of a lane from a pointer and an offset on, two in a word of a buffer of words."""
-    load = pointed(compiler, pointer)
-    if compiler.dtype(load).name == 'uint32':
-        count //= 2
-    first = [*load.indices[:-1], load.indices[-1] + offset]
-    return [compiler.access(load.buffer, shifted(first, element)) for element in range(count)]
 
 
 def active_by_warp(frame: Frame, ndim: int) -> np.ndarray:
@@ -237,10 +194,10 @@ def active_by_warp(frame: Frame, ndim: int) -> np.ndarray:
     return warps
 
 
-@op('tl.ballot', 'tl.ballot_sync', 'tl.activemask', 'tl.any_sync', 'tl.all_sync')
+@op('tl.ballot', 'tl.ballot_sync', 'tl.activemask', 'tirx.tvm_warp_activemask', 'tl.any_sync', 'tl.all_sync')
 def _vote(compiler: Compiler, call: Any) -> Closure:
     """Bits of the lanes for which a condition holds; whether it holds for any or for all of them."""
-    kind = str(call.op.name).removeprefix('tl.').removesuffix('_sync')
+    kind = str(call.op.name).removeprefix('tirx.tvm_warp_').removeprefix('tl.').removesuffix('_sync')
     predicate = compiler.expr(call.args[-1]) if len(call.args) else (lambda frame: True)
     ndim = compiler.ndim
     weights = (np.uint64(1) << np.arange(WARP, dtype=np.uint64)).reshape((1, 1, WARP) + (1,) * (ndim - 2))

@@ -192,10 +192,12 @@ class Access:
         else:
             self.watch_read(frame, memory, place, both(mask, place.ok))
             value = memory.read(place, self.buffer.dtype)
-        if place.ok is None:
-            return value
-        safe = 0 if self.safe_value is None else self.safe_value(frame)
-        return select(place.ok, value, safe, self.buffer.dtype.value)
+        if place.ok is not None:
+            safe = 0 if self.safe_value is None else self.safe_value(frame)
+            value = select(place.ok, value, safe, self.buffer.dtype.value)
+        if frame.shared.observer is not None:
+            self.observe(frame, 'load', place, value, mask)
+        return value
 
     def store(self, frame: Frame, value: Any, mask: Mask) -> None:
         """Write values of the active lanes; a guarded index outside drops the store."""
@@ -204,6 +206,8 @@ class Access:
         memory = self.memory(frame)
         if self.vector_bytes or self.base_bytes:
             self.check_aligned(frame, memory, place, mask)
+        if frame.shared.observer is not None:
+            self.observe(frame, 'store', place, value, mask)
         if memory.pending is not None and not self.may_be_in_flight:
             memory.pending.check(frame, self, place, mask, 'written')
         if self.buffer.scope in ('shared', 'global') and frame.clock is not None and frame.clock.settling:
@@ -290,6 +294,16 @@ class Access:
             index,
         )
 
+    def observe(self, frame: Frame, action: str, place: Place, value: Any, mask: Mask) -> None:
+        """Tell the observer of the run about the lanes of this access that lie inside the buffer."""
+        from tile_kernels.interpreter.observe import AccessEvent
+
+        observer, frame.shared.observer = frame.shared.observer, None  # what it looks at is no access of the kernel
+        try:
+            observer.access(AccessEvent(action, frame, self, place, value, both(mask, place.ok)))
+        finally:
+            frame.shared.observer = observer
+
     def watch_read(self, frame: Frame, memory: Any, place: Place, mask: Mask) -> None:
         """Hold a read against what is known of the memory: written, landed, ordered."""
         if memory.written is not None and self.checked:
@@ -339,9 +353,11 @@ class Access:
         if dim.guard != 'both' and self.checked:
             bad = ~inside if mask is None else ~inside & mask
             if bad.any():
-                raise self.outside_error(frame, bad)
+                frame.shared.session.found(self.outside_error(frame, bad))
         if dim.guard != 'none' and (mask is None or (~inside & mask).any()):
             frame.shared.note_guarded(self.site, self.buffer.name)
+            if frame.shared.session.strict:
+                frame.shared.session.found(self.outside_error(frame, ~inside if mask is None else ~inside & mask))
         return np.where(inside, index, 0), inside
 
     def outside_error(self, frame: Frame, bad: np.ndarray) -> InterpreterError:
@@ -368,7 +384,7 @@ class Access:
             return
         lane = lane_of(missing)
         index = self.index_at(frame, lane)
-        raise frame.error(
+        frame.report(
             UninitializedRead,
             f'{self.buffer.scope} buffer {self.buffer.name} is read at index {_tuple(index)} before it is written',
             self.site,

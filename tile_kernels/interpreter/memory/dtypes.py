@@ -75,6 +75,8 @@ def dtype_of(name: str) -> DType:
     if base in ('float32', 'float64'):
         plain = np.dtype(base)
         return DType(base, 'float', plain.itemsize * 8, plain, plain, lanes)
+    if base in ('tfloat32', 'custom[tfloat32]'):
+        return DType('tfloat32', 'float', 32, np.dtype(np.float32), np.dtype(np.float32), lanes)
     if base == 'bfloat16':
         return DType(base, 'float', 16, np.dtype(np.uint16), np.dtype(np.float32), lanes)
     if base in _SMALL_FLOATS:
@@ -136,6 +138,8 @@ def rounder(dtype: DType) -> Callable[[Value], Value] | None:
     """Round a float32 (or float64) result to `dtype`; None where values need no rounding."""
     if dtype.name == 'bfloat16':
         return _round_bfloat16
+    if dtype.name == 'tfloat32':
+        return _round_tfloat32
     if dtype.name == 'float16':
         return _round_float16
     if dtype.name in _SMALL_FLOATS:
@@ -248,6 +252,13 @@ def _round_bfloat16(value: Value) -> Value:
     if nan.any():
         rounded = np.where(nan, np.uint32(0x7FFF0000), rounded)
     return _like(value, rounded.view(np.float32))
+
+
+def _round_tfloat32(value: Value) -> Value:
+    """Ten bits of mantissa, ties away from zero, as tensor cores are given them."""
+    source = _float32(value)
+    rounded = ((source.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
+    return _like(value, np.where(np.isfinite(source), rounded, source))
 
 
 def _round_float16(value: Value) -> Value:

@@ -1,0 +1,300 @@
+"""How much of TileLang's own code the interpreter runs: point it at a checkout, and it prints a table.
+
+    python tools/scoreboard.py /path/to/tilelang                     # examples and tests
+    python tools/scoreboard.py /path/to/tilelang --part examples --only gemm
+
+Every example file runs unchanged, as under `python -m tile_kernels.interpreter FILE.py`; test files run by pytest.
+A process is forked for each file. Nothing of the checkout is stored. The result of a program is one of
+
+    right        it ended, and its own comparisons hold
+    unsupported  it uses a construct the interpreter refuses (named in the list below the table)
+    finding      the interpreter reports a bug (a true one, or a false alarm: read it)
+    wrong        one of its own comparisons fails
+    crash        any other exception
+    slow         it did not end within the time limit
+    missing      it needs a package that is not installed, or something TileLang itself lacks here
+    other        it launches no kernel, or pytest skips it; not counted
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import re
+import runpy
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+RESULTS = ('right', 'unsupported', 'finding', 'wrong', 'crash', 'slow', 'missing', 'other')
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one program."""
+
+    name: str
+    result: str
+    words: str
+    seconds: float
+
+
+class OutOfTime(BaseException):
+    """The limit of a program has passed."""
+
+
+def main() -> int:
+    """Run the programs and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('checkout', type=Path, help='a checkout of TileLang')
+    parser.add_argument('--part', choices=('examples', 'tests', 'both'), default='both')
+    parser.add_argument('--only', default='', help='run files whose path contains this regular expression')
+    parser.add_argument(
+        '--limit', type=int, default=60, help='seconds of CPU time a program may take, a sixth of those of the clock'
+    )
+    parser.add_argument('--capability', default='9.0', help='compute capability of the GPU that is imitated')
+    parser.add_argument('--checks', default='memory')
+    parser.add_argument('--json', type=Path, help='write every outcome here')
+    args = parser.parse_args()
+    outcomes: dict[str, list[Outcome]] = {}
+    for part in ('examples', 'tests') if args.part == 'both' else (args.part,):
+        outcomes[part] = []
+        for file in files_of(args.checkout, part, args.only):
+            for outcome in run_file(file, part, args):
+                outcomes[part].append(outcome)
+                if outcome.result != 'other':
+                    sys.stdout.write(f'{outcome.result:12} {outcome.seconds:6.1f} s  {outcome.name}  {outcome.words}\n')
+                    sys.stdout.flush()
+            if args.json:
+                args.json.write_text(
+                    json.dumps({key: [asdict(one) for one in found] for key, found in outcomes.items()})
+                )
+    print_table(outcomes)
+    return 0
+
+
+def files_of(checkout: Path, part: str, only: str) -> list[Path]:
+    """The files of a part, in the order of their names."""
+    folder = checkout / ('examples' if part == 'examples' else 'testing/python')
+    found = []
+    for file in sorted(folder.rglob('*.py')):
+        test = file.name.startswith('test_')
+        runs = re.search(r'__name__ == .__main__.', file.read_text())
+        wanted = (runs and not test and 'tilelang' in file.read_text()) if part == 'examples' else test
+        if wanted and re.search(only, str(file.relative_to(checkout))):
+            found.append(file)
+    return found
+
+
+def run_file(file: Path, part: str, args: argparse.Namespace) -> list[Outcome]:
+    """Run one file in a process of its own."""
+    context = multiprocessing.get_context('fork')
+    here, there = context.Pipe(duplex=False)
+    worker = context.Process(target=_work, args=(file, part, args, there))
+    started = time.monotonic()
+    worker.start()
+    there.close()
+    found: list[Outcome] = []
+    limit = (10 if part == 'examples' else 100) * args.limit  # of the clock, which others may stop
+    while time.monotonic() - started < limit:
+        if here.poll(1.0):
+            try:
+                outcome = here.recv()
+            except EOFError:
+                break
+            if outcome is None:
+                break
+            found.append(outcome)
+        elif not worker.is_alive():
+            break
+    seconds = time.monotonic() - started
+    if worker.is_alive() and seconds >= limit:
+        worker.kill()
+        found.append(Outcome(str(file.relative_to(args.checkout)), 'slow', '', seconds))
+    worker.join()
+    if worker.exitcode not in (0, None) and worker.exitcode != -signal.SIGKILL:
+        found.append(Outcome(str(file.relative_to(args.checkout)), 'crash', f'exit status {worker.exitcode}', seconds))
+    return found
+
+
+def _work(file: Path, part: str, args: argparse.Namespace, there: Any) -> None:
+    import torch
+
+    from tile_kernels.interpreter.cuda_device import fake_cuda
+    from tile_kernels.interpreter.jit_hook import interpreting
+
+    torch.set_num_threads(1)
+    os.chdir(_scratch())
+    sink = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(sink, stream)
+    major, minor = (int(number) for number in args.capability.split('.'))
+    sys.path.insert(0, str(file.parent))
+    try:
+        with fake_cuda((major, minor)), interpreting(args.checks):
+            if part == 'examples':
+                there.send(_run_example(file, args))
+            else:
+                _run_tests(file, args, there)
+        there.send(None)
+    finally:
+        os._exit(0)
+
+
+def _scratch() -> str:
+    folder = f'/tmp/scoreboard.{os.getuid()}'
+    os.makedirs(folder, exist_ok=True)
+    return folder
+
+
+@contextlib.contextmanager
+def _limited(seconds: int) -> Iterator[None]:
+    def ring(*_: Any) -> None:
+        raise OutOfTime
+
+    timers = {signal.SIGPROF: (signal.ITIMER_PROF, seconds), signal.SIGALRM: (signal.ITIMER_REAL, 6 * seconds)}
+    for number, (timer, limit) in timers.items():
+        signal.signal(number, ring)
+        signal.setitimer(timer, limit)
+    try:
+        yield
+    finally:
+        for timer, _ in timers.values():
+            signal.setitimer(timer, 0)
+
+
+def _run_example(file: Path, args: argparse.Namespace) -> Outcome:
+    sys.argv = [str(file)]
+    started = time.monotonic()
+    before = _launches()
+    error: BaseException | None = None
+    try:
+        with _limited(args.limit):
+            runpy.run_path(str(file), run_name='__main__')
+    except BaseException as caught:
+        error = caught
+    return _judge(str(file.relative_to(args.checkout)), error, _launches() > before, time.monotonic() - started)
+
+
+def _run_tests(file: Path, args: argparse.Namespace, there: Any) -> None:
+    import pytest
+
+    class Plugin:
+        """Sends the outcome of every test."""
+
+        @pytest.hookimpl(wrapper=True)
+        def pytest_runtest_call(self, item: Any) -> Any:
+            started, before = time.monotonic(), _launches()
+            error = None
+            try:
+                with _limited(args.limit):
+                    return (yield)
+            except BaseException as caught:
+                error = caught
+                if isinstance(caught, OutOfTime):
+                    return None
+                raise
+            finally:
+                name = f'{file.relative_to(args.checkout)}::{item.name}'
+                there.send(_judge(name, error, _launches() > before, time.monotonic() - started))
+
+    pytest.main(
+        ['-q', '-p', 'no:cacheprovider', '-p', 'no:xdist', '--rootdir', str(file.parent), str(file)], plugins=[Plugin()]
+    )
+
+
+_counter: list[int] = []
+
+
+def _launches() -> int:
+    """Kernels launched, or refused, so far."""
+    return len(_counter)
+
+
+def _count_launches() -> None:
+    from tile_kernels.interpreter import jit_hook
+
+    run = jit_hook.InterpretedKernel.run
+
+    def counted(self: Any, *tensors: Any, **named: Any) -> Any:
+        _counter.append(1)
+        return run(self, *tensors, **named)
+
+    jit_hook.InterpretedKernel.run = counted  # type: ignore[method-assign]
+
+
+def _judge(name: str, error: BaseException | None, launched: bool, seconds: float) -> Outcome:
+    """Name what happened."""
+    from tile_kernels.interpreter import InterpreterError, UnsupportedConstruct
+
+    chain: list[BaseException] = []
+    at = error
+    while at is not None and len(chain) < 9:
+        chain.append(at)
+        at = at.__cause__ or at.__context__
+    words = ''
+    if error is not None:
+        frames = traceback.extract_tb(error.__traceback__)
+        last = f' at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}' if frames else ''
+        words = (
+            f'{type(error).__name__}: {str(error).strip().splitlines()[0][:150] if str(error).strip() else ""}{last}'
+        )
+    refused = next((one for one in chain if isinstance(one, UnsupportedConstruct)), None)
+    found = next((one for one in chain if isinstance(one, InterpreterError)), None)
+    skipped = type(error).__name__ in ('Skipped', 'Exit')
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        result = 'right' if launched else 'other'
+    elif isinstance(error, OutOfTime):
+        result = 'slow'
+    elif refused is not None:
+        result, words = 'unsupported', str(refused)[:200]
+    elif found is not None:
+        result, words = 'finding', str(found)[:250]
+    elif skipped:
+        result = 'other'
+    elif isinstance(error, (ImportError, SystemExit)) or (
+        'has no attribute' in str(error) and 'tilelang' in str(error)
+    ):
+        result = 'missing'
+    elif isinstance(error, AssertionError):
+        result = 'wrong' if launched else 'other'
+    else:
+        result = 'crash' if launched else 'missing'
+    return Outcome(name, result, words, seconds)
+
+
+def print_table(outcomes: dict[str, list[Outcome]]) -> None:
+    """Counts by result, then what is refused, most frequent first."""
+    sys.stdout.write('\n| part | programs | ' + ' | '.join(RESULTS[:-1]) + ' | right, of those that build |\n')
+    sys.stdout.write('|---|---|' + '---|' * len(RESULTS) + '\n')
+    for part, found in outcomes.items():
+        counts = Counter(one.result for one in found)
+        total = sum(counts[result] for result in RESULTS[:-1])
+        built = max(1, total - counts['missing'])
+        row = ' | '.join(str(counts[result]) for result in RESULTS[:-1])
+        sys.stdout.write(f'| {part} | {total} | {row} | {100 * counts["right"] / built:.1f} % |\n')
+    refused = Counter(
+        re.sub(r'^[^:]*: ', '', re.sub(r', at .*', '', one.words))
+        for found in outcomes.values()
+        for one in found
+        if one.result == 'unsupported'
+    )
+    for words, count in refused.most_common():
+        sys.stdout.write(f'{count:4}  {words}\n')
+
+
+if __name__ == '__main__':
+    import tilelang  # noqa: F401  (once, before the forks)
+    import torch.utils._sympy.functions  # noqa: F401  (a time limit must not end it half imported)
+
+    _count_launches()
+    sys.exit(main())
