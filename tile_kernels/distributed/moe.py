@@ -21,9 +21,9 @@ from torch import Tensor
 from tile_kernels.core import check
 from tile_kernels.core.errors import ArgumentError, TileKernelsError
 from tile_kernels.core.formats import QuantFormat, QuantTensor
-from tile_kernels.moe.expand import expand_to_fused
-from tile_kernels.moe.reduce import reduce_fused
-from tile_kernels.moe.routing import RoutingMap, token_to_expert_map
+from tile_kernels.moe.expand_to_fused import expand_to_fused
+from tile_kernels.moe.reduce_fused import reduce_fused
+from tile_kernels.moe.token_to_expert_map import RoutingMap, token_to_expert_map
 from tile_kernels.quant.dequantise import dequantise
 from tile_kernels.quant.per_token_cast import per_token_cast
 

@@ -23,15 +23,16 @@ from tile_kernels.gemm import (
     grouped_gemm_fp8_swiglu_cast,
     grouped_gemm_swiglu,
 )
-from tile_kernels.moe.expand import expand_to_fused, expand_to_fused_bwd
+from tile_kernels.moe._checks import MAX_EXPERTS, MAX_TOPK, check_groups
+from tile_kernels.moe.aux_fi import aux_fi
 from tile_kernels.moe.expand_and_per_token_cast import expand_and_per_token_cast
+from tile_kernels.moe.expand_to_fused import expand_to_fused, expand_to_fused_bwd
 from tile_kernels.moe.gate_logits import gate_logits
-from tile_kernels.moe.group_count import aux_fi, group_count
-from tile_kernels.moe.reduce import reduce_fused
-from tile_kernels.moe.routing import RoutingMap, token_to_expert_map
+from tile_kernels.moe.group_count import group_count
+from tile_kernels.moe.reduce_fused import reduce_fused
 from tile_kernels.moe.scoring import SCORINGS
-from tile_kernels.moe.topk_gate import MAX_EXPERTS, MAX_TOPK
-from tile_kernels.moe.topk_gating import check_groups, topk_gating
+from tile_kernels.moe.token_to_expert_map import RoutingMap, token_to_expert_map
+from tile_kernels.moe.topk_gating import topk_gating
 from tile_kernels.quant.per_block_cast import per_block_cast
 from tile_kernels.quant.swiglu_backward import swiglu_backward
 from tile_kernels.quant.swiglu_forward import swiglu_forward

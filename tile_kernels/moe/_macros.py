@@ -1,7 +1,7 @@
-"""Rows of experts in a warp: how a gate loads, scores, sums and stores the logits of one token.
+"""The logits of a token in a warp: layout, loads and stores, scores, keys, and sums over lanes.
 
-A warp holds the logits of one or two tokens in registers, `num_slots` of each per lane. What it chooses is spread over
-lanes, too: all of them for one token, one half each for two.
+A warp holds the logits of one or two tokens in registers, `num_slots` of each per lane. The chosen experts are spread
+over lanes, too. One token uses all lanes; two tokens use one half of the warp each.
 """
 
 from __future__ import annotations
@@ -22,6 +22,13 @@ WARP_PASS_CONFIGS = {
     'TL_DISABLE_THREAD_STORAGE_SYNC': True,
     'TL_DISABLE_SHARED_MEMORY_REUSE': True,
 }
+
+# Config -------------------------------------------------------------------------------------
+
+
+def choose_warps(*static_and_size: Any) -> dict:
+    """One token per warp. Few tokens get blocks of one warp, so that they spread over the SMs."""
+    return dict(num_warps=1 if static_and_size[-1] <= 1024 else 4)
 
 
 # Layout -------------------------------------------------------------------------------------
@@ -89,6 +96,29 @@ class Place:
         return self.lane % self.width
 
 
+# Keys ---------------------------------------------------------------------------------------
+
+#: Below every key: a slot without an expert, or one that may not be chosen (any more).
+LOWEST = -(1 << 31)
+NAN_KEY = LOWEST + 1
+
+
+def order_key(x: Any) -> Any:
+    """An int32 in the order of the float `x`, NaN aside; the mapping is its own inverse on the bits."""
+    bits = T.reinterpret(x, 'int32')
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def from_order_key(key: Any) -> Any:
+    """The float of an `order_key`."""
+    return T.reinterpret(key ^ ((key >> 31) & 0x7FFFFFFF), 'float32')
+
+
+def rank_key(x: Any) -> Any:
+    """`order_key` with NaN last and both zeros equal."""
+    return T.Select(T.isnan(x), NAN_KEY, T.Select(x == T.float32(0), 0, order_key(x)))
+
+
 # Scores -------------------------------------------------------------------------------------
 
 
@@ -113,7 +143,6 @@ static __device__ __forceinline__ float tanh_approx(float x) {
   float y; asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y;
 }
 """
-
 
 #: log(1 + t) / t for t from 0 to 1 within 4e-4 of itself; a third function of the hardware would be what takes longest.
 LOG1P_OVER_T = (0.99960702, -0.48641409, 0.25402489, -0.07434303)
@@ -190,7 +219,7 @@ def store_rows(x, out, at: Place, layout: RowLayout):
                     out[at.tokens[r], first + j] = cast[r, i * vec + j]
 
 
-# Sums over the warp ---------------------------------------------------------------------------
+# Sums over the warp -------------------------------------------------------------------------
 
 
 def width_of(num_topk: int) -> int:

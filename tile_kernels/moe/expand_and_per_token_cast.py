@@ -20,17 +20,16 @@ from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.formats import QuantFormat, QuantTensor
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T, macro
+from tile_kernels.core.lang import WARP, T, macro
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
-from tile_kernels.moe._rows import (
-    BITS,
+from tile_kernels.moe._checks import BITS, check_places
+from tile_kernels.moe._samples import random_places
+from tile_kernels.moe.expand_to_fused_kernels import (
     CONVERTED_ROW_PASS_CONFIGS,
     MAX_SHARE,
     ROW_SPACE,
-    WARP,
     RowSplit,
-    check_places,
     choose_rows,
     clear_places,
     find_padding,
@@ -38,8 +37,14 @@ from tile_kernels.moe._rows import (
     num_shares,
     place_of,
 )
-from tile_kernels.moe._samples import random_places
-from tile_kernels.moe._sf_columns import FEW_PLACES, TILE_PLACES, gather_sf_columns, note_token, sf_type, tile_shape
+from tile_kernels.moe.expand_to_fused_with_sf_kernels import (
+    FEW_PLACES,
+    TILE_PLACES,
+    gather_sf_columns,
+    note_token,
+    sf_type,
+    tile_shape,
+)
 from tile_kernels.quant._macros import (
     LANE,
     amax_to_sf,

@@ -138,10 +138,10 @@ def group_count_kernel(
     return group_count
 
 
-# Ops ----------------------------------------------------------------------------------------
+# Op -----------------------------------------------------------------------------------------
 
 
-def _count(index: Tensor, name: str, num_groups: int, num_aux_topk: int = 0) -> Tensor:
+def launch_count(index: Tensor, name: str, num_groups: int, num_aux_topk: int = 0) -> Tensor:
     """Counts of the groups of (num_tokens, num_topk) indices, or fractions if `num_aux_topk` is given."""
     num_tokens, num_topk = check.shape(index, name, 'num_tokens num_topk', dtype=(torch.int64, torch.int32))
     check.at_least(num_topk, 1, 'num_topk')
@@ -170,52 +170,27 @@ def group_count(group_idx: Tensor, num_groups: int) -> Tensor:
     Returns:
         (num_groups,) int32.
     """
-    return _count(group_idx, 'group_idx', num_groups)
-
-
-@op(outputs='fraction')
-def aux_fi(topk_idx: Tensor, num_experts: int, num_aux_topk: int) -> Tensor:
-    """Load fraction of each expert, f of the auxiliary balance loss; 1 everywhere if the load is even.
-
-    Args:
-        topk_idx: (num_tokens, num_topk) int64 or int32, contiguous; numbers that are no expert are ignored.
-        num_experts: up to 8192.
-        num_aux_topk: choices per token that count as an even load.
-
-    Returns:
-        (num_experts,) float32, count * num_experts / (num_tokens * num_aux_topk); 0 without tokens. Deterministic.
-    """
-    check.at_least(num_aux_topk, 1, 'num_aux_topk')
-    return _count(topk_idx, 'topk_idx', num_experts, num_aux_topk)
+    return launch_count(group_idx, 'group_idx', num_groups)
 
 
 # Cases --------------------------------------------------------------------------------------
 
 
-def _choice(num_tokens: int, num_topk: int, num_groups: int, dtype: torch.dtype = torch.int64) -> Tensor:
+def make_choice(num_tokens: int, num_topk: int, num_groups: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Groups of every token; 30 % of the slots have none."""
     return random_choice(num_tokens, num_topk, num_groups, unrouted=0.3).to(dtype)
 
 
 SMOKE = grid(num_tokens=[0, 1, 77], num_topk=[6], num_groups=[8]) + grid(
     num_tokens=[900], num_topk=[9], num_groups=[72, 600], dtype=[torch.int64, torch.int32]
 )
+FULL = grid(num_tokens=[4001, 100003], num_topk=[2, 9], num_groups=[8, 72, 8192])
 BENCH = grid(num_tokens=[64, 18483, 21839], num_topk=[8], num_groups=[32, 256])
 
 group_count.cases(
-    make=lambda num_groups, **case: dict(group_idx=_choice(num_groups=num_groups, **case), num_groups=num_groups),
+    make=lambda num_groups, **case: dict(group_idx=make_choice(num_groups=num_groups, **case), num_groups=num_groups),
     match='bitwise',
     smoke=SMOKE,
-    full=grid(num_tokens=[4001, 100003], num_topk=[2, 9], num_groups=[8, 72, 8192]),
-    bench=BENCH,
-)
-aux_fi.cases(
-    make=lambda num_groups, num_topk, **case: dict(
-        topk_idx=_choice(num_groups=num_groups, num_topk=num_topk, **case),
-        num_experts=num_groups,
-        num_aux_topk=num_topk,
-    ),
-    match='bitwise',
-    smoke=SMOKE,
-    full=grid(num_tokens=[4001, 100003], num_topk=[2, 9], num_groups=[8, 72, 8192]),
+    full=FULL,
     bench=BENCH,
 )

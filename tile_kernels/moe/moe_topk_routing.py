@@ -5,8 +5,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from tile_kernels.core import check
+from tile_kernels.moe._checks import DTYPES
 from tile_kernels.moe.gate_logits import gate_logits
-from tile_kernels.moe.topk_gate import DTYPES
 from tile_kernels.moe.topk_gating import topk_gating
 
 

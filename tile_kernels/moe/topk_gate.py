@@ -11,70 +11,10 @@ from torch import Tensor
 
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
-from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
-from tile_kernels.moe._macros import WARP, WARP_PASS_CONFIGS, Place, RowLayout, load_rows
-from tile_kernels.moe._selection import Ranking, select_topk
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_EXPERTS = 4096
-MAX_TOPK = 64
-
-
-# Config -------------------------------------------------------------------------------------
-
-
-def choose(num_experts: int, num_topk: int, dtype: torch.dtype, vector_bytes: int, packed: bool, size: int) -> dict:
-    """Few tokens spread over the SMs, one per block; from two waves of blocks on a warp ranks two rows at once."""
-    if size <= 1024:
-        return dict(num_warps=1, rows=1)
-    return dict(num_warps=1, rows=2) if size >= 8192 else dict(num_warps=4, rows=1)
-
-
-# Kernel -------------------------------------------------------------------------------------
-
-
-@kernel(choose=choose, space=dict(num_warps=(1, 2, 4, 8), rows=(1, 2)), pass_configs=WARP_PASS_CONFIGS)
-def topk_gate_kernel(
-    num_experts: int, num_topk: int, dtype: torch.dtype, vector_bytes: int, packed: bool, *, num_warps: int, rows: int
-):
-    """Choice of one or two tokens per warp."""
-    layout = RowLayout.of(num_experts, dtype.itemsize, vector_bytes)
-    ranking = Ranking(layout, num_topk)
-    rows = max(ranking.rows_by_cut(rows), 1)
-    num_tokens = T.dynamic('num_tokens')
-    row_stride = num_experts if packed else T.dynamic('row_stride')
-
-    @T.prim_func
-    def topk_gate(
-        scores: T.StridedTensor((num_tokens, num_experts), (row_stride, 1), T.dtype(dtype)),
-        topk_idx: T.Tensor((num_tokens, num_topk), 'int64'),
-    ):
-        with T.Kernel(T.ceildiv(num_tokens, num_warps * rows), threads=num_warps * WARP) as pid:
-            T.assume(row_stride % layout.vec == 0)
-            x_local = T.alloc_local((rows, layout.num_slots), 'float32')
-            expert_local = T.alloc_local((ranking.num_picks,), 'int32')
-            value_local = T.alloc_local((ranking.num_picks,), 'float32')
-            tokens_local = T.alloc_local((rows,), 'int32')
-            token = T.alloc_var('int32')
-            tx = T.get_thread_binding()
-            at = Place(num_warps, rows, tx, tokens_local, token)
-            first_token = (pid * num_warps + at.warp) * rows
-
-            if first_token < num_tokens:
-                for r in T.unroll(rows):
-                    tokens_local[r] = T.min(first_token + r, num_tokens - 1)
-                token = T.min(first_token + at.part, num_tokens - 1)
-                load_rows(scores, at, layout, x_local)
-                select_topk(ranking, scores, None, at, x_local, expert_local, value_local)
-                for p in T.unroll(ranking.num_picks):
-                    if p * WARP + at.sublane < num_topk and first_token + at.part < num_tokens:
-                        topk_idx[token, p * WARP + at.sublane] = T.cast(expert_local[p], 'int64')
-
-    return topk_gate
-
+from tile_kernels.moe._checks import DTYPES, MAX_EXPERTS, MAX_TOPK
+from tile_kernels.moe.topk_gate_kernels import topk_gate_kernel
 
 # Op -----------------------------------------------------------------------------------------
 

@@ -1,13 +1,12 @@
-"""Kernels of `reduce`: the weighted sum of rows and its gradients. See `reduce.py` for the mathematics."""
+"""Kernels of `reduce_rows` and `weighted_reduce_rows`: the sum of rows and its gradients."""
 
 import torch
 
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T, macro
-from tile_kernels.moe._rows import (
+from tile_kernels.core.lang import WARP, T, macro
+from tile_kernels.moe.expand_to_fused_kernels import (
     CONVERTED_ROW_PASS_CONFIGS,
     ROW_SPACE,
-    WARP,
     RowSplit,
     clear_places,
     find_padding,

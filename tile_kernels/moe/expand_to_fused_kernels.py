@@ -1,20 +1,14 @@
-"""Device code of the ops that move rows: a row is cut into vectors, `row_threads` neighbouring threads share them.
+"""Kernel of `expand_to_fused`, and the macros of all ops that move rows.
 
-A thread holds a few vectors in registers, `row_local[vectors, width]`, a stride of `row_threads` apart. What the
-threads cannot hold of a longer row is left to other blocks, as further parts of it.
+`row_threads` neighboring threads own a row, or a part of a longer one. Each thread holds a few vectors of it in
+registers, `row_local[vectors, width]`, with a stride of `row_threads` vectors. Other blocks own the other parts.
 """
 
-import math
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from tile_kernels.core import check
+from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import WARP, T, macro
-
-#: Type that moves an element of so many bytes as bits.
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from tile_kernels.moe._checks import BITS
 
 #: Code that walks rows keeps within them, so guards would only cost.
 ROW_PASS_CONFIGS = {'TL_DISABLE_SAFE_MEMORY_ACCESS': True}
@@ -23,19 +17,15 @@ ROW_PASS_CONFIGS = {'TL_DISABLE_SAFE_MEMORY_ACCESS': True}
 #: into words, an explicit one stays whole.
 CONVERTED_ROW_PASS_CONFIGS = {**ROW_PASS_CONFIGS, 'TL_ENABLE_LOWER_LDGSTG': True}
 
+# Config -------------------------------------------------------------------------------------
 
-def row_width(hidden: int, *tensors: Tensor) -> int:
-    """Elements of the widest access that is aligned in every row of the tensors and divides a row."""
-    return math.gcd(hidden, *(check.vector_bytes(x) // x.element_size() for x in tensors))
+#: What the configs of row-moving kernels may be.
+ROW_SPACE = dict(row_threads=(32, 64, 128, 256), vectors=(1, 2, 4, 8), num_threads=(64, 128, 256, 512))
 
 
 def row_threads_for(num_vectors: int, vectors: int = 8) -> int:
     """Threads that leave each up to `vectors` vectors of a row: a power of two, from a warp to 256."""
     return next((n for n in (32, 64, 128) if n * vectors >= num_vectors), 256)
-
-
-#: What the configs of row-moving kernels may be.
-ROW_SPACE = dict(row_threads=(32, 64, 128, 256), vectors=(1, 2, 4, 8), num_threads=(64, 128, 256, 512))
 
 
 def choose_rows(num_vectors: int, num_rows: int, num_threads: int = 128) -> dict:
@@ -70,23 +60,12 @@ class RowSplit:
         return self.rows * self.row_threads
 
 
-def bits_of(x: Tensor) -> Tensor:
-    """The same elements as integers of their size."""
-    if x.element_size() not in BITS:
-        check.fail('x', 'must have elements of 1, 2, 4 or 8 bytes', check.describe(x))
-    return x.view(BITS[x.element_size()])
+def choose(hidden: int, elem_size: int, width: int, num_topk: int, num_expanded: int) -> dict:
+    """Many rows: all of a row in flight before it is written. Few rows: many small blocks."""
+    return choose_rows(hidden // width, num_expanded)
 
 
-def check_places(token_topk_to_pos: Tensor, pos_to_expert: Tensor, num_tokens: int) -> tuple[int, int]:
-    """Check the two maps of an expansion; returns num_topk and num_expanded."""
-    _, num_topk = check.shape(
-        token_topk_to_pos, 'token_topk_to_pos', 'num_tokens num_topk', dtype=torch.int32, num_tokens=num_tokens
-    )
-    (num_expanded,) = check.shape(pos_to_expert, 'pos_to_expert', 'num_expanded', dtype=torch.int32)
-    check.at_least(num_topk, 1, 'num_topk')
-    check.contiguous(token_topk_to_pos, 'token_topk_to_pos')
-    check.contiguous(pos_to_expert, 'pos_to_expert')
-    return num_topk, num_expanded
+# Rows ---------------------------------------------------------------------------------------
 
 
 @macro
@@ -157,7 +136,7 @@ def store_to_places(row_local, y, place_local, num_topk, first, row_threads):
                             y[pos_local[k], (first + v * row_threads) * width + e] = row_local[v, e]
 
 
-# Padding --------------------------------------------------------------------------------------
+# Padding ------------------------------------------------------------------------------------
 
 #: Places that a group of threads looks after, at most.
 MAX_SHARE = 16
@@ -194,3 +173,42 @@ def clear_places(which, share, num_tokens, y, vectors, width, first, row_threads
         for i in T.serial(MAX_SHARE):
             if (which >> T.cast(i, T.uint32)) & T.uint32(1) != T.uint32(0):
                 store_row(zero_local, y, place_of(share, i, num_tokens, y.shape[0]), first, row_threads)
+
+
+# Kernel -------------------------------------------------------------------------------------
+
+
+@kernel(choose=choose, space=ROW_SPACE, pass_configs=ROW_PASS_CONFIGS)
+def expand_to_fused_kernel(
+    hidden: int, elem_size: int, width: int, num_topk: int, *, row_threads: int, vectors: int, num_threads: int
+):
+    """Rows of `hidden` elements of `elem_size` bytes, `width` of them in an access."""
+    dtype = T.dtype(BITS[elem_size])
+    split = RowSplit.of(hidden // width, row_threads, vectors, num_threads)
+    num_tokens, num_expanded, x_pitch = (T.dynamic(name) for name in ('num_tokens', 'num_expanded', 'x_pitch'))
+
+    @T.prim_func
+    def expand_to_fused(
+        x: T.StridedTensor((num_tokens, hidden), (x_pitch, 1), dtype),
+        token_topk_to_pos: T.Tensor((num_tokens, num_topk), T.int32),
+        pos_to_expert: T.Tensor((num_expanded,), T.int32),
+        y: T.Tensor((num_expanded, hidden), dtype),
+    ):
+        blocks = T.ceildiv(num_shares(num_tokens, num_expanded), split.rows)
+        with T.Kernel(blocks * split.parts, threads=split.num_threads) as pid:
+            T.assume(x_pitch % width == 0)
+            row_local = T.alloc_local((split.vectors, width), dtype)
+            place_local = T.alloc_local((T.ceildiv(num_topk, WARP),), T.int32)
+            tx = T.get_thread_binding()
+            first = pid % split.parts * (split.vectors * row_threads) + tx % row_threads
+            token = pid // split.parts * split.rows + tx // row_threads
+
+            if token < num_tokens:
+                load_row(x, token, first, row_threads, row_local)
+                load_places(token_topk_to_pos, token, place_local)
+            padding = find_padding(pos_to_expert, token, num_tokens)
+            clear_places(padding, token, num_tokens, y, split.vectors, width, first, row_threads)
+            if token < num_tokens:
+                store_to_places(row_local, y, place_local, num_topk, first, row_threads)
+
+    return expand_to_fused

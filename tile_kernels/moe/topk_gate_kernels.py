@@ -1,110 +1,78 @@
-"""Top-k of a row, or of two, by one warp: the part that all gates share.
+"""Kernel of `topk_gate`, and the top-k of one or two rows by one warp that all gates use.
 
-Two ways lead to the k best scores of a row:
+Two methods find the k best scores of a row:
 
-    by cut      The k-th largest lane maximum is a cut that at least k scores reach, and few more do. Those few are
-                gathered, one per lane, and each counts how many of the others come before it: that is its rank. So few
-                lanes are busy with it that one half of a warp ranks one row while the other half ranks another.
-                Only the few are scored: the cut goes through logits where scores rise with them, and through estimates
-                of the scores, lowered by what these can be off, where a bias is added.
-    by rounds   k times the warp finds the best score that is left. Slower, and right for every row: it takes over where
-                a cut does not separate (ties, too few finite scores) and for large k.
+    by cut      The k-th largest lane maximum is the cut: at least k scores reach it, and few more do. These candidates
+                are gathered, one per lane. The rank of a candidate is the number of candidates before it. Half a warp
+                is enough, so the other half ranks another row.
+                Only candidates are scored. The cut goes through logits where scores rise with logits. With a bias
+                it goes through estimates of the scores and is lowered by their error.
+    by rounds   k times, the warp finds the best score that is left. It is slower and handles every row. It is used
+                where a cut does not separate (ties, too few finite scores) and for large k.
 
-Scores are compared as the keys of `_keys`.
+Scores are compared as integer keys, see `_macros`.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from tile_kernels.core.lang import T, macro
-from tile_kernels.moe._groups import keep_best_estimates, keep_best_groups
-from tile_kernels.moe._keys import LOWEST, NAN_KEY, from_order_key, order_key, rank_key
-from tile_kernels.moe._macros import WARP, Place, RowLayout, estimate, estimate_error, score
-from tile_kernels.moe.scoring import ScoringFunc
+import torch
 
-#: How far cuts through logits are lowered, and where that lowers scores by several units in the last place.
-LOWERED = 2.0**-8
-STEEP = {ScoringFunc.SIGMOID: (-80.0, 8.0), ScoringFunc.SQRTSOFTPLUS: (-80.0, 1024.0)}
+from tile_kernels.core.jit import kernel
+from tile_kernels.core.lang import WARP, T, macro
+from tile_kernels.moe._macros import (
+    LOWEST,
+    WARP_PASS_CONFIGS,
+    Place,
+    RowLayout,
+    from_order_key,
+    load_rows,
+    order_key,
+    rank_key,
+)
+
 #: Logits per lane up to which two rows fit into the registers of a warp.
 MAX_SLOTS_OF_TWO = 32
 
+# Config -------------------------------------------------------------------------------------
 
-@dataclass(frozen=True)
-class Bias:
-    """What is added to the scores of a token before they rank; tokens of images may have a bias of their own."""
 
-    plain: Any = None
-    image: Any = None
-    image_rows: Any = None  # for every row whether its token is of an image
-    image_part: Any = None  # the same for the token of the part
+def choose(num_experts: int, num_topk: int, dtype: torch.dtype, vector_bytes: int, packed: bool, size: int) -> dict:
+    """Few tokens spread over the SMs, one per block; from two waves of blocks on a warp ranks two rows at once."""
+    if size <= 1024:
+        return dict(num_warps=1, rows=1)
+    return dict(num_warps=1, rows=2) if size >= 8192 else dict(num_warps=4, rows=1)
 
-    def of_row(self, expert: Any, row: Any) -> Any:
-        """Bias of an expert for the token of a row."""
-        return self._of(expert, self.image_rows[row] != 0 if self.image is not None else None)
 
-    def of_part(self, expert: Any) -> Any:
-        """Bias of an expert for the token of the part."""
-        return self._of(expert, self.image_part != 0 if self.image is not None else None)
-
-    def _of(self, expert: Any, is_image: Any) -> Any:
-        plain = T.float32(0) if self.plain is None else self.plain[expert]
-        return plain if is_image is None else T.if_then_else(is_image, self.image[expert], plain)
+# Ranking ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """Which experts of a row are chosen: the `num_topk` of largest score (+ bias), in the best groups only."""
+    """Which experts of a row are chosen: the `num_topk` of largest logit. `topk_gating_kernels` ranks by score."""
 
     layout: RowLayout
     num_topk: int
-    scoring: ScoringFunc = ScoringFunc.IDENTITY
-    biased: bool = False
-    num_groups: int = 1
-    num_topk_groups: int = 1
+
+    #: Whether the logit itself ranks, whether both zeros occur, and what only scores have.
+    by_logit = has_zeros = True
+    has_bias = grouped = lowered = estimated = deferred = False
 
     @property
     def num_picks(self) -> int:
-        """Choices per lane."""
+        """Chosen experts per lane."""
         return -(-self.num_topk // WARP)
 
-    @property
-    def grouped(self) -> bool:
-        """Whether some groups are left out."""
-        return self.num_topk_groups < self.num_groups
-
-    @property
-    def by_logit(self) -> bool:
-        """Whether the logit itself is what ranks."""
-        return self.scoring in (ScoringFunc.SOFTMAX, ScoringFunc.IDENTITY) and not self.biased
-
-    @property
-    def deferred(self) -> bool:
-        """Whether only candidates are scored: scores rise with logits, so the logits can be cut instead."""
-        return not (self.by_logit or self.biased or self.grouped)
-
-    @property
-    def estimated(self) -> bool:
-        """Whether estimates of the scores are cut and only candidates are scored: exact scores cost several times."""
-        return (self.biased or self.grouped) and self.scoring in (ScoringFunc.SIGMOID, ScoringFunc.SQRTSOFTPLUS)
-
-    @property
-    def error(self) -> float:
-        """What can be off in what is cut; sums of groups need sharper estimates than a cut."""
-        return estimate_error(self.scoring, self.grouped) if self.estimated else 0.0
-
-    @property
-    def margin(self) -> float:
-        """How far a cut is lowered: an estimate is off by `error`, and so is the one the cut was taken from."""
-        return 2 * self.error if self.estimated else LOWERED
-
     def rows_by_cut(self, rows: int) -> int:
-        """How many of `rows` rows a warp takes at once; 0 where a cut would mostly leave too many candidates."""
+        """How many of `rows` rows a warp ranks at once; 0 if most cuts would leave too many candidates."""
         if self.num_topk > WARP // 2:
             return 0
         fits = self.num_topk + 4 <= WARP // rows and self.layout.num_slots <= MAX_SLOTS_OF_TWO
         return rows if fits and not self.grouped else 1
+
+    def score(self, logit: Any) -> Any:
+        """Score of a logit."""
+        return logit
 
 
 # By cut -------------------------------------------------------------------------------------
@@ -127,27 +95,6 @@ def find_cuts(x, at: Place, num_slots: int, rounds: int, cut):
                 key[r] = LOWEST
     for r in T.unroll(at.rows):
         cut[r] = T.Select(cut[r] == 0, -1, cut[r])  # -0 - (+0) has the sign of what is below
-
-
-@macro
-def lower_cuts(cut, rows: int, margin: float):
-    """Lower cuts by `margin`, so that everything that may be as good as what reaches them exactly does, too.
-
-    The rounding of the sum of an estimate with its bias comes on top.
-    """
-    for r in T.unroll(rows):
-        level = from_order_key(cut[r])
-        cut[r] = order_key(level - (T.float32(margin) + T.abs(level) * T.float32(2**-20)))
-
-
-@macro
-def level_of_part(at: Place, cuts):
-    """Where the row of the part was cut."""
-    level = T.alloc_var('float32')
-    for r in T.unroll(at.rows):
-        if at.part == r:
-            level = from_order_key(cuts[r])
-    return level
 
 
 @macro
@@ -220,7 +167,7 @@ def count_better(key, expert, count, at: Place, tickets):
 
 
 @macro
-def select_by_cut(ranking: Ranking, logits, bias: Bias, at: Place, x, expert, value):
+def select_by_cut(ranking: Ranking, logits, bias: Any, at: Place, x, expert, value):
     """Choose by cuts through the rows of `x`; returns a mask of the lanes whose row no cut could separate."""
     num_topk, first = ranking.num_topk, at.part * at.width
     found = T.alloc_shared((at.num_warps, at.rows, 3 * WARP), 'int32')
@@ -235,8 +182,8 @@ def select_by_cut(ranking: Ranking, logits, bias: Bias, at: Place, x, expert, va
     ranked = T.alloc_var('float32')
     settled = T.alloc_var('bool')
     find_cuts(x, at, ranking.layout.num_slots, num_topk, cuts)
-    if ranking.estimated or ranking.deferred:
-        lower_cuts(cuts, at.rows, ranking.margin)
+    if ranking.lowered:
+        ranking.lower_cuts(at, cuts)
     gather(x, cuts, at, ranking.layout, found, counts)
     T.sync_warp()
     count = 0  # of all rows, a byte each: picked by a shift, since indexed by the part they would leave the registers
@@ -249,11 +196,11 @@ def select_by_cut(ranking: Ranking, logits, bias: Bias, at: Place, x, expert, va
     if count > 0:
         source = found[at.warp, at.part, source]
     expert[0] = ranking.layout.expert(source >> 5, source & (WARP - 1))
-    value[0] = score(T.cast(logits[at.token, expert[0]], 'float32'), ranking.scoring)
+    value[0] = ranking.score(T.cast(logits[at.token, expert[0]], 'float32'))
     ranked = value[0]
-    if ranking.biased:
+    if ranking.has_bias:
         ranked = ranked + bias.of_part(expert[0])
-    if ranking.scoring in (ScoringFunc.SOFTMAX, ScoringFunc.IDENTITY):
+    if ranking.has_zeros:
         ranked = T.Select(ranked == T.float32(0), T.float32(0), ranked)  # -0 is no smaller
     likely = min(num_topk + 3, at.width)
     mine = T.Select(at.sublane < count, ranked, -T.infinity('float32'))
@@ -274,9 +221,9 @@ def select_by_cut(ranking: Ranking, logits, bias: Bias, at: Place, x, expert, va
         expert[0] = found[at.warp, at.part, source]
         value[0] = values[at.warp, first + source]
         if ranking.deferred:
-            # The last score chosen must lie above all that were not listed: where scores are flat they may be equal.
-            level = level_of_part(at, cuts)
-            low, high = STEEP[ranking.scoring]
+            # Scores of different logits may be equal; then only a gap behind the last expert chosen settles the row.
+            level = ranking.level_of_part(at, cuts)
+            low, high = ranking.steep
             settled = (level > T.float32(low) and level < T.float32(high)) or (
                 values[at.warp, first + num_topk - 1] > values[at.warp, first + count - 1]
             )
@@ -287,7 +234,7 @@ def select_by_cut(ranking: Ranking, logits, bias: Bias, at: Place, x, expert, va
 
 
 @macro
-def key_row(ranking: Ranking, logits, bias: Bias, at: Place, row: int, x, keys):
+def key_row(ranking: Ranking, logits, bias: Any, at: Place, row: int, x, keys):
     """What ranks the experts of a row, as keys; `x` still holds the logits where they are all that ranks."""
     layout = ranking.layout
     ranked = T.alloc_var('float32')
@@ -298,16 +245,16 @@ def key_row(ranking: Ranking, logits, bias: Bias, at: Place, row: int, x, keys):
             if ranking.by_logit and not ranking.grouped:
                 ranked = x[row, s]
             else:
-                ranked = score(T.cast(logits[at.tokens[row], expert], 'float32'), ranking.scoring)
-            if ranking.biased:
+                ranked = ranking.score(T.cast(logits[at.tokens[row], expert], 'float32'))
+            if ranking.has_bias:
                 ranked = ranked + bias.of_row(expert, row)
             keys[s] = rank_key(ranked)
     if ranking.grouped:
-        keep_best_groups(layout, ranking.num_groups, ranking.num_topk_groups, at, keys)
+        ranking.keep_best_groups(at, keys)
 
 
 @macro
-def select_by_rounds(ranking: Ranking, logits, bias: Bias, at: Place, row: int, x, expert, value):
+def select_by_rounds(ranking: Ranking, logits, bias: Any, at: Place, row: int, x, expert, value):
     """Take the best score that is left, of the smallest expert among equals, `num_topk` times; any row."""
     layout, lane = ranking.layout, at.lane
     keys = T.alloc_local((layout.num_slots,), 'int32')
@@ -329,57 +276,14 @@ def select_by_rounds(ranking: Ranking, logits, bias: Bias, at: Place, row: int, 
                     keys[s] = LOWEST
             if lane == row * at.width + k:
                 expert[pick] = won
-                value[pick] = score(T.cast(logits[at.token, won], 'float32'), ranking.scoring)
+                value[pick] = ranking.score(T.cast(logits[at.token, won], 'float32'))
 
 
 # Both ---------------------------------------------------------------------------------------
 
 
 @macro
-def rank_rows(ranking: Ranking, bias: Bias, at: Place, x):
-    """Turn the logits of all rows into what their cuts go through; returns whether it is certain which groups drop out.
-
-    A warp that takes groups into account has one row.
-    """
-    layout, num_slots = ranking.layout, ranking.layout.num_slots
-    width = layout.float_vec
-    keys = T.alloc_local((num_slots,), 'int32')
-    bias_local = T.alloc_local((num_slots,), 'float32')
-    certain = T.alloc_var('bool')
-    certain = True
-    if ranking.biased and bias.image is None:
-        for i in T.unroll(num_slots // width):
-            if layout.expert(i * width, at.lane) < layout.num_experts:
-                for j in T.vectorized(width):
-                    bias_local[i * width + j] = bias.plain[layout.expert(i * width, at.lane) + j]
-    for s in T.unroll(num_slots):
-        if layout.expert(s, at.lane) < layout.num_experts:
-            for r in T.unroll(at.rows):
-                if ranking.estimated:
-                    x[r, s] = estimate(x[r, s], ranking.scoring, ranking.grouped)
-                else:
-                    x[r, s] = score(x[r, s], ranking.scoring)
-                if ranking.biased:
-                    if bias.image is None:
-                        x[r, s] = x[r, s] + bias_local[s]
-                    else:
-                        x[r, s] = x[r, s] + bias.of_row(layout.expert(s, at.lane), r)
-    if ranking.estimated and ranking.grouped:
-        certain = keep_best_estimates(layout, ranking.num_groups, ranking.num_topk_groups, ranking.error, at, x)
-    elif ranking.grouped:
-        for s in T.unroll(num_slots):
-            keys[s] = LOWEST
-            if layout.expert(s, at.lane) < layout.num_experts:
-                keys[s] = rank_key(x[0, s])
-        keep_best_groups(layout, ranking.num_groups, ranking.num_topk_groups, at, keys)
-        for s in T.unroll(num_slots):
-            if keys[s] < NAN_KEY:  # dropped; LOWEST itself is a literal the simplifier cannot compare with
-                x[0, s] = -T.infinity('float32')
-    return certain
-
-
-@macro
-def select_topk(ranking: Ranking, logits, bias: Bias, at: Place, x, expert, value):
+def select_topk(ranking: Ranking, logits, bias: Any, at: Place, x, expert, value):
     """Choose the experts of the tokens of a warp, whose logits are in `x`: choice k is pick k // 32 of sublane k % 32.
 
     `expert` gets the choices and `value` their scores without bias (for softmax their logits); where k is `num_topk` or
@@ -391,10 +295,53 @@ def select_topk(ranking: Ranking, logits, bias: Bias, at: Place, x, expert, valu
         certain = T.alloc_var('bool')
         certain = True
         if not ((ranking.by_logit and not ranking.grouped) or ranking.deferred):
-            certain = rank_rows(ranking, bias, at, x)
+            certain = ranking.rank_rows(bias, at, x)
         unsettled = select_by_cut(ranking, logits, bias, at, x, expert, value)
         if not certain:
             unsettled = T.uint32(0xFFFFFFFF)
     for r in range(at.rows):
         if (unsettled >> T.uint32(r * at.width)) & T.uint32(1) != T.uint32(0):
             select_by_rounds(ranking, logits, bias, at, r, x, expert, value)
+
+
+# Kernel -------------------------------------------------------------------------------------
+
+
+@kernel(choose=choose, space=dict(num_warps=(1, 2, 4, 8), rows=(1, 2)), pass_configs=WARP_PASS_CONFIGS)
+def topk_gate_kernel(
+    num_experts: int, num_topk: int, dtype: torch.dtype, vector_bytes: int, packed: bool, *, num_warps: int, rows: int
+):
+    """Choice of one or two tokens per warp."""
+    layout = RowLayout.of(num_experts, dtype.itemsize, vector_bytes)
+    ranking = Ranking(layout, num_topk)
+    rows = max(ranking.rows_by_cut(rows), 1)
+    num_tokens = T.dynamic('num_tokens')
+    row_stride = num_experts if packed else T.dynamic('row_stride')
+
+    @T.prim_func
+    def topk_gate(
+        scores: T.StridedTensor((num_tokens, num_experts), (row_stride, 1), T.dtype(dtype)),
+        topk_idx: T.Tensor((num_tokens, num_topk), 'int64'),
+    ):
+        with T.Kernel(T.ceildiv(num_tokens, num_warps * rows), threads=num_warps * WARP) as pid:
+            T.assume(row_stride % layout.vec == 0)
+            x_local = T.alloc_local((rows, layout.num_slots), 'float32')
+            expert_local = T.alloc_local((ranking.num_picks,), 'int32')
+            value_local = T.alloc_local((ranking.num_picks,), 'float32')
+            tokens_local = T.alloc_local((rows,), 'int32')
+            token = T.alloc_var('int32')
+            tx = T.get_thread_binding()
+            at = Place(num_warps, rows, tx, tokens_local, token)
+            first_token = (pid * num_warps + at.warp) * rows
+
+            if first_token < num_tokens:
+                for r in T.unroll(rows):
+                    tokens_local[r] = T.min(first_token + r, num_tokens - 1)
+                token = T.min(first_token + at.part, num_tokens - 1)
+                load_rows(scores, at, layout, x_local)
+                select_topk(ranking, scores, None, at, x_local, expert_local, value_local)
+                for p in T.unroll(ranking.num_picks):
+                    if p * WARP + at.sublane < num_topk and first_token + at.part < num_tokens:
+                        topk_idx[token, p * WARP + at.sublane] = T.cast(expert_local[p], 'int64')
+
+    return topk_gate

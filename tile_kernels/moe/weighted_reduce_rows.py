@@ -1,0 +1,94 @@
+"""Weighted reduce: sum the rows of a token's positions, each times its weight; see `reduce_rows`."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tile_kernels.core.op import op
+from tile_kernels.moe.reduce_rows import (
+    BENCH,
+    FULL,
+    GRADIENT,
+    SMOKE,
+    SMOKE_FACTORS,
+    SMOKE_FP8,
+    launch_reduce,
+    launch_reduce_bwd,
+    make,
+    make_bwd,
+)
+
+# Ops ----------------------------------------------------------------------------------------
+
+
+@op(outputs='dx dtopk_weights')
+def weighted_reduce_rows_bwd(
+    dy: Tensor,
+    x: Tensor,
+    topk_weights: Tensor,
+    token_topk_to_pos: Tensor,
+    x_sf: Tensor | None = None,
+    sf: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `weighted_reduce_rows`.
+
+    Args:
+        dy: (num_tokens, hidden), dtype of x.
+        x: (num_expanded, hidden).
+        topk_weights: (num_tokens, num_topk) float32.
+        token_topk_to_pos: (num_tokens, num_topk) int32.
+        x_sf: (num_expanded,) float32 or None.
+        sf: (1,) float32 or None.
+
+    Returns:
+        Gradients of x (0 in rows no token has) and of topk_weights (0 in slots without a place), both deterministic.
+    """
+    dtopk_weights = torch.empty_like(topk_weights)
+    dx = launch_reduce_bwd(dy, x, token_topk_to_pos, topk_weights, x_sf, sf, dtopk_weights)
+    return dx, dtopk_weights
+
+
+@op(outputs='y', backward=weighted_reduce_rows_bwd, out=True)
+def weighted_reduce_rows(
+    x: Tensor,
+    topk_weights: Tensor,
+    token_topk_to_pos: Tensor,
+    x_sf: Tensor | None = None,
+    sf: Tensor | None = None,
+    fp8_format: str = '',
+) -> Tensor:
+    """Sum the rows of each token's places, each times its weight; see `reduce_rows`.
+
+    Args:
+        x: (num_expanded, hidden) bfloat16, float16 or float32, contiguous.
+        topk_weights: (num_tokens, num_topk) float32; those of slots without a place are not looked at.
+        token_topk_to_pos: (num_tokens, num_topk) int32, negative where a slot has no place.
+        x_sf: (num_expanded,) float32 factors of the rows of x, or None.
+        sf: (1,) float32 factor of the result, or None.
+        fp8_format: '' keeps the dtype of x, 'e4m3' rounds to fp8 (saturating).
+
+    Returns:
+        (num_tokens, hidden); 0 in rows of tokens without a place.
+    """
+    return launch_reduce(x, token_topk_to_pos, topk_weights, x_sf, sf, fp8_format)
+
+
+# Cases --------------------------------------------------------------------------------------
+
+
+def _weighted(make_case: Callable[..., dict]) -> Callable[..., dict]:
+    """The inputs of `reduce_rows` with random weights."""
+    return lambda **case: dict(**make_case(**case), topk_weights=torch.rand(case['num_tokens'], case['num_topk']))
+
+
+FP8 = dict(fp8_format='e4m3', factors='x_sf sf')
+
+weighted_reduce_rows.cases(
+    make=_weighted(make),
+    match='bitwise',
+    smoke=SMOKE + SMOKE_FACTORS + SMOKE_FP8,
+    full=FULL + [case | FP8 for case in FULL],
+    bench=BENCH + [BENCH[0] | FP8],
+)
+weighted_reduce_rows_bwd.cases(make=_weighted(make_bwd), match=GRADIENT, smoke=SMOKE + SMOKE_FACTORS, bench=BENCH[:2])
