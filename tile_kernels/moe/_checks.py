@@ -1,4 +1,4 @@
-"""Checks of arguments that several ops share, and what they are handed to kernels as."""
+"""Host checks and argument translation that several ops share."""
 
 import math
 
@@ -20,7 +20,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def check_groups(
     num_experts: int, top_k: int, num_groups: int | None, num_topk_groups: int | None, name: str = 'top_k'
 ) -> tuple[int, int]:
-    """Groups as the kernels take them: one group of all experts where none are asked for."""
+    """Check the groups. Without groups, all experts form one group."""
     if num_groups is None and num_topk_groups is None:
         return 1, 1
     if num_groups is None or num_topk_groups is None:
@@ -65,7 +65,7 @@ def check_places(token_topk_to_pos: Tensor, pos_to_expert: Tensor, num_tokens: i
 
 
 def row_width(hidden: int, *tensors: Tensor) -> int:
-    """Elements of the widest access that is aligned in every row of the tensors and divides a row."""
+    """Elements of the widest access that divides a row and is aligned in every row of the tensors."""
     return math.gcd(hidden, *(check.vector_bytes(x) // x.element_size() for x in tensors))
 
 

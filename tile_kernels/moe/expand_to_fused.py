@@ -28,7 +28,7 @@ from tile_kernels.moe.reduce_rows_kernels import reduce_rows_kernel
 
 @op(outputs='dx')
 def expand_to_fused_bwd(dy: Tensor, token_topk_to_pos: Tensor) -> Tensor:
-    """Gradient of `expand_to_fused`: the sum over a token's places.
+    """Gradient of `expand_to_fused`: the sum over a token's positions.
 
     Args:
         dy: (num_expanded, hidden) bfloat16, float16 or float32.
@@ -50,12 +50,12 @@ def expand_to_fused_bwd(dy: Tensor, token_topk_to_pos: Tensor) -> Tensor:
 
 @op(outputs='y', backward=expand_to_fused_bwd)
 def expand_to_fused(x: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor) -> Tensor:
-    """Copy the row of every token to each of its places in expert order.
+    """Copy the row of every token to each of its positions in expert order.
 
     Args:
-        x: (num_tokens, hidden) of any dtype of 1, 2, 4 or 8 bytes; rows may lie apart.
-        token_topk_to_pos: (num_tokens, num_topk) int32, negative where a slot has no place.
-        pos_to_expert: (num_expanded,) int32; its sign says whether a place is taken (`pos_to_token` serves as well).
+        x: (num_tokens, hidden) of any dtype of 1, 2, 4 or 8 bytes; rows may be strided.
+        token_topk_to_pos: (num_tokens, num_topk) int32, negative where a slot has no position.
+        pos_to_expert: (num_expanded,) int32; negative means padding (`pos_to_token` works as well).
 
     Returns:
         (num_expanded, hidden) of x's dtype, bits unchanged; 0 where pos_to_expert is negative, also without any token.
@@ -75,7 +75,7 @@ def expand_to_fused(x: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor)
 
 
 def _make(num_tokens: int, num_topk: int, hidden: int, dtype: torch.dtype, padding: int = 3, pitch: int = 0) -> dict:
-    """Rows of random bits, `pitch` elements longer than the part that is expanded."""
+    """Random rows with `pitch` more elements than are expanded."""
     bits = BITS[dtype.itemsize]
     token_topk_to_pos, pos_to_expert = random_places(num_tokens, num_topk, padding=padding)
     if dtype.is_floating_point and dtype.itemsize > 1:
@@ -98,7 +98,7 @@ expand_to_fused.cases(
     + grid(num_tokens=[5], num_topk=[1, 9], hidden=[67, 576], dtype=[torch.float32])  # single elements, tail of a row
     + grid(num_tokens=[5], num_topk=[2], hidden=[9000], dtype=[torch.float32])  # several parts
     + grid(num_tokens=[6], num_topk=[2], hidden=[64], dtype=[torch.bfloat16], padding=[40])  # more padding than rows
-    + grid(num_tokens=[6], num_topk=[2], hidden=[64], dtype=[torch.bfloat16], pitch=[1, 8]),  # misaligned, apart
+    + grid(num_tokens=[6], num_topk=[2], hidden=[64], dtype=[torch.bfloat16], pitch=[1, 8]),  # misaligned, strided
     full=grid(
         num_tokens=[4001],
         num_topk=[2, 6, 8, 9],

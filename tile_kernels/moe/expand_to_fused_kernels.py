@@ -10,26 +10,26 @@ from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import WARP, T, macro
 from tile_kernels.moe._checks import BITS
 
-#: Code that walks rows keeps within them, so guards would only cost.
+#: Kernels that walk rows stay within them, so guards are not needed.
 ROW_PASS_CONFIGS = {'TL_DISABLE_SAFE_MEMORY_ACCESS': True}
 
-#: The same where elements are converted before they are written: nvcc splits a plain 16-byte store of converted values
-#: into words, an explicit one stays whole.
+#: The same for kernels that convert elements before they write them. An explicit 16-byte store stays whole there; nvcc
+#: would split a plain one into words.
 CONVERTED_ROW_PASS_CONFIGS = {**ROW_PASS_CONFIGS, 'TL_ENABLE_LOWER_LDGSTG': True}
 
 # Config -------------------------------------------------------------------------------------
 
-#: What the configs of row-moving kernels may be.
+#: Config space of the kernels that move rows.
 ROW_SPACE = dict(row_threads=(32, 64, 128, 256), vectors=(1, 2, 4, 8), num_threads=(64, 128, 256, 512))
 
 
 def row_threads_for(num_vectors: int, vectors: int = 8) -> int:
-    """Threads that leave each up to `vectors` vectors of a row: a power of two, from a warp to 256."""
+    """Threads of a row with up to `vectors` vectors each: a power of two, from 32 to 256."""
     return next((n for n in (32, 64, 128) if n * vectors >= num_vectors), 256)
 
 
 def choose_rows(num_vectors: int, num_rows: int, num_threads: int = 128) -> dict:
-    """Many rows: all of a row in flight at once. Few: a vector for each thread, so that there are many small blocks."""
+    """Many rows: all of a row in flight at once. Few rows: one vector per thread and many small blocks."""
     if num_rows > 2048:
         return dict(row_threads=row_threads_for(num_vectors), vectors=8, num_threads=num_threads)
     return dict(row_threads=min(row_threads_for(num_vectors, 2), 128), vectors=1, num_threads=128)
@@ -37,9 +37,9 @@ def choose_rows(num_vectors: int, num_rows: int, num_threads: int = 128) -> dict
 
 @dataclass(frozen=True)
 class RowSplit:
-    """How a row of `num_vectors` vectors is shared: `parts` blocks, `row_threads` threads of each, `vectors` a thread.
+    """How a row is split: over `parts` blocks, `row_threads` threads in each, and `vectors` vectors per thread.
 
-    A block has `rows` groups of `row_threads` threads, each with a row of its own.
+    A block has `rows` groups of `row_threads` threads, one row each.
     """
 
     parts: int
@@ -49,7 +49,7 @@ class RowSplit:
 
     @classmethod
     def of(cls, num_vectors: int, row_threads: int, max_vectors: int, num_threads: int) -> 'RowSplit':
-        """Up to `max_vectors` for each thread, the same number in every part."""
+        """Up to `max_vectors` per thread, the same number in every part."""
         parts = -(-num_vectors // (row_threads * max_vectors))
         vectors = -(-num_vectors // (row_threads * parts))
         return cls(parts, vectors, row_threads, max(1, num_threads // row_threads))
@@ -61,7 +61,7 @@ class RowSplit:
 
 
 def choose(hidden: int, elem_size: int, width: int, num_topk: int, num_expanded: int) -> dict:
-    """Many rows: all of a row in flight before it is written. Few rows: many small blocks."""
+    """Many rows: read all of a row before writing it. Few rows: many small blocks."""
     return choose_rows(hidden // width, num_expanded)
 
 
@@ -90,7 +90,7 @@ def store_row(row_local, y, row, first, row_threads):
 
 @macro
 def load_places(token_topk_to_pos, token, place_local):
-    """Lane i of every warp reads the places of the slots i, i + 32, ... of a token, -1 where there is no slot."""
+    """Lane i of every warp reads the positions of the slots i, i + 32, ... of a token, -1 where there is no slot."""
     num_topk = token_topk_to_pos.shape[1]
     for c in T.unroll(T.ceildiv(num_topk, WARP)):
         slot = c * WARP + T.get_thread_binding() % WARP
@@ -99,18 +99,18 @@ def load_places(token_topk_to_pos, token, place_local):
             place_local[c] = token_topk_to_pos[token, slot]
 
 
-#: Places that a row is written to side by side.
+#: Positions that are written side by side.
 SIDE_BY_SIDE = 8
 
 
 def slots_at_once(num_topk: int) -> tuple[tuple[int, int], ...]:
-    """First slot and number of slots of every round of places that are written side by side."""
+    """First slot and number of slots of every round of positions that are written side by side."""
     return tuple((slot, min(SIDE_BY_SIDE, num_topk - slot)) for slot in range(0, num_topk, SIDE_BY_SIDE))
 
 
 @macro
 def take_places(place_local, slot, count, num_expanded, pos_local):
-    """Places of `count` slots from `slot` on, told by the lanes that read them; -1 if there is no such place."""
+    """Positions of `count` slots from `slot` on, shuffled from the lanes that read them; -1 if out of range."""
     for k in T.unroll(count):
         pos_local[k] = T.shfl_sync(place_local[(slot + k) // WARP], (slot + k) % WARP)
         if pos_local[k] >= num_expanded:
@@ -119,10 +119,9 @@ def take_places(place_local, slot, count, num_expanded, pos_local):
 
 @macro
 def store_to_places(row_local, y, place_local, num_topk, first, row_threads):
-    """Write the vectors first, first + row_threads, ... of a row to each of its places.
+    """Write the vectors first, first + row_threads, ... of a row to each of its positions.
 
-    Each vector goes to all places before the next one follows: the rows grow side by side, which the memory takes
-    faster than one row after another.
+    Each vector goes to all positions before the next one. This is faster than writing one row after another.
     """
     vectors, width = row_local.shape
     pos_local = T.alloc_local((SIDE_BY_SIDE,), T.int32)
@@ -138,23 +137,23 @@ def store_to_places(row_local, y, place_local, num_topk, first, row_threads):
 
 # Padding ------------------------------------------------------------------------------------
 
-#: Places that a group of threads looks after, at most.
+#: Most positions that a group of threads checks for padding.
 MAX_SHARE = 16
 
 
 def num_shares(num_tokens, num_expanded):
-    """Groups of threads that are needed: one for each token, and enough to look after all places."""
+    """Number of thread groups: one for each token, and enough to check all positions."""
     return T.max(num_tokens, T.ceildiv(num_expanded, MAX_SHARE))
 
 
 def place_of(share, i, num_tokens, num_expanded):
-    """Place i of a share, as far apart as possible: so a long stretch of padding is everybody's work."""
+    """Position i of thread group `share`. Positions of a group lie far apart, so all groups clear long padding."""
     return share + T.cast(num_shares(num_tokens, num_expanded), T.int64) * i
 
 
 @macro
 def find_padding(pos_to_expert, share, num_tokens):
-    """A word per warp, bit i of which says: place i of this share exists and belongs to no expert."""
+    """A word per warp. Bit i says that position i of this thread group exists and has no expert."""
     num_expanded = pos_to_expert.shape[0]
     lane = T.get_thread_binding() % WARP
     expert = T.alloc_var(T.int32, init=0)
@@ -166,7 +165,7 @@ def find_padding(pos_to_expert, share, num_tokens):
 
 @macro
 def clear_places(which, share, num_tokens, y, vectors, width, first, row_threads):
-    """Write zeros to the vectors first, first + row_threads, ... of those places of a share whose bit is set."""
+    """Write zeros to the vectors first, first + row_threads, ... of the positions whose bit is set."""
     zero_local = T.alloc_local((vectors, width), y.dtype)
     T.clear(zero_local)
     if which != T.uint32(0):
@@ -182,7 +181,7 @@ def clear_places(which, share, num_tokens, y, vectors, width, first, row_threads
 def expand_to_fused_kernel(
     hidden: int, elem_size: int, width: int, num_topk: int, *, row_threads: int, vectors: int, num_threads: int
 ):
-    """Rows of `hidden` elements of `elem_size` bytes, `width` of them in an access."""
+    """Rows of `hidden` elements of `elem_size` bytes, `width` elements per access."""
     dtype = T.dtype(BITS[elem_size])
     split = RowSplit.of(hidden // width, row_threads, vectors, num_threads)
     num_tokens, num_expanded, x_pitch = (T.dynamic(name) for name in ('num_tokens', 'num_expanded', 'x_pitch'))

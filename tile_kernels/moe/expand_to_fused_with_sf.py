@@ -27,13 +27,13 @@ from tile_kernels.moe.expand_to_fused_with_sf_kernels import empty_sf, expand_wi
 def _expand_to_fused_with_sf(
     x: Tensor, x_sf: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor, col: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Copy codes and scale factors of every token to each of its places in expert order.
+    """Copy codes and scale factors of every token to each of its positions in expert order.
 
     Args:
-        x: (num_tokens, stored) codes of any format in their container; rows may lie apart.
-        x_sf: (num_tokens, num_groups) scale factors, row-major, packed or not; rows may lie apart.
-        token_topk_to_pos: (num_tokens, num_topk) int32, negative where a slot has no place.
-        pos_to_expert: (num_expanded,) int32; its sign says whether a place is taken.
+        x: (num_tokens, stored) codes of any format in their container; rows may be strided.
+        x_sf: (num_tokens, num_groups) scale factors, row-major, packed or not; rows may be strided.
+        token_topk_to_pos: (num_tokens, num_topk) int32, negative where a slot has no position.
+        pos_to_expert: (num_expanded,) int32; negative means padding.
         col: whether the result's scale factors are column-major with 16-byte aligned columns.
 
     Returns:
@@ -50,8 +50,8 @@ def _expand_to_fused_with_sf(
     y = torch.empty((num_expanded, hidden), dtype=x.dtype, device=x.device)
     y_sf = empty_sf(num_expanded, num_groups, x_sf.dtype, col, x.device)
     sf_width = 1 if col else row_width(num_groups, x_sf, y_sf)
-    static = (hidden, x.element_size(), row_width(hidden, x, y), num_topk)
-    static += (num_groups, x_sf.element_size(), sf_width, col)
+    rows = (hidden, x.element_size(), row_width(hidden, x, y), num_topk)
+    static = (*rows, num_groups, x_sf.element_size(), sf_width, col)
     pos_to_token = torch.empty_like(pos_to_expert) if col else None
     maps = (token_topk_to_pos, pos_to_expert, pos_to_token)
     launch(
@@ -69,13 +69,13 @@ def expand_to_fused_with_sf(
     pos_to_expert: Tensor,
     use_tma_aligned_col_major_sf: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Expand a quantised tensor with one scale factor for each token and `num_per_channels` channels.
+    """Expand a quantized tensor with one scale factor for each token and `num_per_channels` channels.
 
     Args:
         x: codes (num_tokens, stored) and row-major scale factors (num_tokens, num_groups), float32 or packed int32.
-        num_per_channels: channels that share a scale factor.
-        token_topk_to_pos: (num_tokens, num_topk) int32, negative where a slot has no place.
-        pos_to_expert: (num_expanded,) int32; its sign says whether a place is taken.
+        num_per_channels: channels per scale factor.
+        token_topk_to_pos: (num_tokens, num_topk) int32, negative where a slot has no position.
+        pos_to_expert: (num_expanded,) int32; negative means padding.
         use_tma_aligned_col_major_sf: whether the result's scale factors are column-major, columns 16-byte aligned.
 
     Returns:
@@ -116,7 +116,9 @@ def _make(
 
 
 E4M3, F32, PACKED = torch.float8_e4m3fn, torch.float32, torch.int32
-BENCH = dict(num_tokens=[4096, 21913], num_topk=[8], hidden=[7168], dtype=[E4M3], num_experts=[32], padding=[0])
+BENCH: dict[str, list] = dict(
+    num_tokens=[4096, 21913], num_topk=[8], hidden=[7168], dtype=[E4M3], num_experts=[32], padding=[0]
+)
 
 expand_to_fused_with_sf.cases(
     make=_make,
@@ -149,7 +151,7 @@ expand_to_fused_with_sf.cases(
         col=[False, True],
         padding=[70],
     )
-    + grid(  # so many places that tiles are gathered, one and several chunks of groups
+    + grid(  # enough positions for the gather of tiles, one and several chunks of groups
         num_tokens=[37],
         num_topk=[6],
         hidden=[64],

@@ -25,14 +25,14 @@ from tile_kernels.moe.expand_to_fused_kernels import (
     store_to_places,
 )
 
-#: Places of a tile, and scale factors of each that are handled at a time.
+#: Positions of a tile, and scale factors of each per step.
 TILE_PLACES = 64
 TILE_GROUPS = 64
 
-#: Up to so many places are written directly.
+#: Up to this number of positions is written directly.
 FEW_PLACES = 2048
 
-#: Tokens of a block that notes them.
+#: Threads of a block that writes `pos_to_token`.
 NOTE_THREADS = 128
 
 # Config -------------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ def choose(
     col: bool,
     num_expanded: int,
 ) -> dict:
-    """Many rows: all of a row in flight before it is written. Few rows: many small blocks."""
+    """Many rows: read all of a row before writing it. Few rows: many small blocks."""
     return choose_rows(hidden // width, num_expanded) | dict(gather=col and num_expanded > FEW_PLACES)
 
 
@@ -57,12 +57,12 @@ def choose(
 
 
 def tile_shape(num_groups: int) -> tuple[int, int]:
-    """Shape of the tile; the odd pitch lets neighbouring places lie in different banks."""
+    """Shape of the tile; the odd pitch avoids bank conflicts."""
     return TILE_PLACES, min(num_groups, TILE_GROUPS) | 1
 
 
 def empty_sf(num_expanded: int, num_groups: int, dtype: torch.dtype, col: bool, device: torch.device) -> Tensor:
-    """Uninitialised scale factors, row-major or with 16-byte aligned columns."""
+    """Uninitialized scale factors, row-major or with 16-byte aligned columns."""
     if not col:
         return torch.empty((num_expanded, num_groups), dtype=dtype, device=device)
     aligned = 16 // dtype.itemsize
@@ -80,7 +80,7 @@ def sf_type(num_expanded, num_groups: int, dtype, col: bool):
 
 @macro
 def note_token(token, place_local, row_threads, pos_to_token):
-    """The first warp of a row writes its token at each of its places."""
+    """The first warp of a row writes its token to `pos_to_token` at each of its positions."""
     if T.get_thread_binding() % row_threads < WARP:
         for c in T.unroll(place_local.shape[0]):
             if place_local[c] >= 0 and place_local[c] < pos_to_token.shape[0]:
@@ -89,7 +89,7 @@ def note_token(token, place_local, row_threads, pos_to_token):
 
 @macro
 def note_tokens(token_topk_to_pos, token, pos_to_token):
-    """Write a token at each of its places, by one thread."""
+    """One thread writes a token to `pos_to_token` at each of its positions."""
     if token < token_topk_to_pos.shape[0]:
         for k in T.unroll(token_topk_to_pos.shape[1], unroll_factor=16):
             pos = token_topk_to_pos[token, k]
@@ -99,9 +99,9 @@ def note_tokens(token_topk_to_pos, token, pos_to_token):
 
 @macro
 def gather_sf_columns(sf, pos_to_token, pos_to_expert, y_sf, first, num_threads, token_shared, tile_shared):
-    """Write the scale factors of the places first, first + 1, ... of a tile: those of their token, 0 for padding.
+    """Write the scale factors of a tile of positions from `first` on: those of their token, 0 for padding.
 
-    Waits for the launch before, which noted the tokens, so that its own may be made early.
+    Waits for the launch that wrote `pos_to_token` (PDL).
     """
     num_tokens, num_groups = sf.shape
     chunk = min(num_groups, TILE_GROUPS)
@@ -157,9 +157,9 @@ def expand_with_sf_kernel(
     num_threads: int,
     gather: bool,
 ):
-    """Rows of `hidden` elements of `elem_size` bytes, `width` in an access, and `num_groups` scale factors alike.
+    """Rows of `hidden` elements of `elem_size` bytes, `width` per access, and `num_groups` scale factors.
 
-    With `gather`, column-major scale factors are written by tiles; `pos_to_token` is scratch for that.
+    With `gather`, tiles of column-major scale factors are gathered; `pos_to_token` is scratch.
     """
     dtype, sf_dtype = T.dtype(BITS[elem_size]), T.dtype(BITS[sf_size])
     split = RowSplit.of(hidden // width, row_threads, vectors, num_threads)

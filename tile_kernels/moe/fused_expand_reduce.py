@@ -22,12 +22,12 @@ def fused_expand_reduce(
         hidden: (num_tokens, hidden) rows of tokens.
         routing_map: from `token_to_expert_map`.
         expert_fn: called as `expert_fn(expanded, routing_map)` with (num_expanded, hidden) rows in expert order;
-            returns (num_expanded, out_hidden) bfloat16, float16 or float32. Rows of padding are zero on the way in and
-            ignored on the way out.
+            returns (num_expanded, out_hidden) bfloat16, float16 or float32. Padding rows are zero in the input and
+            ignored in the result.
         topk_weights: (num_tokens, num_topk) float32 weights of the sum, None for a plain one.
 
     Returns:
-        (num_tokens, out_hidden); 0 for tokens without a place.
+        (num_tokens, out_hidden); 0 for tokens without a position.
     """
     if not isinstance(routing_map, RoutingMap):
         check.fail('routing_map', 'must be a RoutingMap', check.describe(routing_map), 'token_to_expert_map makes one')

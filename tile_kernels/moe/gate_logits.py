@@ -4,10 +4,10 @@
     dhidden[t, h] = sum_e dlogits[t, e] gate_weight[e, h]
     dgate_weight[e, h] = sum_t dlogits[t, e] hidden[t, h]
 
-A block owns a tile of the result and walks along the sum. Few tokens make few tiles, so their sum over h is cut into
-parts that several blocks add up on their own; a second launch adds the parts in their order, which keeps the result
-deterministic. Gradients come in float32: each is split into two bfloat16 numbers that together hold 16 of its bits, and
-both are multiplied. Compute bound for many tokens; for few the floor is reading gate_weight.
+A block owns a tile of the result and walks along the sum. Few tokens make few tiles, so their sum over h is split over
+several blocks. A second launch adds these parts in their order, so the result is deterministic. Gradients are float32.
+Each is split into two bfloat16 numbers that together hold 16 of its bits, and both are multiplied.
+Compute bound for many tokens; for few, the floor is reading gate_weight.
 """
 
 import torch
@@ -84,12 +84,11 @@ def gate_logits(hidden_states: Tensor, gate_weight: Tensor) -> Tensor:
     num_parts = num_parts_for(num_tokens, hidden)
     logits = hidden_states.new_empty(num_tokens, num_experts, dtype=torch.float32)
     parts = logits.new_empty(num_parts, num_tokens, num_experts) if num_parts > 1 else None
+    sizes, tensors = (num_experts, hidden, num_parts), (hidden_states, gate_weight, parts, logits)
     if vec == 8:
-        static = (num_experts, hidden, num_parts, hidden_states.is_contiguous())
-        launch(gate_logits_kernel, static, hidden_states, gate_weight, parts, logits)
+        launch(gate_logits_kernel, (*sizes, hidden_states.is_contiguous()), *tensors)
     else:
-        static = (num_experts, hidden, num_parts, vec)
-        launch(gate_logits_unaligned_kernel, static, hidden_states, gate_weight, parts, logits)
+        launch(gate_logits_unaligned_kernel, (*sizes, vec), *tensors)
     return logits
 
 
@@ -97,14 +96,14 @@ def gate_logits(hidden_states: Tensor, gate_weight: Tensor) -> Tensor:
 
 
 def make(num_tokens: int, num_experts: int, hidden: int, is_strided: bool = False) -> dict:
-    """Weights of the size that keeps logits near 1."""
+    """Weights that keep logits near 1."""
     wide = torch.randn(num_tokens, hidden + 8 * is_strided, dtype=torch.bfloat16)
     gate_weight = torch.randn(num_experts, hidden).mul(hidden**-0.5).to(torch.bfloat16)
     return dict(hidden_states=wide[:, :hidden], gate_weight=gate_weight)
 
 
 def make_bwd(num_tokens: int, num_experts: int, hidden: int, is_strided: bool = False) -> dict:
-    """Gradients with zeros, as a choice of experts leaves them."""
+    """Gradients with many zeros, as after top-k."""
     dlogits = torch.randn(num_tokens, num_experts) * (torch.rand(num_tokens, num_experts) < 0.25)
     return dict(dlogits=dlogits, **make(num_tokens, num_experts, hidden, is_strided))
 

@@ -10,7 +10,7 @@ MAX_PARTS = 16
 BLOCK_K = 64
 SUM_THREADS = 128
 
-#: So many tokens are cut into the smallest tiles.
+#: Up to this number of tokens, tiles are smallest.
 FEW_TOKENS = 512
 BF16 = 'bfloat16'
 
@@ -18,9 +18,9 @@ BF16 = 'bfloat16'
 
 
 def num_parts_for(num_tokens: int, hidden: int) -> int:
-    """Parts of the sum over h, a power of two: enough blocks for all SMs, at least four steps for each."""
+    """Parts of the sum over h, a power of two: enough blocks for all SMs, and at least four steps each."""
     if not isinstance(num_tokens, int) or num_tokens == 0:
-        return 1  # nothing is launched: no tokens, or any number of them in a trace
+        return 1  # no tokens, or a symbolic number of them in a trace
     if num_tokens > 2048:
         return 1
     wanted = 32 // -(-num_tokens // 64) if num_tokens <= FEW_TOKENS else 64 // -(-num_tokens // 128)
@@ -31,7 +31,7 @@ def num_parts_for(num_tokens: int, hidden: int) -> int:
 
 
 def choose(num_experts: int, hidden: int, num_parts: int, packed: bool, size: int) -> dict:
-    """Tiles that make a block for every SM, as large as that allows: a step of a large one reads less for a product."""
+    """The largest tiles that still give every SM a block: large tiles read less per product."""
     if size <= FEW_TOKENS:
         return dict(block_m=64, block_n=64, block_k=128, num_stages=4)
     if 2048 < size <= 4096:
@@ -42,31 +42,31 @@ def choose(num_experts: int, hidden: int, num_parts: int, packed: bool, size: in
 
 
 def choose_unaligned(num_experts: int, hidden: int, num_parts: int, vec: int, size: int) -> dict:
-    """Tiles of 64 tokens until there are more of them than SMs; then larger ones, which read less."""
+    """Tiles of 64 tokens until there are more tiles than SMs; then larger ones, which read less."""
     if size > 8192:
         return dict(block_m=128, block_n=128, block_k=64, num_stages=3)
     return dict(block_m=64, block_n=128 if size > 512 else 64, block_k=64, num_stages=4)
 
 
 def choose_halve(size: int) -> dict:
-    """One number for each thread."""
+    """One number per thread."""
     return dict(num_threads=256)
 
 
 def choose_dhidden(num_experts: int, hidden: int, size: int) -> dict:
-    """One tile for all sizes: the result is larger than what is read."""
+    """One tile for all sizes, because the kernel writes more than it reads."""
     return dict(block_m=128, block_n=128, num_stages=3)
 
 
 def choose_dweight(num_experts: int, hidden: int, vec: int, packed: bool, size: int) -> dict:
-    """Long runs of steps between which the loads start anew; short ones for few tokens, which do not fill them."""
+    """Long pipelined runs, or short ones for few tokens. The pipeline drains between runs."""
     return dict(block_m=128, block_n=128, num_stages=3, num_steps=4 if size <= 512 else 16)
 
 
 TILES = dict(block_m=(64, 128), block_n=(64, 128, 256), num_stages=(2, 3, 4, 5, 6))
 TILES_K = dict(**TILES, block_k=(64, 128))
 
-#: A warpgroup of its own loads tiles by TMA and the others multiply, where the architecture has such instructions.
+#: A producer warpgroup loads tiles by TMA and the others multiply, if the architecture has TMA.
 TMA = {'TL_DISABLE_WARP_SPECIALIZED': False}
 
 # Kernels ------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def build_gate_logits(
     block_k: int,
     num_stages: int,
 ):
-    """A part of the sum for a tile of tokens and experts; then, of several parts, their sum."""
+    """A part of the sum for a tile of tokens and experts; then the sum of the parts, if there are several."""
     num_threads = 128 if block_m == 64 else 256
     num_steps = -(-hidden // (block_k * num_parts))
     sum_width = math.gcd(num_experts, 4)
@@ -175,7 +175,7 @@ def gate_logits_unaligned_kernel(
 
 @kernel(choose=choose_halve, space=dict(num_threads=(128, 256)))
 def gate_logits_halve_kernel(*, num_threads: int):
-    """Every gradient as the sum of two bfloat16 numbers: the nearest one, and the nearest to what is left."""
+    """Every gradient as the sum of two bfloat16 numbers: the nearest one, and the nearest to the remainder."""
     num_logits = T.dynamic('num_logits')
 
     @T.prim_func
@@ -252,7 +252,7 @@ def gate_logits_dweight_kernel(
     num_stages: int,
     num_steps: int,
 ):
-    """A tile of experts and channels, summed over tokens; TileLang pipelines a known number of steps only."""
+    """A tile of experts and channels, summed over tokens; TileLang pipelines only a constant number of steps."""
     num_threads = 128 if block_m == 64 else 256
     num_tokens = T.dynamic('num_tokens')
     row_stride = hidden if packed else T.dynamic('row_stride')

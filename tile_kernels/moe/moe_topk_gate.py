@@ -29,28 +29,28 @@ def moe_topk_gate_forward(
     out: tuple[Tensor, Tensor] | None = None,
     scores: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Choose the experts of every token, weigh them and say where they live.
+    """Choose the experts of every token, weigh them and map them to physical experts.
 
-    Experts come best first; equal scores take the smaller expert first and NaN ranks last.
+    Experts are in descending order of score; of equal ones the smaller expert comes first, and NaN ranks last.
 
     Args:
         logits: (num_tokens, num_experts) float32, bfloat16 or float16; rows may be strided; up to 4096 experts.
         num_topk: experts per token, up to 64.
         use_shared_as_routed: whether the shared experts are appended to those of every token, with weight 1.
-        num_shared_experts: how many there are; they are the experts behind the others.
+        num_shared_experts: number of shared experts; their numbers follow those of the routed ones.
         routed_scaling_factor: multiplies the weights of routed experts, which are divided by their sum first.
-        ep_rank: this rank; ranks and tokens take the replicas of an expert in turns.
+        ep_rank: this rank; ranks and tokens use the replicas of an expert in turn.
         scoring_func: 'sqrtsoftplus', 'sigmoid', 'softmax' or 'identity'.
-        mask: (num_tokens,) bool; False leaves a token out: experts -1, weights and scores 0.
-        bias: (num_experts,) float32; moves the choice, not the weights.
-        image_bias: (num_experts,) float32 instead of bias for the tokens of images.
-        image_token_mask: (num_tokens,) bool, tokens of images; comes with image_bias.
+        mask: (num_tokens,) bool; False masks a token out: experts -1, weights and scores 0.
+        bias: (num_experts,) float32; changes the choice, not the weights.
+        image_bias: (num_experts,) float32, used instead of bias for image tokens.
+        image_token_mask: (num_tokens,) bool, True for image tokens; needs image_bias.
         fix_routing_mask: (num_tokens,) bool; True takes the experts from unmapped_topk_idx.
         to_physical_map: (num_logical, max_replicas) int32, physical experts of a logical one (shared ones included).
-        logical_count: (num_logical,) int32, how many of them there are.
+        logical_count: (num_logical,) int32, their number.
         unmapped_topk_idx: (num_tokens, num_topk) int64; gets the logical experts.
         force_random: (num_tokens,) bool; True takes distinct random physical experts and random weights.
-        out: where to write the results, or None.
+        out: memory for the results, or None.
         scores: (num_tokens, num_experts) float32; gets the scores, for the backward.
 
     Returns:
@@ -100,7 +100,7 @@ def moe_topk_gate_backward(
     grad_scores_sum: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Gradient of the logits of `moe_topk_gate_forward`, deterministic also where an expert comes twice.
+    """Gradient of the logits of `moe_topk_gate_forward`; deterministic, even for repeated experts.
 
     Args:
         scores: (num_tokens, num_experts) float32, as written by the forward.
@@ -109,10 +109,10 @@ def moe_topk_gate_backward(
         grad_topk_weights: (num_tokens, num_topk) float32 gradient of the weights.
         routed_scaling_factor: as given to the forward.
         scoring_func: as given to the forward.
-        mask: (num_tokens,) bool; tokens that count in the sums of shares.
+        mask: (num_tokens,) bool; True for tokens that grad_scores_sum covers.
         grad_scores_sum: (num_seqs, num_experts) float32 gradient of the sums of scores / sum(scores) over the tokens of
             a sequence; needs mask.
-        out: where to write the result, or None.
+        out: memory for the result, or None.
 
     Returns:
         (num_tokens, num_experts) float32, `out` if given.

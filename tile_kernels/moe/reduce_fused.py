@@ -16,7 +16,7 @@ def reduce_fused(
     sf: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Bring expanded rows back to their tokens: the weighted sum over the places of each token.
+    """Reduce expanded rows to tokens: the weighted sum over the positions of each token.
 
     Differentiable in x and topk_weights (without `out`).
 
@@ -24,13 +24,13 @@ def reduce_fused(
         x: (num_expanded, hidden) bfloat16, float16 or float32, contiguous; or a pair of it and (num_expanded,) float32
             factors of its rows.
         topk_weights: (num_tokens, num_topk) float32, or None for a plain sum.
-        token_topk_to_pos: (num_tokens, num_topk) int32, negative where a slot has no place.
+        token_topk_to_pos: (num_tokens, num_topk) int32, negative where a slot has no position.
         fp8_format: '' keeps the dtype of x, 'e4m3' rounds to fp8 (saturating).
         sf: (1,) float32 factor of the result, only with an fp8 format.
-        out: where to write the result, or None.
+        out: memory for the result, or None.
 
     Returns:
-        (num_tokens, hidden), `out` if given; 0 in rows of tokens without a place.
+        (num_tokens, hidden), `out` if given; 0 in rows of tokens without a position.
     """
     x, x_sf = check.pair(x, 'x') if isinstance(x, tuple) else (check.tensor(x, 'x'), None)
     if sf is not None and not fp8_format:

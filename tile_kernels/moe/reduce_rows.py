@@ -29,7 +29,7 @@ FP8 = {'e4m3': torch.float8_e4m3fn}
 def check_rows(
     x: Tensor, token_topk_to_pos: Tensor, topk_weights: Tensor | None, x_sf: Tensor | None, sf: Tensor | None
 ) -> tuple[int, int, int, int]:
-    """Check the arguments that all reductions share; returns num_tokens, num_topk, num_expanded, hidden."""
+    """Check the arguments of all reductions; returns num_tokens, num_topk, num_expanded, hidden."""
     num_expanded, hidden = check.shape(x, 'x', 'num_expanded hidden', dtype=FLOATS)
     num_tokens, num_topk = check.shape(token_topk_to_pos, 'token_topk_to_pos', 'num_tokens num_topk', dtype=torch.int32)
     known = {'num_tokens': num_tokens, 'num_topk': num_topk}
@@ -61,8 +61,8 @@ def launch_reduce(
     num_tokens, num_topk, _, hidden = check_rows(x, token_topk_to_pos, topk_weights, x_sf, sf)
     check.one_of(fp8_format, ('', *FP8), 'fp8_format')
     y = empty('y', (num_tokens, hidden), FP8.get(fp8_format, x.dtype), x.device)
-    static = (hidden, x.dtype, y.dtype, row_width(hidden, x, y), num_topk)
-    static += (topk_weights is not None, x_sf is not None, sf is not None)
+    given = (topk_weights is not None, x_sf is not None, sf is not None)
+    static = (hidden, x.dtype, y.dtype, row_width(hidden, x, y), num_topk, *given)
     launch(reduce_rows_kernel, static, x, topk_weights, token_topk_to_pos, x_sf, sf, y, size=num_tokens)
     return y
 
@@ -82,8 +82,8 @@ def launch_reduce_bwd(
     pos_to_slot = torch.empty(num_expanded, dtype=torch.int32, device=x.device)
     dx = torch.empty_like(x)
     launch(invert_places_kernel, (num_topk,), pos_to_slot, token_topk_to_pos)
-    static = (hidden, x.dtype, row_width(hidden, dy, x, dx), num_topk)
-    static += (topk_weights is not None, x_sf is not None, sf is not None)
+    given = (topk_weights is not None, x_sf is not None, sf is not None)
+    static = (hidden, x.dtype, row_width(hidden, dy, x, dx), num_topk, *given)
     launch(
         reduce_rows_bwd_kernel,
         static,
@@ -108,7 +108,7 @@ def launch_reduce_bwd(
 def reduce_rows_bwd(
     dy: Tensor, x: Tensor, token_topk_to_pos: Tensor, x_sf: Tensor | None = None, sf: Tensor | None = None
 ) -> Tensor:
-    """Gradient of `reduce_rows`: the rows of dy at the places of their tokens, times the factors.
+    """Gradient of `reduce_rows`: the rows of dy at the positions of their tokens, times the factors.
 
     Args:
         dy: (num_tokens, hidden), dtype of x.
@@ -118,7 +118,7 @@ def reduce_rows_bwd(
         sf: (1,) float32 or None.
 
     Returns:
-        (num_expanded, hidden) of x's dtype; 0 in rows no token has.
+        (num_expanded, hidden) of x's dtype; 0 in rows without a token.
     """
     return launch_reduce_bwd(dy, x, token_topk_to_pos, None, x_sf, sf, None)
 
@@ -131,17 +131,17 @@ def reduce_rows(
     sf: Tensor | None = None,
     fp8_format: str = '',
 ) -> Tensor:
-    """Sum the rows of each token's places.
+    """Sum the rows of each token's positions.
 
     Args:
         x: (num_expanded, hidden) bfloat16, float16 or float32, contiguous.
-        token_topk_to_pos: (num_tokens, num_topk) int32, negative where a slot has no place.
+        token_topk_to_pos: (num_tokens, num_topk) int32, negative where a slot has no position.
         x_sf: (num_expanded,) float32 factors of the rows of x, or None.
         sf: (1,) float32 factor of the result, or None.
         fp8_format: '' keeps the dtype of x, 'e4m3' rounds to fp8 (saturating).
 
     Returns:
-        (num_tokens, hidden); 0 in rows of tokens without a place.
+        (num_tokens, hidden); 0 in rows of tokens without a position.
     """
     return launch_reduce(x, token_topk_to_pos, None, x_sf, sf, fp8_format)
 
@@ -204,7 +204,7 @@ BENCH = (
 )
 
 
-GRADIENT = dict(rtol=1.6e-2, atol=1e-4)  # bfloat16 rounds once on either side
+GRADIENT = dict(rtol=1.6e-2, atol=1e-4)  # both sides round to bfloat16 once
 
 reduce_rows.cases(
     make=make,

@@ -38,7 +38,7 @@ from tile_kernels.moe.topk_gating import make as make_gating
 
 MAX_SHARED = 16
 
-#: What a kernel is told about the optional tensors.
+#: Names of the optional tensors in the static arguments of the kernel.
 GIVEN = dict(
     bias='bias',
     image_bias='image',
@@ -78,11 +78,11 @@ def route_topk_(
     tp_rank: int = 0,
     num_tp_ranks: int = 1,
 ) -> None:
-    """Choose the experts of every token, weigh them and say where they live, into memory of the caller.
+    """Choose the experts of every token, weigh them and map them to physical experts; writes into arguments.
 
-    Experts come in descending order of their score (softmax: of their logit) plus bias; equal ones take the smaller
-    expert first and NaN ranks below everything, -inf included. Weights are divided by their sum (plus 1e-20); for
-    softmax this is the softmax over the chosen logits. K = topk_idx.shape[1] - num_shared_experts.
+    Experts are in descending order of score (softmax: of logit) plus bias. Of equal ones the smaller comes first. NaN
+    ranks below everything, including -inf. Weights are divided by their sum plus 1e-20, which makes softmax the
+    softmax over the chosen logits. K = topk_idx.shape[1] - num_shared_experts.
 
     Args:
         topk_idx: (num_tokens, K + num_shared_experts) int64, contiguous; gets the experts.
@@ -91,27 +91,27 @@ def route_topk_(
         scoring: 'softmax' over the experts, or 'sigmoid', 'sqrtsoftplus', 'identity' of every logit.
         routed_scaling_factor: multiplies the weights of routed experts.
         num_shared_experts: experts num_experts, num_experts + 1, ... that every token goes to; up to 16.
-        bias: (num_experts,) float32; moves the choice, not the weights.
-        image_bias: (num_experts,) float32 instead of bias for the tokens of images.
-        image_token_mask: (num_tokens,) bool, tokens of images; comes with image_bias.
-        num_groups: number of equal groups of neighbouring experts; only experts of the best groups are chosen.
-        num_topk_groups: groups that take part: those with the largest sum of their two best scores. Needs num_groups.
-        mask: (num_tokens,) bool; False leaves a token out: experts -1, weights and scores 0.
-        fix_routing_mask: (num_tokens,) bool; True takes the experts from unmapped_topk_idx. One that does not exist
-            there becomes -1 of weight 0.
-        force_random: (num_tokens,) bool; True takes distinct random physical experts and random weights, the same for
-            the same ep_rank and token. Goes before fix_routing_mask, and mask before it.
+        bias: (num_experts,) float32; changes the choice, not the weights.
+        image_bias: (num_experts,) float32, used instead of bias for image tokens.
+        image_token_mask: (num_tokens,) bool, True for image tokens; needs image_bias.
+        num_groups: number of equal groups of neighboring experts; only experts of the best groups are chosen.
+        num_topk_groups: number of groups to choose from: those with the largest top-2 sum. Needs num_groups.
+        mask: (num_tokens,) bool; False masks a token out: experts -1, weights and scores 0.
+        fix_routing_mask: (num_tokens,) bool; True takes the experts from unmapped_topk_idx. A number that is no expert
+            becomes -1 with weight 0.
+        force_random: (num_tokens,) bool; True takes distinct random physical experts and random weights. They depend on
+            ep_rank and token only. It overrides fix_routing_mask, and mask overrides it.
         unmapped_topk_idx: (num_tokens, K) int64, rows may be strided; gets the logical experts, -1 where there are none
             (masked and random tokens).
         scores: (num_tokens, num_experts) float32, contiguous; gets u, 0 for masked and random tokens.
         to_physical_map: (num_experts + num_shared_experts, max_replicas) int32, contiguous; physical experts of a
             logical one.
-        logical_count: (num_experts + num_shared_experts,) int32; how many of them there are. Comes with the map.
-        ep_rank: this rank; ranks and tokens take the replicas of an expert in turns.
-        num_ep_ranks: ranks the physical experts are spread over, num_experts + max_replicas - 1 in all.
-        tp_rank: this rank among the tensor-parallel ones.
-        num_tp_ranks: if more than one, indices become those of the experts on this rank and -1 for all others, as
-            by `mask_indices_by_tp`; weights stay.
+        logical_count: (num_experts + num_shared_experts,) int32; their number. Needs to_physical_map.
+        ep_rank: this rank; ranks and tokens use the replicas of an expert in turn.
+        num_ep_ranks: number of ranks that hold the physical experts, num_experts + max_replicas - 1 in all.
+        tp_rank: this tensor-parallel rank.
+        num_tp_ranks: if more than one, indices become local to this rank, -1 for other ranks, as in
+            `mask_indices_by_tp`; weights stay.
     """
     num_tokens, num_experts = check.shape(logits, 'logits', 'num_tokens num_experts', dtype=DTYPES)
     known = dict(num_tokens=num_tokens)
@@ -182,10 +182,10 @@ def route_topk_(
         logits.is_contiguous(),
     )
     flag_bytes = (None if x is None else x.view(torch.uint8) for x in flags.values())
-    rows = (logits, topk_idx, topk_weights, bias, image_bias, *flag_bytes)
+    rows = (topk_idx, topk_weights, bias, image_bias, *flag_bytes)
     maps = (to_physical_map, logical_count, unmapped_topk_idx, scores)
     ranks = (ep_rank, num_physical // num_ep_ranks, tp_rank, num_tp_ranks)
-    launch(route_topk_kernel, static, *rows, *maps, routed_scaling_factor, *ranks)
+    launch(route_topk_kernel, static, logits, *rows, *maps, routed_scaling_factor, *ranks)
 
 
 @op()
@@ -200,17 +200,17 @@ def route_topk_bwd_(
     mask: Tensor | None = None,
     dscores_sum: Tensor | None = None,
 ) -> None:
-    """Gradient of the logits of `route_topk_`, into memory of the caller. Deterministic.
+    """Gradient of the logits of `route_topk_`, written into an argument. Deterministic.
 
     Args:
         dlogits: (num_tokens, num_experts) float32, contiguous; overwritten.
         scores: (num_tokens, num_experts) float32, contiguous, as written by `route_topk_`.
-        topk_idx: (num_tokens, num_topk) int64, contiguous; logical experts, -1 for none. An expert may come twice.
+        topk_idx: (num_tokens, num_topk) int64, contiguous; logical experts, -1 for none. Experts may repeat.
         topk_weights: (num_tokens, num_topk) float32, contiguous; weights of these experts.
         dtopk_weights: (num_tokens, num_topk) float32, contiguous; gradient of the weights.
         scoring: as given to `route_topk_`.
         routed_scaling_factor: as given to `route_topk_`.
-        mask: (num_tokens,) bool; tokens that count in the sums of shares.
+        mask: (num_tokens,) bool; True for tokens that dscores_sum covers.
         dscores_sum: (num_seqs, num_experts) float32, contiguous: gradient of the sums of scores / sum(scores) over the
             tokens of a sequence; sequences are of equal length, one after another. Needs mask.
     """
@@ -270,7 +270,7 @@ def make(
     ties: bool = True,
     **options: object,
 ) -> dict:
-    """Every optional argument that `given` names; logits as those of `topk_gating`."""
+    """Make every optional argument that `given` names; logits are those of `topk_gating`."""
     names = given.split()
     arguments = make_gating(num_tokens, num_experts, num_topk, dtype, scoring, biased='bias' in names, ties=ties)
     num_slots, num_logical, max_replicas = num_topk + num_shared_experts, num_experts + num_shared_experts, 4
@@ -301,7 +301,7 @@ def make(
 def make_bwd(
     num_tokens: int, num_experts: int, num_topk: int, scoring: str, num_seqs: int = 0, is_distinct: bool = True
 ) -> dict:
-    """Any experts serve as the chosen ones; a few are missing, some come twice where they need not be distinct."""
+    """Random experts are the chosen ones; a few are missing, and some are repeated unless `is_distinct`."""
     scores = torch.rand(num_tokens, num_experts) + 0.01
     scores = scores / scores.sum(-1, keepdim=True) if scoring == 'softmax' else scores
     topk_idx = torch.rand(num_tokens, num_experts).argsort(-1)[:, :num_topk].contiguous()

@@ -1,8 +1,8 @@
-"""Device code of `route_topk_`: rows that are not chosen by score, and where a chosen expert lives.
+"""Kernels of `route_topk_` and its gradient: random and given experts, and physical experts of logical ones.
 
-Random rows need distinct experts for their slots. A permutation of all experts, seeded by rank and token, gives every
-slot its own without looking at the others: a Feistel network permutes a power of four that is at least the number of
-experts, and what lands outside walks on until it lands inside.
+Random tokens need distinct experts for their slots. A permutation of all experts, seeded by rank and token, gives every
+slot its own expert without looking at the others. A Feistel network permutes a power of four that is at least the
+number of experts. A result that is no expert is permuted again until it is one.
 """
 
 from typing import Any
@@ -31,13 +31,13 @@ from tile_kernels.moe.scoring import ScoringFunc
 from tile_kernels.moe.topk_gate_kernels import select_topk
 from tile_kernels.moe.topk_gating_kernels import Bias, ScoreRanking, choose
 
-#: Stands for the pick after the last: the shared experts.
+#: The pick after the last one: the shared experts.
 SHARED = -1
 
-#: Replicas of an expert are taken in turns: a token is this many turns ahead of the one before it.
+#: Tokens use the replicas of an expert in turn: each token is this many turns ahead of the one before.
 TURNS_PER_TOKEN = 23333
 
-#: Rounds of the permutation; three mix, one more for good measure.
+#: Rounds of the permutation: three are enough to mix, one more is a reserve.
 NUM_ROUNDS = 4
 
 #: Separates the random numbers of the weights from those of the permutation.
@@ -70,7 +70,7 @@ def permuted(index, seed, half_bits):
 
 @macro
 def draw_if(wanted, slot, num_places, seed, expert, weight):
-    """A random expert below `num_places`, another one for every slot, and a random weight in [0, 1), where wanted."""
+    """Where `wanted`: a random expert below `num_places`, distinct for every slot, and a random weight in [0, 1)."""
     at = T.alloc_var('uint32')
     half_bits = T.alloc_var('uint32')
     drawn = T.alloc_var('int32')
@@ -92,7 +92,7 @@ def draw_if(wanted, slot, num_places, seed, expert, weight):
 
 @macro
 def take_given(fix_routing_mask, topk_idx, logits, scoring: ScoringFunc, num_topk: int, at: Place, expert, value):
-    """Where a token's routing is fixed, its experts are those given; one that does not exist becomes -1 without score.
+    """Use the given experts of tokens with fixed routing; a number that is no expert becomes -1 without score.
 
     `expert` and `value` are those of `select_topk`.
     """
@@ -120,7 +120,7 @@ def count_places(logical_count, num_logical: int, lane):
 
 @macro
 def place_of(expert, token, to_physical_map, logical_count, ep_rank):
-    """The physical expert that stands for a logical one: tokens take its replicas in turns, each rank from another."""
+    """The physical expert of a logical one: tokens use its replicas in turn, and each rank starts at another."""
     turn = T.cast(token, 'int64') * T.int64(TURNS_PER_TOKEN) + T.cast(ep_rank, 'int64')
     replica = T.truncmod(turn, T.cast(T.max(logical_count[expert], 1), 'int64'))
     return to_physical_map[expert, T.cast(replica, 'int32')]
@@ -128,7 +128,7 @@ def place_of(expert, token, to_physical_map, logical_count, ep_rank):
 
 @macro
 def store_scores(scores, scoring: ScoringFunc, at: Place, layout: RowLayout, alive, x):
-    """The scores of all experts of the rows of a warp, 0 in rows that are not alive."""
+    """Store the scores of all experts for the rows of a warp, 0 in rows that are not alive."""
     value = T.alloc_local((at.rows, layout.num_slots), 'float32')
     for r in range(at.rows):
         if scoring == ScoringFunc.SOFTMAX:
@@ -163,10 +163,10 @@ def route_topk_kernel(
     num_warps: int,
     rows: int,
 ):
-    """Choice, weights and places of one or two tokens per warp; `given` names the optional tensors there are."""
+    """Experts, weights and physical experts of one or two tokens per warp; `given` names the optional tensors."""
     layout = RowLayout.of(num_experts, dtype.itemsize, vector_bytes)
     biased = 'bias' in given or 'image' in given
-    ranking = ScoreRanking(layout, num_topk, scoring, num_groups, num_topk_groups, biased)
+    ranking = ScoreRanking.of(layout, num_topk, scoring, biased, num_groups, num_topk_groups)
     rows = max(ranking.rows_by_cut(rows), 1)
     num_slots, num_logical = num_topk + num_shared, num_experts + num_shared
     num_tokens = T.dynamic('num_tokens')
@@ -223,7 +223,7 @@ def route_topk_kernel(
                 token = T.min(first_token + at.part, num_tokens - 1)
                 load_rows(logits, at, layout, x_local)
 
-                # What kind of tokens these are: of an image, given at random, masked out.
+                # Flags of the tokens: image, random, masked out.
                 image_part = 0
                 drawn = 0
                 alive = 1
@@ -252,9 +252,8 @@ def route_topk_kernel(
                 if 'scores' in given:
                     store_scores(scores, scoring, at, layout, alive_rows, x_local)
                 biases = [b if name in given else None for name, b in (('bias', bias), ('image', image_bias))]
-                select_topk(
-                    ranking, logits, Bias(*biases, image_rows, image_part), at, x_local, expert_local, value_local
-                )
+                all_bias = Bias(biases[0], biases[1], image_rows, image_part)
+                select_topk(ranking, logits, all_bias, at, x_local, expert_local, value_local)
                 if 'fixed' in given:
                     take_given(
                         fix_routing_mask, unmapped_topk_idx, logits, scoring, num_topk, at, expert_local, value_local
@@ -294,7 +293,7 @@ def slope_of_score(u, scoring: ScoringFunc):
     if scoring == ScoringFunc.SIGMOID:
         return u * (T.float32(1) - u)
     if scoring == ScoringFunc.SQRTSOFTPLUS:
-        # (1 - exp(-v)) / v loses its digits for small v; there its series is short.
+        # (1 - exp(-v)) / v loses precision for small v; there a short series is exact enough.
         v = u * u
         series = T.float32(1)
         for i in (7, 6, 5, 4, 3, 2):
@@ -306,7 +305,7 @@ def slope_of_score(u, scoring: ScoringFunc):
 
 @macro
 def gather_equal(expert, route, num_topk: int, lane, total, is_first):
-    """Sum what all slots of a lane's experts get, in the order of slots; the first of equal slots speaks for all."""
+    """Sum the gradients of all slots with the same expert, in the order of slots; the first such slot gets the sum."""
     num_picks = -(-num_topk // WARP)
     for p in T.unroll(num_picks):
         total[p] = 0.0
@@ -326,7 +325,7 @@ def gather_equal(expert, route, num_topk: int, lane, total, is_first):
 def route_topk_bwd_kernel(
     num_experts: int, num_topk: int, scoring: ScoringFunc, is_dense: bool, vector_bytes: int, *, num_warps: int
 ):
-    """Gradient of the logits of one token per warp: what all experts get, then what the chosen ones get."""
+    """Gradient of the logits of one token per warp: first of all experts, then of the chosen ones."""
     layout = RowLayout.of(num_experts, 4, vector_bytes)
     num_picks = -(-num_topk // WARP)
     num_tokens = T.dynamic('num_tokens')

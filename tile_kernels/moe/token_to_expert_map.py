@@ -11,17 +11,17 @@ from tile_kernels.moe.fused_mapping import fused_mapping, places_for
 
 @dataclass(frozen=True)
 class RoutingMap:
-    """Where the rows of every token go when they are sorted by expert, and back. All tensors are int32.
+    """Positions of the rows of all tokens in expert order, and the inverse maps. All tensors are int32.
 
     Attributes:
-        pos_to_token: (num_expanded,) token of a place, -1 in padding.
-        pos_to_expert: (num_expanded,) expert of a place, -1 in padding.
-        pos_to_token_topk: (num_expanded,) slot of a place as token * num_topk + k, -1 in padding.
-        token_topk_to_pos: (num_tokens, num_topk) place of a slot, -1 if it has none.
-        expert_start: (num_experts,) first place of an expert.
-        expert_end: (num_experts,) place behind its last, padding included.
-        num_tokens_per_expert: (num_experts,) rows of an expert, padding included.
-        overflow: (1,) places that were missing; slots beyond the last place are not placed. 0 if everything fits.
+        pos_to_token: (num_expanded,) token of a position, -1 in padding.
+        pos_to_expert: (num_expanded,) expert of a position, -1 in padding.
+        pos_to_token_topk: (num_expanded,) slot of a position as token * num_topk + k, -1 in padding.
+        token_topk_to_pos: (num_tokens, num_topk) position of a slot, -1 if it has none.
+        expert_start: (num_experts,) first position of an expert.
+        expert_end: (num_experts,) end of its positions, including padding.
+        num_tokens_per_expert: (num_experts,) rows of an expert, including padding.
+        overflow: (1,) number of missing positions, 0 if all slots fit; slots beyond the last position get none.
     """
 
     pos_to_token: Tensor
@@ -41,14 +41,14 @@ torch.utils._pytree.register_dataclass(RoutingMap, serialized_type_name='tile_ke
 def token_to_expert_map(
     topk_indices: Tensor, num_experts: int, alignment: int = 1, *, num_expanded: int | None = None
 ) -> RoutingMap:
-    """Map tokens to experts without waiting for the device; safe to capture in a CUDA graph.
+    """Map tokens to experts without waiting for the device; works in CUDA graphs.
 
     Args:
         topk_indices: (num_tokens, num_topk) int64 or int32; -1 = slot not routed.
         num_experts: up to 4096.
         alignment: every expert begins at a multiple of it.
-        num_expanded: number of places; by default as many as any choice can need. If the choice needs more, the map's
-            `overflow` says how many and the last slots stay without a place.
+        num_expanded: number of positions; by default enough for any choice. If there are too few, `overflow` of the map
+            has the number missing, and the last slots get no position.
 
     Returns:
         The map; inside an expert rows are in the order of tokens.

@@ -30,26 +30,26 @@ def top2_sum_gate(
 ) -> tuple[Tensor, Tensor]:
     """Choose experts in the groups whose two best scores have the largest sum, weigh them, and number them by rank.
 
-    Experts come best first; equal scores take the smaller expert first and NaN ranks last.
+    Experts are in descending order of score; of equal ones the smaller expert comes first, and NaN ranks last.
 
     Args:
         logits: (num_tokens, num_experts) float32, bfloat16 or float16; rows may be strided; up to 4096 experts.
-        bias: (num_experts,) float32 or None; moves the choice, not the weights.
+        bias: (num_experts,) float32 or None; changes the choice, not the weights.
         num_topk: experts per token, up to 64.
-        num_topk_groups: groups that take part; 0 for no groups.
-        num_groups: number of equal groups of neighbouring experts; 0 for none.
+        num_topk_groups: number of groups to choose from; 0 for no groups.
+        num_groups: number of equal groups of neighboring experts; 0 for none.
         use_shared_as_routed: whether the shared experts are appended to those of every token, with weight 1.
-        num_shared_experts: how many there are; they are the experts behind the others.
+        num_shared_experts: number of shared experts; their numbers follow those of the routed ones.
         routed_scaling_factor: multiplies the weights of routed experts, which are divided by their sum first.
-        ep_rank: this rank; ranks and tokens take the replicas of an expert in turns.
-        num_ep_ranks: ranks the physical experts are spread over.
-        tp_rank: this rank among the tensor-parallel ones.
-        num_tp_ranks: if more than one, experts of other ranks become -1 and the others get their numbers on this rank.
+        ep_rank: this rank; ranks and tokens use the replicas of an expert in turn.
+        num_ep_ranks: number of ranks that hold the physical experts.
+        tp_rank: this tensor-parallel rank.
+        num_tp_ranks: if more than one, experts of other ranks become -1 and the others get their local numbers.
         scoring_func: 'sigmoid', 'sqrtsoftplus', 'softmax' or 'identity'.
-        mask: (num_tokens,) bool; False leaves a token out: experts -1, weights 0.
+        mask: (num_tokens,) bool; False masks a token out: experts -1, weights 0.
         fix_routing_mask: (num_tokens,) bool; True takes the experts from unmapped_topk_idx.
         to_physical_map: (num_logical, max_replicas) int32, physical experts of a logical one (shared ones included).
-        logical_count: (num_logical,) int32, how many of them there are.
+        logical_count: (num_logical,) int32, their number.
         unmapped_topk_idx: (num_tokens, num_topk) int64; gets the logical experts.
 
     Returns:

@@ -2,8 +2,8 @@
 
     topk_idx[t, :] = the num_topk experts e of largest scores[t, e], best first, the smaller e first among equals
 
-One warp owns one token or two and keeps their scores in registers, so they are read once; `_selection` has the choice.
-Memory bound for many tokens: the floor is reading scores and writing topk_idx.
+One warp owns one or two tokens and keeps their scores in registers, so scores are read once. `topk_gate_kernels` has
+the method. Memory bound for many tokens: the floor is reading scores and writing topk_idx.
 """
 
 import torch
@@ -23,7 +23,7 @@ from tile_kernels.moe.topk_gate_kernels import topk_gate_kernel
 def topk_gate(scores: Tensor, num_topk: int) -> Tensor:
     """The experts with the largest scores, best first.
 
-    Equal scores take the smaller expert first; NaN ranks below everything, -inf included.
+    Of equal scores the smaller expert comes first. NaN ranks below everything, including -inf.
 
     Args:
         scores: (num_tokens, num_experts) float32, bfloat16 or float16; rows may be strided; 1 to 4096 experts.
@@ -47,12 +47,12 @@ def topk_gate(scores: Tensor, num_topk: int) -> Tensor:
 
 
 def make(num_tokens: int, num_experts: int, num_topk: int, dtype: torch.dtype, ties: bool = True) -> dict:
-    """Normal scores, rounded to steps of 1/8 where rows shall hold ties (rare in models, so not timed)."""
+    """Normal scores; with `ties` rounded to steps of 1/8. Models rarely have ties, so timed cases have none."""
     scores = torch.randn(num_tokens, num_experts)
     return dict(scores=(scores.mul(8).round().div(8) if ties else scores).to(dtype), num_topk=num_topk)
 
 
-#: Experts and choices: those of models, then a single expert, odd rows, more choices than lanes, the largest row.
+#: Experts and top-k: those of models, then one expert, odd rows, more than 32 chosen, the largest row.
 SHAPES = [(72, 6), (32, 6), (64, 6), (96, 6), (16, 6), (36, 6), (108, 6), (128, 6), (144, 6), (256, 8)]
 SHAPES += [(1, 1), (130, 17), (384, 8), (512, 33), (1000, 10), (4096, 64)]
 

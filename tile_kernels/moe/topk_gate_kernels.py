@@ -38,7 +38,7 @@ MAX_SLOTS_OF_TWO = 32
 
 
 def choose(num_experts: int, num_topk: int, dtype: torch.dtype, vector_bytes: int, packed: bool, size: int) -> dict:
-    """Few tokens spread over the SMs, one per block; from two waves of blocks on a warp ranks two rows at once."""
+    """Few tokens spread over the SMs, one per block. From two waves of blocks on, a warp ranks two rows at once."""
     if size <= 1024:
         return dict(num_warps=1, rows=1)
     return dict(num_warps=1, rows=2) if size >= 8192 else dict(num_warps=4, rows=1)
@@ -53,10 +53,12 @@ class Ranking:
 
     layout: RowLayout
     num_topk: int
-
-    #: Whether the logit itself ranks, whether both zeros occur, and what only scores have.
-    by_logit = has_zeros = True
-    has_bias = grouped = lowered = estimated = deferred = False
+    by_logit: bool = True  # the logit itself ranks
+    has_zeros: bool = True  # what ranks may be -0
+    has_bias: bool = False  # a bias is added to scores
+    grouped: bool = False  # only the best groups take part
+    deferred: bool = False  # the cut goes through logits, and only candidates are scored: scores rise with logits
+    estimated: bool = False  # the cut goes through estimates, and only candidates are scored: exact scores are slow
 
     @property
     def num_picks(self) -> int:
@@ -80,7 +82,7 @@ class Ranking:
 
 @macro
 def find_cuts(x, at: Place, num_slots: int, rounds: int, cut):
-    """For every row the key of the `rounds`-th largest lane maximum, equal ones counted once; NaN never is one."""
+    """For every row, the key of the `rounds`-th largest distinct lane maximum; NaN is ignored."""
     top = T.alloc_local((at.rows,), 'float32')
     key = T.alloc_local((at.rows,), 'int32')
     for r in T.unroll(at.rows):
@@ -94,12 +96,12 @@ def find_cuts(x, at: Place, num_slots: int, rounds: int, cut):
             if key[r] == cut[r]:
                 key[r] = LOWEST
     for r in T.unroll(at.rows):
-        cut[r] = T.Select(cut[r] == 0, -1, cut[r])  # -0 - (+0) has the sign of what is below
+        cut[r] = T.Select(cut[r] == 0, -1, cut[r])  # -0 - (+0) would look like a value below the cut
 
 
 @macro
 def gather(x, cut, at: Place, layout: RowLayout, found, count):
-    """List the slots of every row that reach its cut in `found`, in any order; `count` them, or stop after 32."""
+    """List the slots that reach the cut of their row in `found`, in any order. `count` them; stop after 32."""
     left = T.alloc_local((at.rows,), 'uint32')
     votes = T.alloc_local((at.rows,), 'uint32')
     waiting = T.alloc_var('uint32')
@@ -111,7 +113,7 @@ def gather(x, cut, at: Place, layout: RowLayout, found, count):
         waiting = T.uint32(0)
         for r in T.unroll(at.rows):
             left[r] = T.uint32(0)
-            for s in T.unroll(slots):  # the sign says who is below; a NaN has none and will rank last
+            for s in T.unroll(slots):  # the sign says which slots are below; a NaN has none and ranks last
                 distance = T.reinterpret(x[r, word * 32 + s] - from_order_key(cut[r]), 'uint32')
                 left[r] = append_sign(left[r], distance)
             left[r] = ~left[r] & T.uint32((1 << slots) - 1)
@@ -122,7 +124,7 @@ def gather(x, cut, at: Place, layout: RowLayout, found, count):
             for r in T.unroll(at.rows):
                 bit = 31 - T.cast(T.clz(left[r]), 'int32')
                 place = count[r] + T.cast(T.popcount(votes[r] & lanes_below), 'int32')
-                # The last 32 entries are a dump, so that no lane branches.
+                # The last 32 entries take the writes of lanes without a slot, so that no lane branches.
                 place_or_dump = T.Select(left[r] != T.uint32(0), place, found.shape[2] - WARP + at.lane)
                 found[at.warp, r, place_or_dump] = (word * 32 + slots - 1 - bit) * WARP + at.lane
                 left[r] = left[r] & ~(T.uint32(1) << T.cast(bit, 'uint32'))
@@ -134,18 +136,18 @@ def gather(x, cut, at: Place, layout: RowLayout, found, count):
 
 
 def append_sign(bits, word):
-    """`bits`, moved up by one, and the uppermost bit of `word`."""
+    """`bits` shifted left by one, plus the uppermost bit of `word`."""
     return T.call_extern('uint32', '__funnelshift_l', word, bits, T.uint32(1))
 
 
 @macro
 def count_larger(mine, count, likely: int, at: Place, tickets):
-    """How many lanes of a part hold a larger number; from lane `count` on none does. Equal numbers are not counted."""
+    """How many of the first `count` lanes of a part hold a larger number; equal numbers do not count."""
     rank = T.alloc_var('uint32')
     tickets[at.warp, at.lane] = mine
     T.sync_warp()
     rank = T.uint32(0)
-    for c in T.unroll(likely):  # the sign of a difference is cheaper to add up than a comparison
+    for c in T.unroll(likely):  # cheaper than a comparison
         rank = rank + (T.reinterpret(mine - tickets[at.warp, at.part * at.width + c], 'uint32') >> T.uint32(31))
     for c in T.unroll(likely, count, unroll_factor=1):
         rank = rank + (T.reinterpret(mine - tickets[at.warp, at.part * at.width + c], 'uint32') >> T.uint32(31))
@@ -154,7 +156,7 @@ def count_larger(mine, count, likely: int, at: Place, tickets):
 
 @macro
 def count_better(key, expert, count, at: Place, tickets):
-    """How many lanes of a part hold a larger key, or an equal one of a smaller expert; from `count` on none does."""
+    """How many of the first `count` lanes of a part hold a larger key, or an equal key of a smaller expert."""
     rank = T.alloc_var('int32')
     mine = T.alloc_var('int64')
     mine = (T.cast(key, 'int64') << T.int64(32)) | T.cast(0x7FFFFFFF - expert, 'int64')
@@ -168,7 +170,7 @@ def count_better(key, expert, count, at: Place, tickets):
 
 @macro
 def select_by_cut(ranking: Ranking, logits, bias: Any, at: Place, x, expert, value):
-    """Choose by cuts through the rows of `x`; returns a mask of the lanes whose row no cut could separate."""
+    """Choose by cuts through the rows of `x`. Returns a mask of the lanes whose row the cut does not separate."""
     num_topk, first = ranking.num_topk, at.part * at.width
     found = T.alloc_shared((at.num_warps, at.rows, 3 * WARP), 'int32')
     values = T.alloc_shared((at.num_warps, WARP), 'float32')
@@ -182,11 +184,11 @@ def select_by_cut(ranking: Ranking, logits, bias: Any, at: Place, x, expert, val
     ranked = T.alloc_var('float32')
     settled = T.alloc_var('bool')
     find_cuts(x, at, ranking.layout.num_slots, num_topk, cuts)
-    if ranking.lowered:
+    if ranking.estimated or ranking.deferred:
         ranking.lower_cuts(at, cuts)
     gather(x, cuts, at, ranking.layout, found, counts)
     T.sync_warp()
-    count = 0  # of all rows, a byte each: picked by a shift, since indexed by the part they would leave the registers
+    count = 0  # one byte per row, read by a shift: an array indexed by the part would leave the registers
     for r in T.unroll(at.rows):
         separates = T.isfinite(from_order_key(cuts[r])) and counts[r] <= at.width
         count = count | (T.Select(separates, counts[r], 0) << (8 * r))
@@ -201,14 +203,14 @@ def select_by_cut(ranking: Ranking, logits, bias: Any, at: Place, x, expert, val
     if ranking.has_bias:
         ranked = ranked + bias.of_part(expert[0])
     if ranking.has_zeros:
-        ranked = T.Select(ranked == T.float32(0), T.float32(0), ranked)  # -0 is no smaller
+        ranked = T.Select(ranked == T.float32(0), T.float32(0), ranked)  # -0 equals +0
     likely = min(num_topk + 3, at.width)
     mine = T.Select(at.sublane < count, ranked, -T.infinity('float32'))
     rank = count_larger(mine, count, likely, at, numbers)
     wanted = T.Select(at.sublane < count, T.uint32(1) << T.cast(first + rank, 'uint32'), T.uint32(0))
     taken = (T.warp_reduce_bitor(wanted) >> T.cast(first, 'uint32')) & T.uint32((1 << at.width) - 1)
     clash = T.cast(T.popcount(taken), 'int32') != count or (at.sublane < count and not T.isfinite(ranked))
-    if T.ballot(clash) != T.uint64(0):  # equal ones want one place: rank those of a smaller expert before the others
+    if T.ballot(clash) != T.uint64(0):  # equal scores have equal ranks: put the smaller expert first
         key = T.Select(at.sublane < count, rank_key(ranked), LOWEST)
         rank = count_better(key, expert[0], count, at, tickets)
     if at.sublane < count:
@@ -221,7 +223,7 @@ def select_by_cut(ranking: Ranking, logits, bias: Any, at: Place, x, expert, val
         expert[0] = found[at.warp, at.part, source]
         value[0] = values[at.warp, first + source]
         if ranking.deferred:
-            # Scores of different logits may be equal; then only a gap behind the last expert chosen settles the row.
+            # Scores of different logits may be equal; then a gap after the last expert chosen settles the row.
             level = ranking.level_of_part(at, cuts)
             low, high = ranking.steep
             settled = (level > T.float32(low) and level < T.float32(high)) or (
@@ -235,7 +237,7 @@ def select_by_cut(ranking: Ranking, logits, bias: Any, at: Place, x, expert, val
 
 @macro
 def key_row(ranking: Ranking, logits, bias: Any, at: Place, row: int, x, keys):
-    """What ranks the experts of a row, as keys; `x` still holds the logits where they are all that ranks."""
+    """Keys of the experts of a row. `x` still holds the logits if nothing else ranks."""
     layout = ranking.layout
     ranked = T.alloc_var('float32')
     for s in T.unroll(layout.num_slots):
@@ -255,7 +257,7 @@ def key_row(ranking: Ranking, logits, bias: Any, at: Place, row: int, x, keys):
 
 @macro
 def select_by_rounds(ranking: Ranking, logits, bias: Any, at: Place, row: int, x, expert, value):
-    """Take the best score that is left, of the smallest expert among equals, `num_topk` times; any row."""
+    """`num_topk` times, take the best score that is left, and the smallest expert among equals. Works for any row."""
     layout, lane = ranking.layout, at.lane
     keys = T.alloc_local((layout.num_slots,), 'int32')
     best = T.alloc_var('int32')
@@ -284,10 +286,10 @@ def select_by_rounds(ranking: Ranking, logits, bias: Any, at: Place, row: int, x
 
 @macro
 def select_topk(ranking: Ranking, logits, bias: Any, at: Place, x, expert, value):
-    """Choose the experts of the tokens of a warp, whose logits are in `x`: choice k is pick k // 32 of sublane k % 32.
+    """Choose the experts of the tokens of a warp, whose logits are in `x`; overwrites `x`.
 
-    `expert` gets the choices and `value` their scores without bias (for softmax their logits); where k is `num_topk` or
-    more they mean nothing. `x` is overwritten.
+    Expert k is pick k // 32 of sublane k % 32. `expert` gets the experts and `value` their scores without bias (for
+    softmax their logits). Entries with k >= `num_topk` are undefined.
     """
     unsettled = T.alloc_var('uint32')
     unsettled = T.uint32(0xFFFFFFFF)
@@ -311,7 +313,7 @@ def select_topk(ranking: Ranking, logits, bias: Any, at: Place, x, expert, value
 def topk_gate_kernel(
     num_experts: int, num_topk: int, dtype: torch.dtype, vector_bytes: int, packed: bool, *, num_warps: int, rows: int
 ):
-    """Choice of one or two tokens per warp."""
+    """Experts of one or two tokens per warp."""
     layout = RowLayout.of(num_experts, dtype.itemsize, vector_bytes)
     ranking = Ranking(layout, num_topk)
     rows = max(ranking.rows_by_cut(rows), 1)

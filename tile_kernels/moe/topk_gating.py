@@ -55,7 +55,7 @@ def topk_gating_bwd(
         routed_scaling_factor: as given to `topk_gating`.
 
     Returns:
-        (num_tokens, num_experts) in the dtype of logits; zero for experts that had no part in the weights.
+        (num_tokens, num_experts) in the dtype of logits; zero for experts that do not affect the weights.
     """
     num_tokens, num_experts = check.shape(logits, 'logits', 'num_tokens num_experts', dtype=DTYPES)
     _, top_k = check.shape(
@@ -97,19 +97,18 @@ def topk_gating(
 ) -> tuple[Tensor, Tensor]:
     """Choose `top_k` experts per token and weigh them; differentiable in `logits`.
 
-    Experts come in descending order of their score (softmax: of their logit) plus bias; equal ones take the smaller
-    expert first and NaN ranks below everything, -inf included.
+    Experts are in descending order of score (softmax: of logit) plus bias. Of equal ones the smaller comes first. NaN
+    ranks below everything, including -inf.
 
     Args:
         logits: (num_tokens, num_experts) float32, bfloat16 or float16; rows may be strided; 1 to 4096 experts.
         top_k: experts per token, from 1 to min(num_experts, 64).
         scoring: 'softmax' over the experts, or 'sigmoid', 'sqrtsoftplus', 'identity' of every logit.
-        renormalize: whether the weights of a token are divided by their sum; for softmax this is the softmax over the
-            chosen logits.
-        bias: (num_experts,) float32; moves the choice, not the weights.
-        num_groups: number of equal groups of neighbouring experts; only experts of the best groups are chosen.
-        num_topk_groups: groups that take part: those with the largest sum of their two best scores (one, if a group
-            has one expert), the first among equals. Needs num_groups.
+        renormalize: whether to divide the weights of a token by their sum. Softmax is then over the chosen logits.
+        bias: (num_experts,) float32; changes the choice, not the weights.
+        num_groups: number of equal groups of neighboring experts; only experts of the best groups are chosen.
+        num_topk_groups: number of groups to choose from: those with the largest sum of their two best scores, or of
+            their only one, the first among equals. Needs num_groups.
         routed_scaling_factor: multiplies the weights.
         index_dtype: torch.int64 or torch.int32.
 
@@ -151,13 +150,14 @@ def topk_gating(
 
 
 def make(num_tokens: int, num_experts: int, top_k: int, dtype: torch.dtype, scoring: str, **options: object) -> dict:
-    """Logits on a grid: scores either tie or differ by more than exp and log can be off. Ties are rare in models, so
-    what is timed has none: evenly spread logits in random order.
+    """Logits on a grid: scores either tie or differ by more than the error of exp and log.
+
+    Models rarely have ties, so timed cases have none: evenly spread logits in random order.
     """
     biased = options.pop('biased', False)
     if options.pop('ties', True):
         logits = torch.randn(num_tokens, num_experts).mul(64).round().div(64).to(dtype)
-        logits = logits.abs() if scoring == 'identity' else logits  # weights of a sum near zero have no meaning
+        logits = logits.abs() if scoring == 'identity' else logits  # a sum near zero makes weights meaningless
     else:
         logits = torch.rand(num_tokens, num_experts).argsort(-1).sub(num_experts // 2).div(num_experts / 8).to(dtype)
     bias = torch.randn(num_experts).mul(4).round().div(64) if biased else None
@@ -167,7 +167,7 @@ def make(num_tokens: int, num_experts: int, top_k: int, dtype: torch.dtype, scor
 def make_bwd(
     num_tokens: int, num_experts: int, top_k: int, dtype: torch.dtype, scoring: str, renormalize: bool
 ) -> dict:
-    """Any distinct experts serve as the chosen ones."""
+    """Random distinct experts are the chosen ones."""
     logits = torch.randn(num_tokens, num_experts, dtype=dtype)
     indices = torch.rand(num_tokens, num_experts).topk(top_k).indices
     return dict(
@@ -181,7 +181,9 @@ def make_bwd(
 
 
 FLOAT32, PAIR = DTYPES[:1], dict(num_experts=[256], top_k=[8])
-GROUPS = dict(num_groups=[8], num_topk_groups=[3], routed_scaling_factor=[2.5], index_dtype=[torch.int32])
+GROUPS: dict[str, list] = dict(
+    num_groups=[8], num_topk_groups=[3], routed_scaling_factor=[2.5], index_dtype=[torch.int32]
+)
 BOTH = dict(renormalize=[False, True])
 DISTINCT = dict(ties=[False])
 

@@ -36,19 +36,19 @@ from tile_kernels.moe.scoring import ScoringFunc
 from tile_kernels.moe.topk_gate_kernels import Ranking, select_topk
 from tile_kernels.moe.topk_sum_and_topk_group_idx import rank_of_group, sum_groups
 
-#: How far cuts through logits are lowered, and where that lowers scores by several units in the last place.
+#: Margin of cuts through logits, and the logits where it lowers scores by several units in the last place.
 LOWERED = 2.0**-8
 STEEP = {ScoringFunc.SIGMOID: (-80.0, 8.0), ScoringFunc.SQRTSOFTPLUS: (-80.0, 1024.0)}
 
 # Config -------------------------------------------------------------------------------------
 
 
-def choose(*static_and_size: object) -> dict:
-    """Few tokens spread over the SMs, one per block; where many are left for each, a warp ranks two rows at once."""
+def choose(*static_and_size: Any) -> dict:
+    """Few tokens spread over the SMs, one per block. With many tokens per SM, a warp ranks two rows at once."""
     num_groups, num_topk_groups, _, _, size = static_and_size[-5:]
     if size <= 1024:
         return dict(num_warps=1, rows=1)
-    grouped = num_topk_groups < num_groups  # then a warp has one row, and SMs hold few blocks of a single warp
+    grouped = num_topk_groups < num_groups  # then a warp has one row, and an SM holds few blocks of one warp
     return dict(num_warps=1, rows=2) if size >= 3072 and not grouped else dict(num_warps=4, rows=1)
 
 
@@ -75,10 +75,10 @@ def keep_best_groups(layout: RowLayout, num_groups: int, num_topk_groups: int, a
 
 @macro
 def keep_best_estimates(layout: RowLayout, num_groups: int, num_topk_groups: int, error: float, at: Place, x):
-    """The same for the first row of `x`, whose scores are off by `error`: those that drop out become -inf.
+    """The same for the first row of `x`, estimates that are off by up to `error`; dropped ones become -inf.
 
-    Returns whether that is certain: as many groups are kept as shall be, and the last sum kept and the first one
-    dropped differ by more than both can be off.
+    Returns whether the result is certain. Then the number of groups is right, and the gap between the last sum kept and
+    the first one dropped is larger than both errors.
     """
     group_size = layout.num_experts // num_groups
     totals = T.alloc_shared((at.num_warps, num_groups), 'float32')
@@ -89,7 +89,7 @@ def keep_best_estimates(layout: RowLayout, num_groups: int, num_topk_groups: int
     num_kept = T.alloc_var('int32')
     rank = T.alloc_var('uint32')
     for s in T.unroll(layout.num_slots):
-        scores[s] = T.max(x[0, s], -T.infinity('float32'))  # a NaN is no number to choose from
+        scores[s] = T.max(x[0, s], -T.infinity('float32'))  # NaN must not be chosen
     sum_groups(layout, num_groups, min(group_size, 2), at, scores, totals)
     last_kept = T.infinity('float32')
     first_dropped = -T.infinity('float32')
@@ -98,7 +98,7 @@ def keep_best_estimates(layout: RowLayout, num_groups: int, num_topk_groups: int
         if i * WARP + at.lane < num_groups:
             total = totals[at.warp, i * WARP + at.lane]
             rank = T.uint32(0)
-            for g in T.unroll(num_groups, unroll_factor=16):  # the sign of a difference is cheaper than a comparison
+            for g in T.unroll(num_groups, unroll_factor=16):  # cheaper than a comparison
                 rank = rank + (T.reinterpret(total - totals[at.warp, g], 'uint32') >> T.uint32(31))
             kept[at.warp, i * WARP + at.lane] = 0
             if rank < T.uint32(num_topk_groups):
@@ -123,11 +123,11 @@ def keep_best_estimates(layout: RowLayout, num_groups: int, num_topk_groups: int
 
 @dataclass(frozen=True)
 class Bias:
-    """What is added to the scores of a token before they rank; tokens of images may have a bias of their own."""
+    """Bias of the scores of a token; image tokens may have their own bias."""
 
     plain: Any = None
     image: Any = None
-    image_rows: Any = None  # for every row whether its token is of an image
+    image_rows: Any = None  # for every row: is its token an image token?
     image_part: Any = None  # the same for the token of the part
 
     def of_row(self, expert: Any, row: Any) -> Any:
@@ -147,40 +147,28 @@ class Bias:
 class ScoreRanking(Ranking):
     """Rank by score, plus bias, and in the best groups only."""
 
-    scoring: ScoringFunc
-    num_groups: int
-    num_topk_groups: int
-    has_bias: bool = False
+    scoring: ScoringFunc = ScoringFunc.IDENTITY
+    num_groups: int = 1
+    num_topk_groups: int = 1
 
-    @property
-    def grouped(self) -> bool:
-        """Whether some groups are left out."""
-        return self.num_topk_groups < self.num_groups
-
-    @property
-    def has_zeros(self) -> bool:
-        """Whether what ranks may be -0."""
-        return self.scoring in (ScoringFunc.SOFTMAX, ScoringFunc.IDENTITY)
-
-    @property
-    def by_logit(self) -> bool:
-        """Whether the logit itself ranks."""
-        return self.has_zeros and not self.has_bias
-
-    @property
-    def deferred(self) -> bool:
-        """Whether the cut goes through logits and only candidates are scored: scores rise with logits."""
-        return not (self.by_logit or self.has_bias or self.grouped)
-
-    @property
-    def estimated(self) -> bool:
-        """Whether the cut goes through estimates and only candidates are scored: exact scores are slow."""
-        return (self.has_bias or self.grouped) and not self.has_zeros
-
-    @property
-    def lowered(self) -> bool:
-        """Whether cuts are lowered by a margin."""
-        return self.estimated or self.deferred
+    @classmethod
+    def of(
+        cls,
+        layout: RowLayout,
+        num_topk: int,
+        scoring: ScoringFunc,
+        has_bias: bool,
+        num_groups: int,
+        num_topk_groups: int,
+    ) -> 'ScoreRanking':
+        """The ranking with its flags."""
+        grouped = num_topk_groups < num_groups
+        has_zeros = scoring in (ScoringFunc.SOFTMAX, ScoringFunc.IDENTITY)
+        by_logit = has_zeros and not has_bias
+        deferred = not (by_logit or has_bias or grouped)
+        estimated = (has_bias or grouped) and not has_zeros
+        flags = (by_logit, has_zeros, has_bias, grouped, deferred, estimated)
+        return cls(layout, num_topk, *flags, scoring, num_groups, num_topk_groups)
 
     @property
     def error(self) -> float:
@@ -262,7 +250,7 @@ class ScoreRanking(Ranking):
                     keys[s] = rank_key(x[0, s])
             self.keep_best_groups(at, keys)
             for s in T.unroll(num_slots):
-                if keys[s] < NAN_KEY:  # dropped; LOWEST itself is a literal the simplifier cannot compare with
+                if keys[s] < NAN_KEY:  # dropped; the simplifier cannot compare with the literal LOWEST
                     x[0, s] = -T.infinity('float32')
         return certain
 
@@ -287,9 +275,9 @@ def topk_gating_kernel(
     num_warps: int,
     rows: int,
 ):
-    """Choice and weights of one or two tokens per warp."""
+    """Experts and weights of one or two tokens per warp."""
     layout = RowLayout.of(num_experts, dtype.itemsize, vector_bytes)
-    ranking = ScoreRanking(layout, num_topk, scoring, num_groups, num_topk_groups, biased)
+    ranking = ScoreRanking.of(layout, num_topk, scoring, biased, num_groups, num_topk_groups)
     is_softmax = scoring == ScoringFunc.SOFTMAX
     rows = max(ranking.rows_by_cut(rows), 1)
     num_tokens = T.dynamic('num_tokens')
@@ -355,7 +343,7 @@ def topk_gating_bwd_kernel(
     *,
     num_warps: int,
 ):
-    """Gradient of the logits of one token per warp: what all experts get, then what the chosen ones get."""
+    """Gradient of the logits of one token per warp: first of all experts, then of the chosen ones."""
     layout = RowLayout.of(num_experts, dtype.itemsize, vector_bytes)
     num_picks = -(-num_topk // WARP)
     is_softmax = scoring == ScoringFunc.SOFTMAX
@@ -405,7 +393,7 @@ def topk_gating_bwd_kernel(
                 if renormalize:
                     total = sum_of_chosen(value_local, at, num_topk, width_of(num_topk)) + T.float32(EPSILON)
 
-                # A normalized weight falls by its share of whatever another one rises.
+                # Normalized weights depend on each other: this term is common to all of them.
                 shared_part = 0.0
                 if is_softmax or renormalize:
                     for p in T.unroll(num_picks):

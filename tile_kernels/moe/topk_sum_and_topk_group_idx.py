@@ -3,8 +3,8 @@
     total[t, g] = sum of the num_topk_sum largest scores[t, g, :]
     group_idx[t, :] = the num_topk_groups groups g of largest total[t, g], best first, the smaller g first among equals
 
-One warp owns one token; `_groups` sums and ranks the groups as for the gates. Memory bound for many tokens: the floor
-is reading scores and writing group_idx.
+One warp owns one token. `topk_gating` sums and ranks its groups with the same macros. Memory bound for many tokens: the
+floor is reading scores and writing group_idx.
 """
 
 import torch
@@ -33,9 +33,9 @@ from tile_kernels.moe._macros import (
 
 @macro
 def sum_groups(layout: RowLayout, num_groups: int, num_summed: int, at: Place, keys, totals):
-    """The sum of the `num_summed` (1 or 2) best scores of every group: as keys, from the keys of a row, or as floats.
+    """The sum of the `num_summed` (1 or 2) best scores of every group, as keys or floats, whichever `keys` holds.
 
-    Neighbouring lanes share a group, and groups lie so far apart in shared memory that they read different banks.
+    Neighboring lanes read one group. The pitch of groups in shared memory avoids bank conflicts.
     """
     warp, lane, group_size = at.warp, at.lane, layout.num_experts // num_groups
     sharing = max(WARP // (1 << (num_groups - 1).bit_length()), 1)
@@ -135,7 +135,7 @@ def topk_sum_and_topk_group_idx_kernel(
 def topk_sum_and_topk_group_idx(scores: Tensor, num_topk_sum: int, num_topk_groups: int) -> Tensor:
     """The groups of experts with the largest sum of their best scores, best first.
 
-    Equal sums take the smaller group first; NaN ranks below everything, among the scores of a group and among sums.
+    Of equal sums the smaller group comes first. NaN ranks below everything, both in scores and in sums.
 
     Args:
         scores: (num_tokens, num_groups, group_size) float32, bfloat16 or float16, contiguous; up to 4096 experts.
@@ -167,7 +167,7 @@ def topk_sum_and_topk_group_idx(scores: Tensor, num_topk_sum: int, num_topk_grou
 def make(
     num_tokens: int, shape: tuple[int, int], num_topk_sum: int, num_topk_groups: int, dtype: torch.dtype = torch.float32
 ) -> dict:
-    """Normal scores, rounded to steps of 1/8, so that sums tie now and then."""
+    """Normal scores, rounded to steps of 1/8, so that some sums tie."""
     scores = torch.randn(num_tokens, *shape).mul(8).round().div(8).to(dtype)
     return dict(scores=scores, num_topk_sum=num_topk_sum, num_topk_groups=num_topk_groups)
 

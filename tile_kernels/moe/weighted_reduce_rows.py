@@ -42,7 +42,7 @@ def weighted_reduce_rows_bwd(
         sf: (1,) float32 or None.
 
     Returns:
-        Gradients of x (0 in rows no token has) and of topk_weights (0 in slots without a place), both deterministic.
+        Deterministic gradients of x (0 in rows without a token) and of topk_weights (0 in slots without a position).
     """
     dtopk_weights = torch.empty_like(topk_weights)
     dx = launch_reduce_bwd(dy, x, token_topk_to_pos, topk_weights, x_sf, sf, dtopk_weights)
@@ -58,18 +58,18 @@ def weighted_reduce_rows(
     sf: Tensor | None = None,
     fp8_format: str = '',
 ) -> Tensor:
-    """Sum the rows of each token's places, each times its weight; see `reduce_rows`.
+    """Sum the rows of each token's positions, each times its weight; see `reduce_rows`.
 
     Args:
         x: (num_expanded, hidden) bfloat16, float16 or float32, contiguous.
-        topk_weights: (num_tokens, num_topk) float32; those of slots without a place are not looked at.
-        token_topk_to_pos: (num_tokens, num_topk) int32, negative where a slot has no place.
+        topk_weights: (num_tokens, num_topk) float32; those of slots without a position are not read.
+        token_topk_to_pos: (num_tokens, num_topk) int32, negative where a slot has no position.
         x_sf: (num_expanded,) float32 factors of the rows of x, or None.
         sf: (1,) float32 factor of the result, or None.
         fp8_format: '' keeps the dtype of x, 'e4m3' rounds to fp8 (saturating).
 
     Returns:
-        (num_tokens, hidden); 0 in rows of tokens without a place.
+        (num_tokens, hidden); 0 in rows of tokens without a position.
     """
     return launch_reduce(x, token_topk_to_pos, topk_weights, x_sf, sf, fp8_format)
 

@@ -25,7 +25,7 @@ def stable_topk_of(scores: Tensor, allowed: Tensor, num_topk: int) -> Tensor:
 
 
 def best_groups(ranked: Tensor, num_groups: int | None, num_topk_groups: int | None) -> Tensor:
-    """Which experts (num_tokens, num_experts) belong to a group whose two best scores have one of the largest sums."""
+    """Mask (num_tokens, num_experts) of the experts in the groups with the largest top-2 sums."""
     if num_groups is None or num_topk_groups is None:
         return torch.ones_like(ranked, dtype=torch.bool)
     num_tokens, num_experts = ranked.shape
@@ -56,7 +56,7 @@ FP8 = {'e4m3': torch.float8_e4m3fn}
 
 
 def placed(token_topk_to_pos: Tensor, num_expanded: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Token, k and place of every slot that has a place."""
+    """Token, k and position of every slot that has a position."""
     token, k = ((token_topk_to_pos >= 0) & (token_topk_to_pos < num_expanded)).nonzero(as_tuple=True)
     return token, k, token_topk_to_pos[token, k].long()
 
@@ -93,7 +93,7 @@ class FusedMultiplyAdd(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-        """The product is exact in float64; the sum is rounded to odd there, which makes the second rounding right."""
+        """The product is exact in float64. The sum is rounded to odd there, so the rounding to float32 is correct."""
         ctx.save_for_backward(a, b)
         product, addend = a.double() * b.double(), c.double()
         total = product + addend

@@ -12,6 +12,6 @@ from tile_kernels.reference.quant import per_token_cast
 def expand_and_per_token_cast(
     x: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor, fmt: QuantFormat
 ) -> QuantTensor:
-    """Quantise every token, then copy its codes and scale factors to each of its places."""
+    """Quantize every token, then copy its codes and scale factors to each of its positions."""
     q = per_token_cast(x, QuantFormat.parse(fmt.name.removesuffix('_col')))
     return QuantTensor(*expand_with_sf(*q, token_topk_to_pos, pos_to_expert, fmt.col), fmt)

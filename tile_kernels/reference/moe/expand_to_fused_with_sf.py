@@ -11,7 +11,7 @@ from tile_kernels.reference.moe.expand_to_fused import expand_to_fused
 def expand_with_sf(
     x: Tensor, x_sf: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor, col: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Copy codes and scale factors of every token to each of its places."""
+    """Copy codes and scale factors of every token to each of its positions."""
     y = expand_to_fused(x, token_topk_to_pos, pos_to_expert)
     y_sf = expand_to_fused(x_sf, token_topk_to_pos, pos_to_expert)
     return y, _column_major(y_sf) if col else y_sf
@@ -24,7 +24,7 @@ def expand_to_fused_with_sf(
     pos_to_expert: Tensor,
     use_tma_aligned_col_major_sf: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Expand a quantised tensor with one scale factor for each token and `num_per_channels` channels."""
+    """Expand a quantized tensor with one scale factor for each token and `num_per_channels` channels."""
     return expand_with_sf(*x, token_topk_to_pos, pos_to_expert, use_tma_aligned_col_major_sf)
 
 

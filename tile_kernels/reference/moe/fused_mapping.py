@@ -9,7 +9,7 @@ from torch import Tensor
 def fused_mapping(
     topk_idx: Tensor, num_experts: int, num_expanded: int, alignment: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Place every slot (token, k) among the rows of its expert: sort slots by expert, keeping their order."""
+    """Find the position of every slot (token, k): a stable sort of slots by expert."""
     num_tokens, num_topk = topk_idx.shape
     expert = topk_idx.flatten().long()
     slot = ((expert >= 0) & (expert < num_experts)).nonzero().flatten()
@@ -44,7 +44,7 @@ def fused_mapping(
 def get_fused_mapping(
     topk_idx: Tensor, num_experts: int, num_expanded_tokens: int, alignment: int, force_no_sync: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[int]]:
-    """Map tokens to experts, with the places in use and the rows of each expert as a list unless a number is given."""
+    """Map tokens to experts, with exact sizes and a list of rows per expert unless a number is given."""
     if num_expanded_tokens or force_no_sync:
         return *fused_mapping(topk_idx, num_experts, num_expanded_tokens, alignment)[:-1], []
     enough = (topk_idx.numel() + (alignment - 1) * num_experts) // alignment * alignment

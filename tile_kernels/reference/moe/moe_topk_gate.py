@@ -29,7 +29,7 @@ def moe_topk_gate_forward(
     out: tuple[Tensor, Tensor] | None = None,
     scores: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Choose the experts of every token, weigh them and say where they live."""
+    """Choose the experts of every token, weigh them and map them to physical experts."""
     num_shared = num_shared_experts if use_shared_as_routed else 0
     out = empty_slots(logits, num_topk + num_shared) if out is None else out
     route_topk_(

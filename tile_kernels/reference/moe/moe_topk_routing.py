@@ -14,6 +14,6 @@ def moe_topk_routing(hidden_states: Tensor, gate_weight: Tensor, topk: int = 8) 
 
 
 class MoETopKRouting:
-    """`moe_topk_routing` in the form of an autograd function."""
+    """`moe_topk_routing` as an autograd function."""
 
     apply = staticmethod(moe_topk_routing)

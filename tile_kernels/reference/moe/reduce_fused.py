@@ -15,7 +15,7 @@ def reduce_fused(
     sf: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Bring expanded rows back to their tokens: the weighted sum over the places of each token."""
+    """Reduce expanded rows to tokens: the weighted sum over the positions of each token."""
     x, x_sf = x if isinstance(x, tuple) else (x, None)
     y = reduce_sum(x, token_topk_to_pos, topk_weights, x_sf, sf, FP8[fp8_format] if fp8_format else x.dtype)
     return y if out is None else out.copy_(y)

@@ -16,7 +16,7 @@ def reduce_rows(
     sf: Tensor | None = None,
     fp8_format: str = '',
 ) -> Tensor:
-    """Sum the rows of each token's places."""
+    """Sum the rows of each token's positions."""
     return reduce_sum(x, token_topk_to_pos, None, x_sf, sf, FP8[fp8_format] if fp8_format else x.dtype)
 
 

@@ -33,7 +33,7 @@ def route_topk_(
     tp_rank: int = 0,
     num_tp_ranks: int = 1,
 ) -> None:
-    """Choose the experts of every token, weigh them and say where they live, into memory of the caller."""
+    """Choose the experts of every token, weigh them and map them to physical experts; writes into arguments."""
     num_tokens, num_experts = logits.shape
     num_slots = topk_idx.shape[1]
     num_topk = num_slots - num_shared_experts
@@ -65,7 +65,7 @@ def route_topk_(
     places = torch.cat([chosen, shared.expand(num_tokens, -1)], dim=1)
     weights = torch.cat([weights, torch.ones_like(places[:, num_topk:], dtype=torch.float32)], dim=1)
 
-    # Places.
+    # Physical experts.
     num_places, max_replicas = num_experts + num_shared_experts, 1
     if to_physical_map is not None and logical_count is not None:
         max_replicas = to_physical_map.shape[1]
@@ -131,8 +131,8 @@ def random_places(
 ) -> tuple[Tensor, Tensor]:
     """Distinct experts below `num_places` and weights in [0, 1) for every slot of every token, seeded by the rank.
 
-    Every slot goes through a permutation that is another one for every token: a Feistel network of four rounds on the
-    numbers of 2 * half bits, repeated until the result is below `num_places`.
+    Every token has its own permutation of slots: a Feistel network of four rounds on numbers of 2 * half bits. It is
+    repeated until the result is below `num_places`.
     """
     slots = torch.arange(num_slots, device=device).expand(num_tokens, -1)
     seed = _mix(_mix(torch.tensor(ep_rank, device=device)) + torch.arange(num_tokens, device=device)).unsqueeze(1)

@@ -16,7 +16,7 @@ def weighted_reduce_rows(
     sf: Tensor | None = None,
     fp8_format: str = '',
 ) -> Tensor:
-    """Sum the rows of each token's places, each times its weight."""
+    """Sum the rows of each token's positions, each times its weight."""
     return reduce_sum(x, token_topk_to_pos, topk_weights, x_sf, sf, FP8[fp8_format] if fp8_format else x.dtype)
 
 
