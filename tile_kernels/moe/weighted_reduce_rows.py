@@ -5,14 +5,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tile_kernels.core.cases import grid
 from tile_kernels.core.op import op
 from tile_kernels.moe.reduce_rows import (
     BENCH,
+    FLOATS,
+    FP8,
     FULL,
     GRADIENT,
     SMOKE,
     SMOKE_FACTORS,
-    SMOKE_FP8,
     launch_reduce,
     launch_reduce_bwd,
     make,
@@ -82,13 +84,27 @@ def _weighted(make_case: Callable[..., dict]) -> Callable[..., dict]:
     return lambda **case: dict(**make_case(**case), topk_weights=torch.rand(case['num_tokens'], case['num_topk']))
 
 
-FP8 = dict(fp8_format='e4m3', factors='x_sf sf')
+def _make_out(num_tokens: int, hidden: int, fp8_format: str = '', **case) -> dict:
+    """The same with memory for the result."""
+    made = _weighted(make)(num_tokens=num_tokens, hidden=hidden, fp8_format=fp8_format, **case)
+    return dict(**made, y=torch.empty(num_tokens, hidden, dtype=FP8.get(fp8_format, made['x'].dtype)))
+
+
+E4M3 = dict(fp8_format='e4m3', factors='x_sf sf')
 
 weighted_reduce_rows.cases(
     make=_weighted(make),
     match='bitwise',
-    smoke=SMOKE + SMOKE_FACTORS + SMOKE_FP8,
-    full=FULL + [case | FP8 for case in FULL],
-    bench=BENCH + [BENCH[0] | FP8],
+    smoke=SMOKE + SMOKE_FACTORS,
+    full=FULL + [case | E4M3 for case in FULL],
+    bench=BENCH + [BENCH[0] | E4M3],
+)
+weighted_reduce_rows.out.cases(  # with fp8, which has no gradient
+    make=_make_out,
+    match='bitwise',
+    smoke=SMOKE[:2]
+    + SMOKE_FACTORS[:1]
+    + grid(num_tokens=[7], num_topk=[2], hidden=[264], dtype=FLOATS[::2], factors=['sf'], fp8_format=['e4m3']),
+    bench=BENCH[:1],
 )
 weighted_reduce_rows_bwd.cases(make=_weighted(make_bwd), match=GRADIENT, smoke=SMOKE + SMOKE_FACTORS, bench=BENCH[:2])
