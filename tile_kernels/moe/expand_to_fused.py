@@ -1,12 +1,12 @@
-"""Expand: copy the row of every token to each of its places in expert order.
+"""Expand: copy the row of every token to each of its positions in expert order.
 
-    y[token_topk_to_pos[t, k], h] = x[t, h]                 slots without a place (negative) are skipped
+    y[token_topk_to_pos[t, k], h] = x[t, h]                 slots without a position (negative) are skipped
     y[p, h] = 0                                             where pos_to_expert[p] < 0
 
-`row_threads` threads own a part of a token: they read it into registers and write it num_topk times. They also look
-after a share of the places, up to 16, and write zeros to those that are padding: long stretches of it, as behind the
-last expert, are everybody's work. Rows move as bits, in the widest accesses that alignment and length allow.
-Memory bound: the floor is reading x and writing y.
+`row_threads` threads read a row into registers and write it up to num_topk times. They also check up to 16 positions
+and write zeros to those that are padding. All blocks share this work, because padding may be long, as after the last
+expert. Rows move as integers, in the widest accesses that alignment and length allow.
+Memory bound: the floor is reading x and writing y. The gradient is `reduce_rows` of dy.
 """
 
 import torch
@@ -14,83 +14,21 @@ from torch import Tensor
 
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
-from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
-from tile_kernels.moe._rows import (
-    BITS,
-    ROW_PASS_CONFIGS,
-    ROW_SPACE,
-    WARP,
-    RowSplit,
-    bits_of,
-    check_places,
-    choose_rows,
-    clear_places,
-    find_padding,
-    load_places,
-    load_row,
-    num_shares,
-    row_width,
-    store_to_places,
-)
+from tile_kernels.moe._checks import BITS, bits_of, check_places, row_width
 from tile_kernels.moe._samples import random_places
-from tile_kernels.moe.reduce_kernels import reduce_rows_kernel
-
-# Config -------------------------------------------------------------------------------------
-
-
-def choose(hidden: int, elem_size: int, width: int, num_topk: int, num_expanded: int) -> dict:
-    """Many rows: all of a row in flight before it is written. Few rows: many small blocks."""
-    return choose_rows(hidden // width, num_expanded)
-
-
-# Kernel -------------------------------------------------------------------------------------
-
-
-@kernel(choose=choose, space=ROW_SPACE, pass_configs=ROW_PASS_CONFIGS)
-def expand_to_fused_kernel(
-    hidden: int, elem_size: int, width: int, num_topk: int, *, row_threads: int, vectors: int, num_threads: int
-):
-    """Rows of `hidden` elements of `elem_size` bytes, `width` of them in an access."""
-    dtype = T.dtype(BITS[elem_size])
-    split = RowSplit.of(hidden // width, row_threads, vectors, num_threads)
-    num_tokens, num_expanded, x_pitch = (T.dynamic(name) for name in ('num_tokens', 'num_expanded', 'x_pitch'))
-
-    @T.prim_func
-    def expand_to_fused(
-        x: T.StridedTensor((num_tokens, hidden), (x_pitch, 1), dtype),
-        token_topk_to_pos: T.Tensor((num_tokens, num_topk), T.int32),
-        pos_to_expert: T.Tensor((num_expanded,), T.int32),
-        y: T.Tensor((num_expanded, hidden), dtype),
-    ):
-        blocks = T.ceildiv(num_shares(num_tokens, num_expanded), split.rows)
-        with T.Kernel(blocks * split.parts, threads=split.num_threads) as pid:
-            T.assume(x_pitch % width == 0)
-            row_local = T.alloc_local((split.vectors, width), dtype)
-            place_local = T.alloc_local((T.ceildiv(num_topk, WARP),), T.int32)
-            tx = T.get_thread_binding()
-            first = pid % split.parts * (split.vectors * row_threads) + tx % row_threads
-            token = pid // split.parts * split.rows + tx // row_threads
-
-            if token < num_tokens:
-                load_row(x, token, first, row_threads, row_local)
-                load_places(token_topk_to_pos, token, place_local)
-            padding = find_padding(pos_to_expert, token, num_tokens)
-            clear_places(padding, token, num_tokens, y, split.vectors, width, first, row_threads)
-            if token < num_tokens:
-                store_to_places(row_local, y, place_local, num_topk, first, row_threads)
-
-    return expand_to_fused
-
+from tile_kernels.moe.expand_to_fused_kernels import (
+    expand_to_fused_kernel,
+)
+from tile_kernels.moe.reduce_rows_kernels import reduce_rows_kernel
 
 # Ops ----------------------------------------------------------------------------------------
 
 
 @op(outputs='dx')
 def expand_to_fused_bwd(dy: Tensor, token_topk_to_pos: Tensor) -> Tensor:
-    """Gradient of `expand_to_fused`: the sum over a token's places.
+    """Gradient of `expand_to_fused`: the sum over a token's positions.
 
     Args:
         dy: (num_expanded, hidden) bfloat16, float16 or float32.
@@ -112,12 +50,12 @@ def expand_to_fused_bwd(dy: Tensor, token_topk_to_pos: Tensor) -> Tensor:
 
 @op(outputs='y', backward=expand_to_fused_bwd)
 def expand_to_fused(x: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor) -> Tensor:
-    """Copy the row of every token to each of its places in expert order.
+    """Copy the row of every token to each of its positions in expert order.
 
     Args:
-        x: (num_tokens, hidden) of any dtype of 1, 2, 4 or 8 bytes; rows may lie apart.
-        token_topk_to_pos: (num_tokens, num_topk) int32, negative where a slot has no place.
-        pos_to_expert: (num_expanded,) int32; its sign says whether a place is taken (`pos_to_token` serves as well).
+        x: (num_tokens, hidden) of any dtype of 1, 2, 4 or 8 bytes; rows may be strided.
+        token_topk_to_pos: (num_tokens, num_topk) int32, negative where a slot has no position.
+        pos_to_expert: (num_expanded,) int32; negative means padding (`pos_to_token` works as well).
 
     Returns:
         (num_expanded, hidden) of x's dtype, bits unchanged; 0 where pos_to_expert is negative, also without any token.
@@ -137,7 +75,7 @@ def expand_to_fused(x: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor)
 
 
 def _make(num_tokens: int, num_topk: int, hidden: int, dtype: torch.dtype, padding: int = 3, pitch: int = 0) -> dict:
-    """Rows of random bits, `pitch` elements longer than the part that is expanded."""
+    """Random rows with `pitch` more elements than are expanded."""
     bits = BITS[dtype.itemsize]
     token_topk_to_pos, pos_to_expert = random_places(num_tokens, num_topk, padding=padding)
     if dtype.is_floating_point and dtype.itemsize > 1:
@@ -160,7 +98,7 @@ expand_to_fused.cases(
     + grid(num_tokens=[5], num_topk=[1, 9], hidden=[67, 576], dtype=[torch.float32])  # single elements, tail of a row
     + grid(num_tokens=[5], num_topk=[2], hidden=[9000], dtype=[torch.float32])  # several parts
     + grid(num_tokens=[6], num_topk=[2], hidden=[64], dtype=[torch.bfloat16], padding=[40])  # more padding than rows
-    + grid(num_tokens=[6], num_topk=[2], hidden=[64], dtype=[torch.bfloat16], pitch=[1, 8]),  # misaligned, apart
+    + grid(num_tokens=[6], num_topk=[2], hidden=[64], dtype=[torch.bfloat16], pitch=[1, 8]),  # misaligned, strided
     full=grid(
         num_tokens=[4001],
         num_topk=[2, 6, 8, 9],
@@ -173,6 +111,7 @@ expand_to_fused.cases(
     + grid(num_tokens=[64], num_topk=[8], hidden=[7168], dtype=[torch.bfloat16], padding=[0])
     + grid(num_tokens=[64, 4001], num_topk=[9], hidden=[576], dtype=[torch.bfloat16], padding=[0]),
 )
+
 expand_to_fused_bwd.cases(
     make=_make_bwd,
     match='bitwise',

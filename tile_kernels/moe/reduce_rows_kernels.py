@@ -1,13 +1,12 @@
-"""Kernels of `reduce`: the weighted sum of rows and its gradients. See `reduce.py` for the mathematics."""
+"""Kernels of `reduce_rows` and `weighted_reduce_rows`: the sum of rows and its gradients."""
 
 import torch
 
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T, macro
-from tile_kernels.moe._rows import (
+from tile_kernels.core.lang import WARP, T, macro
+from tile_kernels.moe.expand_to_fused_kernels import (
     CONVERTED_ROW_PASS_CONFIGS,
     ROW_SPACE,
-    WARP,
     RowSplit,
     clear_places,
     find_padding,
@@ -15,19 +14,19 @@ from tile_kernels.moe._rows import (
     num_shares,
 )
 
-#: Rows of a token that are read at once.
+#: Rows of a token that are in flight at once.
 MAX_IN_FLIGHT = 9
 
 # Config -------------------------------------------------------------------------------------
 
 
 def choose(hidden: int, x_dtype: torch.dtype, y_dtype: torch.dtype, width: int, num_topk: int, *rest: int) -> dict:
-    """A vector for each thread, for which num_topk loads are in flight; many small blocks even out their latency."""
+    """One vector per thread, with num_topk loads in flight; many small blocks hide their latency."""
     return dict(row_threads=128 if hidden // width >= 128 else 32, vectors=1, num_threads=128)
 
 
 def choose_bwd(hidden: int, dtype: torch.dtype, width: int, num_topk: int, *rest: int) -> dict:
-    """As forward, but a token stays in one block, which adds up its dot products."""
+    """As forward, but one block owns a token and adds up its dot products."""
     return dict(row_threads=128 if hidden // width >= 128 else 32, num_threads=128)
 
 
@@ -38,10 +37,10 @@ def choose_bwd(hidden: int, dtype: torch.dtype, width: int, num_topk: int, *rest
 def load_factors(
     token, token_topk_to_pos, topk_weights, x_sf, num_expanded, weighted, has_x_sf, pos_local, factor_local
 ):
-    """Places of a token and what their rows are multiplied by; a slot without a place gets -1 and -0.
+    """Positions of a token and the factors of their rows; a slot without a position gets -1 and -0.
 
-    Every lane of a warp looks one slot up and tells the others. A skipped slot is a row of zeros times -0: adding the
-    product, -0, leaves every sum as it is, its sign included.
+    Every lane of a warp reads one slot, and shuffles hand it to the others. A skipped slot is a row of zeros times -0.
+    Its product is -0, which changes no sum, not even the sign of a zero.
     """
     num_topk = pos_local.shape[0]
     place_local = T.alloc_local((T.ceildiv(num_topk, WARP),), T.int32)
@@ -63,7 +62,7 @@ def load_factors(
 
 @macro
 def load_vectors(x, pos_local, slot, num_slots, index, x_local):
-    """Read vector `index` of the rows of `num_slots` slots from `slot` on; zeros where a slot has no place."""
+    """Read vector `index` of the rows of `num_slots` slots from `slot` on; zeros where a slot has no position."""
     width = x_local.shape[1]
     T.clear(x_local)
     for i in T.unroll(num_slots):
@@ -87,7 +86,7 @@ def reduce_rows_kernel(
     vectors: int,
     num_threads: int,
 ):
-    """Rows of `hidden` elements, `width` of them in an access."""
+    """Rows of `hidden` elements, `width` elements per access."""
     rounds = -(-num_topk // MAX_IN_FLIGHT)
     depth = -(-num_topk // rounds)
     split = RowSplit.of(hidden // width, row_threads, vectors, num_threads)
@@ -145,7 +144,7 @@ def reduce_rows_kernel(
 
 @kernel(choose=lambda *static: dict(num_threads=256), space=dict(num_threads=(128, 256, 512)))
 def invert_places_kernel(num_topk: int, *, num_threads: int):
-    """`pos_to_slot[token_topk_to_pos[t, k]] = t * num_topk + k`, -1 where no slot has the place."""
+    """`pos_to_slot[token_topk_to_pos[t, k]] = t * num_topk + k`, -1 where no slot has the position."""
     num_tokens, num_expanded = T.dynamic('num_tokens'), T.dynamic('num_expanded')
 
     @T.prim_func
@@ -192,7 +191,7 @@ def reduce_rows_bwd_kernel(
     row_threads: int,
     num_threads: int,
 ):
-    """Gradients of x (rows without a slot become 0) and, if there are weights, of them."""
+    """Gradients of x (0 in rows without a slot) and of the weights, if there are any."""
     rounds = -(-num_topk // MAX_IN_FLIGHT)
     depth = -(-num_topk // rounds)
     rows = max(1, num_threads // row_threads)

@@ -1,25 +1,11 @@
-"""Routing in plain PyTorch: what the ops of `tile_kernels.moe` mean."""
+"""Twin of `moe.topk_gating` in plain PyTorch."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-
-def stable_topk(scores: Tensor, num_topk: int) -> Tensor:
-    """Indices of the largest entries of the last dimension: descending, equal ones by index, NaN after everything."""
-    order = torch.where(scores.isnan(), -torch.inf, scores).argsort(dim=-1, descending=True, stable=True)
-    nan_last = scores.isnan().gather(-1, order).to(torch.int8).argsort(dim=-1, stable=True)
-    return _first(order.gather(-1, nan_last), num_topk)
-
-
-def _first(order: Tensor, num_topk: int) -> Tensor:
-    return order[..., :num_topk].clone(memory_format=torch.contiguous_format)
-
-
-def topk_gate(scores: Tensor, num_topk: int) -> Tensor:
-    """The experts with the largest scores, best first."""
-    return stable_topk(scores, num_topk)
+from tile_kernels.reference.moe._common import best_groups, score, stable_topk_of
 
 
 def topk_gating(
@@ -36,12 +22,12 @@ def topk_gating(
 ) -> tuple[Tensor, Tensor]:
     """Choose `top_k` experts per token and weigh them; differentiable in `logits`."""
     logits = logits.float() if logits.dtype != torch.float64 else logits
-    scores = _score(logits, scoring)
+    scores = score(logits, scoring)
     ranked = (logits if scoring == 'softmax' else scores).detach()
     if bias is not None:
         ranked = ranked + bias
-    allowed = _best_groups(ranked, num_groups, num_topk_groups)
-    indices = _stable_topk_of(ranked, allowed, top_k)
+    allowed = best_groups(ranked, num_groups, num_topk_groups)
+    indices = stable_topk_of(ranked, allowed, top_k)
     if renormalize and scoring == 'softmax':
         weights = logits.gather(-1, indices).softmax(-1)
     else:
@@ -49,36 +35,6 @@ def topk_gating(
         if renormalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return weights * routed_scaling_factor, indices.to(index_dtype)
-
-
-def _score(logits: Tensor, scoring: str) -> Tensor:
-    if scoring == 'softmax':
-        return logits.softmax(-1)
-    if scoring == 'sigmoid':
-        return logits.sigmoid()
-    if scoring == 'sqrtsoftplus':
-        softplus = torch.where(logits > 20, logits, logits.clamp(max=20).exp().log1p())
-        return softplus.sqrt()
-    return logits
-
-
-def _best_groups(ranked: Tensor, num_groups: int | None, num_topk_groups: int | None) -> Tensor:
-    """Which experts (num_tokens, num_experts) belong to a group whose two best scores have one of the largest sums."""
-    if num_groups is None or num_topk_groups is None:
-        return torch.ones_like(ranked, dtype=torch.bool)
-    num_tokens, num_experts = ranked.shape
-    grouped = ranked.view(num_tokens, num_groups, num_experts // num_groups)
-    two_best = grouped.gather(-1, stable_topk(grouped, 2))
-    kept = stable_topk(two_best.sum(-1), num_topk_groups)
-    is_kept = torch.zeros(num_tokens, num_groups, dtype=torch.bool, device=ranked.device).scatter(-1, kept, True)
-    return is_kept.repeat_interleave(num_experts // num_groups, dim=-1)
-
-
-def _stable_topk_of(scores: Tensor, allowed: Tensor, num_topk: int) -> Tensor:
-    """`stable_topk` among the allowed entries."""
-    order = stable_topk(scores, scores.shape[-1])
-    allowed_first = (~allowed).gather(-1, order).to(torch.int8).argsort(dim=-1, stable=True)
-    return _first(order.gather(-1, allowed_first), num_topk)
 
 
 def topk_gating_bwd(
@@ -100,7 +56,7 @@ def topk_gating_bwd(
         share = x.softmax(-1)
         dx = share * (dscore - (share * dscore).sum(-1, keepdim=True))
     else:
-        scores = _score(x, scoring)
+        scores = score(x, scoring)
         if renormalize:
             total = scores.sum(-1, keepdim=True) + 1e-20
             dscore = (dscore - (scores / total * dscore).sum(-1, keepdim=True)) / total
