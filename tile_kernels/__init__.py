@@ -15,7 +15,18 @@ from tile_kernels.core.knobs import knobs
 from tile_kernels.precompile import precompile
 
 # isort: split
-from tile_kernels import engram, gemm, mhc, moe, quant, rand, transform, transpose  # registers every operator
+from tile_kernels import (  # registers all ops
+    activation,
+    engram,
+    gemm,
+    mhc,
+    moe,
+    norm,
+    quant,
+    rand,
+    transform,
+    transpose,
+)
 
 if TYPE_CHECKING:
     from tile_kernels import config, distributed, interpreter, modeling, reference, testing, torch, utils
@@ -27,7 +38,7 @@ __version__ = '0.1.0'
 __path__.append(f'{__path__[0]}/compat')
 
 #: Subpackages that hold ops.
-FAMILIES = ('engram', 'gemm', 'mhc', 'moe', 'quant', 'rand', 'transform', 'transpose')
+FAMILIES = ('activation', 'engram', 'gemm', 'mhc', 'moe', 'norm', 'quant', 'rand', 'transform', 'transpose')
 
 #: Loaded when first used, and left out of `import *`, which must not load them nor replace PyTorch's own `torch`.
 _LAZY = ('config', 'distributed', 'modeling', 'utils', 'reference', 'torch', 'testing', 'interpreter')
@@ -62,6 +73,7 @@ __all__ = [
     'QuantTensor',
     'TileKernelsError',
     'UnsupportedError',
+    'activation',
     'compile_count',
     'engram',
     'explain',
@@ -69,6 +81,7 @@ __all__ = [
     'knobs',
     'mhc',
     'moe',
+    'norm',
     'precompile',
     'quant',
     'rand',

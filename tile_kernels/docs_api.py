@@ -49,6 +49,8 @@ def _followed(found: Any, seen: set[int]) -> Iterator[Op]:
     own = (getattr(found, '__module__', None) or '').startswith('tile_kernels.')
     if isinstance(found, Op):
         yield found
+        if found.__wrapped__ is not found.fn:  # a public function, which may call other ops as well
+            yield from _followed(found.__wrapped__, seen)
     elif own and isinstance(found, type):
         for member in vars(found).values():
             yield from _followed(inspect.unwrap(getattr(member, '__func__', member)), seen)
