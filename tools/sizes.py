@@ -138,7 +138,7 @@ def reached(modules: dict[str, Module], start: Key) -> list[Key]:
     while waiting:
         key = waiting.pop()
         module, name = key
-        if key in found or not name or module.split('.')[1:2] and module.split('.')[1] in EXCLUDED:
+        if key in found or not name or module.split('.')[1] in EXCLUDED:
             continue
         found[key] = None
         for node in modules[module].symbols[name]:

@@ -437,8 +437,9 @@ def launch_backward(
     dtopk_weights = _weight_gradient(x, topk_weights, pos_to_token_topk, token_topk_to_pos)
     fmt, codes, dx_sf = (dx_quant.fmt, *dx_quant) if dx_quant is not None else (None, None, None)
     zero_slots = token_topk_to_pos is not None
-    static = (hidden, source, dy.dtype, dx_dtype, fmt, check.vector_bytes(x, dy), kind, layout)
-    static += (clamp_value is not None, recompute, zero_slots)
+    numbers = (source, dy.dtype, dx_dtype, fmt, check.vector_bytes(x, dy))
+    static = (hidden, *numbers, kind, layout, clamp_value is not None, recompute, zero_slots)
+    num_slots = topk_weights.shape[0] if zero_slots and topk_weights is not None else 0
     launch(
         swiglu_backward_kernel,
         static,
@@ -459,7 +460,7 @@ def launch_backward(
         clamp,
         alignment,
         amax_floor,
-        size=num_tokens + topk_weights.shape[0] if zero_slots else num_tokens,  # slots are cleared without any row, too
+        size=num_tokens + num_slots,  # slots are cleared without any row, too
     )
     return dx, dtopk_weights, y
 

@@ -281,8 +281,8 @@ def launch_forward(
 ) -> None:
     """Check what describes the rows and launch the kernel, which fills y and y_sf."""
     num_tokens, clamp = x.shape[0], check_clamp(clamp_value)
-    static = (hidden, out, x.dtype, check.vector_bytes(x, up), up is not None)
-    static += (
+    static = (
+        *(hidden, out, x.dtype, check.vector_bytes(x, up), up is not None),
         check_weights(x, num_tokens, topk_weights, pos_to_token_topk),
         check_layout(x, num_tokens, pos_to_expert, psum, alignment),
         clamp_value is not None,

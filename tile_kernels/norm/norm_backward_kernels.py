@@ -378,8 +378,8 @@ def launch_backward(
     check.shape(rstd, 'rstd', 'num_tokens', dtype=torch.float32, num_tokens=num_tokens)
     check.contiguous(rstd, 'rstd')
     check.same_device(x=x, rstd=rstd)
-    static = (hidden, x.dtype, check_weight(x, weight), out_scale != 1.0)
-    static += (check.vector_bytes(x, dy, dz), dz is not None)
+    numbers = (x.dtype, check_weight(x, weight), out_scale != 1.0, check.vector_bytes(x, dy, dz))
+    static = (hidden, *numbers, dz is not None)
     num_blocks = block_count_of(num_tokens, hidden)
     dx = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
     shares = None

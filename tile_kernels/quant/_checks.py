@@ -29,24 +29,26 @@ Block = tuple[int, int]
 # Formats ------------------------------------------------------------------------------------
 
 
-def is_whole_format(fmt: object, given: bool, others: str) -> bool:
-    """Whether `fmt` is a format, by object or by name; then the arguments that would describe one are left out."""
-    whole = isinstance(fmt, QuantFormat) or (isinstance(fmt, str) and '_' in fmt)
-    if whole and given:
+def whole_format(fmt: Any, given: bool, others: str) -> QuantFormat | None:
+    """`fmt`, if it is a format, by object or by name; then the arguments that would describe one are left out."""
+    if not isinstance(fmt, QuantFormat) and not (isinstance(fmt, str) and '_' in fmt):
+        return None
+    if given:
         check.fail(others, 'must be left out when fmt is a whole format', str(fmt))
-    return whole
+    return QuantFormat.parse(fmt)
 
 
 def token_format(
-    fmt: str | QuantFormat,
+    fmt: Any,
     num_per_channels: int | None,
     shape: Sequence[int],
     *flags: bool,
     elements: tuple[str, ...] = ('e4m3', 'e5m2', 'e2m1', 'e5m6'),
 ) -> QuantFormat:
     """The format of groups of channels that the arguments describe for a matrix; a whole format is taken as it is."""
-    if is_whole_format(fmt, num_per_channels is not None or any(flags), 'num_per_channels and the sf flags'):
-        return QuantFormat.parse(fmt)
+    described = num_per_channels is not None or any(flags)
+    if whole := whole_format(fmt, described, 'num_per_channels and the sf flags'):
+        return whole
     check.one_of(fmt, elements, 'fmt')
     group = num_per_channels
     if group is not None:
@@ -58,10 +60,10 @@ def token_format(
     return QuantFormat.from_flags(fmt, (1, group), *flags)
 
 
-def block_format(fmt: str | QuantFormat, block_size: Any, *flags: bool) -> QuantFormat:
+def block_format(fmt: Any, block_size: Any, *flags: bool) -> QuantFormat:
     """The format of blocks that the arguments describe; a whole format is taken as it is."""
-    if is_whole_format(fmt, block_size is not None or any(flags), 'block_size and the sf flags'):
-        return QuantFormat.parse(fmt)
+    if whole := whole_format(fmt, block_size is not None or any(flags), 'block_size and the sf flags'):
+        return whole
     check.one_of(fmt, ('e4m3', 'e5m2', 'e2m1'), 'fmt')
     check.one_of(block_size, BLOCKS, 'block_size')
     check_block(block_size, 'block_size')

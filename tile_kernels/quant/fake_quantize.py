@@ -14,8 +14,11 @@ from tile_kernels.core.formats import QuantFormat
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
 from tile_kernels.quant.per_token_cast_and_cast_back import (
+    BENCH,
+    FULL,
+    SMOKE,
     check_there_and_back,
-    per_token_cast_and_cast_back,
+    make_case,
     per_token_cast_and_cast_back_kernel,
 )
 
@@ -50,7 +53,4 @@ def fake_quantize(x: Tensor, fmt: str | QuantFormat) -> Tensor:
 # Cases --------------------------------------------------------------------------------------
 
 
-_of_back = per_token_cast_and_cast_back.case_set
-fake_quantize.cases(
-    make=_of_back.make, match='bitwise', smoke=_of_back.smoke, full=_of_back.full[::5], bench=_of_back.bench[:3]
-)
+fake_quantize.cases(make=make_case, match='bitwise', smoke=SMOKE, full=FULL[::5], bench=BENCH[:3])

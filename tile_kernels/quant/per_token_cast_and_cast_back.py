@@ -162,7 +162,8 @@ def per_token_cast_and_cast_back(
 # Cases --------------------------------------------------------------------------------------
 
 
-def _make(num_tokens: int, hidden: int, dtype: torch.dtype, fmt: str, pitch: int | None = None) -> dict:
+def make_case(num_tokens: int, hidden: int, dtype: torch.dtype, fmt: str, pitch: int | None = None) -> dict:
+    """Arguments of a case."""
     x = (
         torch.randn(num_tokens, pitch or hidden, dtype=dtype)
         * torch.exp2(torch.arange(num_tokens) % 9).to(dtype)[:, None]
@@ -171,18 +172,18 @@ def _make(num_tokens: int, hidden: int, dtype: torch.dtype, fmt: str, pitch: int
 
 
 BF16, F16, F32 = [torch.bfloat16], [torch.float16], [torch.float32]
-per_token_cast_and_cast_back.cases(
-    make=_make,
-    match='bitwise',
-    smoke=grid(num_tokens=[0, 5], hidden=[128], dtype=BF16, fmt=['e4m3_1x128_f32'])
+SMOKE = (
+    grid(num_tokens=[0, 5], hidden=[128], dtype=BF16, fmt=['e4m3_1x128_f32'])
     + grid(num_tokens=[5], hidden=[104], dtype=F32, fmt=['e2m1_1x32_f32p2', 'e2m1_1x16_e4m3', 'e5m2_1x64_f32'])
-    + grid(num_tokens=[3], hidden=[102], dtype=F16, fmt=['e4m3_1x32_f32p2', 'e2m1_1x32_f32'], pitch=[105]),
-    full=grid(
-        num_tokens=[4001],
-        hidden=[7168, 1090],
-        dtype=BF16 + F16 + F32,
-        fmt=[f'{d}_1x{g}_{sf}' for d in ('e4m3', 'e2m1') for g in GROUPS for sf in ('f32', 'f32p2', 'e4m3')],
-    ),
-    bench=grid(num_tokens=[64, 4096, 16384], hidden=[7168], dtype=BF16, fmt=['e4m3_1x128_f32'])
-    + grid(num_tokens=[4096], hidden=[7168], dtype=BF16, fmt=['e2m1_1x32_f32p2', 'e2m1_1x16_e4m3']),
+    + grid(num_tokens=[3], hidden=[102], dtype=F16, fmt=['e4m3_1x32_f32p2', 'e2m1_1x32_f32'], pitch=[105])
 )
+FULL = grid(
+    num_tokens=[4001],
+    hidden=[7168, 1090],
+    dtype=BF16 + F16 + F32,
+    fmt=[f'{d}_1x{g}_{sf}' for d in ('e4m3', 'e2m1') for g in GROUPS for sf in ('f32', 'f32p2', 'e4m3')],
+)
+BENCH = grid(num_tokens=[64, 4096, 16384], hidden=[7168], dtype=BF16, fmt=['e4m3_1x128_f32']) + grid(
+    num_tokens=[4096], hidden=[7168], dtype=BF16, fmt=['e2m1_1x32_f32p2', 'e2m1_1x16_e4m3']
+)
+per_token_cast_and_cast_back.cases(make=make_case, match='bitwise', smoke=SMOKE, full=FULL, bench=BENCH)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -53,11 +55,14 @@ def halves(x: Tensor, up: Tensor | None, clamp_value: float | None) -> tuple[Ten
 # Forward ------------------------------------------------------------------------------------
 
 
-def count_clamped(x: Tensor, up: Tensor | None, clamp_value: float, real: Tensor | None, clamped_count: Tensor) -> None:
+def count_clamped(
+    x: Tensor, up: Tensor | None, clamp_value: float | None, real: Tensor | None, clamped_count: Tensor
+) -> None:
     """Add the numbers of clamped gates, of ups beyond either bound and, if there is room, of all elements."""
     gate, up = halves(x, up, None)
     real = torch.ones_like(gate[:, :1], dtype=torch.bool) if real is None else real
-    looked_at = (gate > clamp_value, up > clamp_value, up < -clamp_value, torch.ones_like(gate, dtype=torch.bool))
+    bound = math.inf if clamp_value is None else clamp_value
+    looked_at = (gate > bound, up > bound, up < -bound, torch.ones_like(gate, dtype=torch.bool))
     for k in range(clamped_count.shape[0]):
         clamped_count[k] += (looked_at[k] & real).sum()
 
@@ -114,8 +119,10 @@ def gradients(
     if clamp_value is not None:
         dgate = torch.where(raw_gate > clamp_value, 0.0, dgate)
         dup = torch.where(raw_up.abs() > clamp_value, 0.0, dup)
-    results = torch.cat((dgate, dup), dim=1), dy.float() * act, act if weight is None else act * weight
-    return results if real is None else tuple(torch.where(real, result, 0.0) for result in results)
+    dx, products, y = torch.cat((dgate, dup), dim=1), dy.float() * act, act if weight is None else act * weight
+    if real is None:
+        return dx, products, y
+    return torch.where(real, dx, 0.0), torch.where(real, products, 0.0), torch.where(real, y, 0.0)
 
 
 def weight_gradient(

@@ -95,5 +95,6 @@ def swiglu_backward_reference(
         (x, grad_out, psum=None, topk_weights=None, routed_scaling_factor=None, clamp_value=None, alignment=128)
             -> (x_grad, [weight_grad], out)
     """
-    form = _reference_by_maps if isinstance(x, tuple) else _reference_by_prefix_sums
-    return form(x, grad_out, *args, **kwargs)
+    if isinstance(x, tuple):
+        return _reference_by_maps(x, grad_out, *args, **kwargs)
+    return _reference_by_prefix_sums(x, grad_out, *args, **kwargs)

@@ -51,8 +51,8 @@ def swiglu_forward_reference(
     if clamp_value is None and clamped_count is not None:
         clamp_value = math.inf  # nothing is clamped, elements are counted
     scale = 1.0 if routed_scaling_factor is None else routed_scaling_factor
-    layout = dict(psum=psum_num_tokens_per_expert, alignment=knobs.token_alignment)
-    options = dict(weight_scale=scale, clamp_value=clamp_value, dtype=torch.float32, **layout)
+    rows = topk_weights, pos_to_token_topk, None, psum_num_tokens_per_expert
+    options = scale, clamp_value, knobs.token_alignment, torch.float32
     if clamped_count is None:
-        return swiglu_forward(x, topk_weights, pos_to_token_topk, **options)
-    return swiglu_forward_and_count(x, clamped_count, topk_weights, pos_to_token_topk, **options)
+        return swiglu_forward(x, *rows, *options)
+    return swiglu_forward_and_count(x, clamped_count, *rows, *options)

@@ -15,7 +15,7 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `norm_forward`."""
     dx, dweight = _gradients(dy, x, weight, rstd, dz, out_scale)
-    return dx, x.new_empty(0) if dweight is None else dweight.to(weight.dtype)
+    return dx, dweight.to(x.dtype if weight is None else weight.dtype)
 
 
 def norm_backward_(
@@ -35,15 +35,15 @@ def norm_backward_(
 
 def _gradients(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, dz: Tensor | None, out_scale: float
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of x and of the weight, the latter in float64."""
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of the weight, the latter in float64 and empty without one."""
     rstd = rstd.double().unsqueeze(1)
     normal, upstream = x.double() * rstd, dy.double() * out_scale
     weighted = upstream if weight is None else upstream * weight.double()
     dx = (weighted - normal * (normal * weighted).mean(dim=1, keepdim=True)) * rstd
     if dz is not None:
         dx = dx + dz.double()
-    return dx.to(x.dtype), None if weight is None else (normal * upstream).sum(dim=0)
+    return dx.to(x.dtype), normal.new_empty(0) if weight is None else (normal * upstream).sum(dim=0)
 
 
 # TileKernels' reference ---------------------------------------------------------------------

@@ -152,9 +152,9 @@ def round_at_random(v: Tensor, element: str) -> Tensor:
 
 def divide(a: Tensor | float, b: Tensor | float) -> Tensor:
     """IEEE division. Both operands must be tensors: torch multiplies by a reciprocal when one is a Python number."""
-    like = a if isinstance(a, Tensor) else b
-    a, b = (side if isinstance(side, Tensor) else torch.full_like(like, side) for side in (a, b))
-    return a / b
+    if not isinstance(a, Tensor):
+        return torch.full_like(torch.as_tensor(b), a) / b
+    return a / (b if isinstance(b, Tensor) else torch.full_like(a, b))
 
 
 def exponent_byte(sf: Tensor) -> Tensor:

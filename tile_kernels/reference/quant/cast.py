@@ -73,6 +73,8 @@ def cast(
         sf_inv = divide(1.0, sf.float())
     else:
         block_sf, sf_inv = scale_factors(x, layout, None)
-    per_token = quantized is not None and block_size[0] == 1  # only then the two factors are multiplied first
-    data = requantize(quantized, sf_inv, layout) if per_token else quantize(x, sf_inv, layout)
+    if quantized is not None and block_size[0] == 1:  # only then the two factors are multiplied first
+        data = requantize(quantized, sf_inv, layout)
+    else:
+        data = quantize(x, sf_inv, layout)
     return data if sf is not None else QuantTensor(data, store_sf(block_sf, layout, *x.shape), layout)
