@@ -188,17 +188,18 @@ def main() -> int:
     options = parser.parse_args()
     modules = load(options.root)
     measure = functools.partial(sizes, modules)
-    print('| public name | lines reachable | files | target |')
-    print('|---|---:|---:|---:|')
+    print('| public name | lines reachable | of these in device/ | files | target |')
+    print('|---|---:|---:|---:|---:|')
     unknown = 0
     for public in options.names or TARGETS:
         found = measure(public)
         if found is None:
-            print(f'| {public} | unknown | | |')
+            print(f'| {public} | unknown | | | |')
             unknown += 1
             continue
         files = len({module for module, _ in found})
-        print(f'| {public} | {sum(found.values())} | {files} | {TARGETS.get(public) or ""} |')
+        shared = sum(lines for (module, _), lines in found.items() if module.startswith(f'{PACKAGE}.device.'))
+        print(f'| {public} | {sum(found.values())} | {shared} | {files} | {TARGETS.get(public) or ""} |')
         if options.list:
             for (module, symbol), lines in sorted(found.items()):
                 print(f'    {lines:5} {module.removeprefix(PACKAGE + ".")}.{symbol}')

@@ -49,22 +49,10 @@ def _swiglu_backward(
     dx_dtype: torch.dtype | None = None,
     recompute: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `swiglu_forward`.
+    """Gradients of `swiglu_forward.call`, arguments as there.
 
-    Args:
-        dy: (num_rows, hidden) bfloat16, float16 or float32, rows dense, any row stride: gradient of the result.
-        x: (num_rows, 2 * hidden), as all arguments not named here, as of `swiglu_forward`.
-        topk_weights: see `swiglu_forward`.
-        pos_to_token_topk: see `swiglu_forward`.
-        token_topk_to_pos: (num_tokens, num_topk) int32, the inverse of `pos_to_token_topk`, negative for slots without
-            a row; saves clearing the gradient of the weights first.
-        pos_to_expert: see `swiglu_forward`.
-        psum: see `swiglu_forward`.
-        weight_scale: see `swiglu_forward`.
-        clamp_value: see `swiglu_forward`.
-        alignment: see `swiglu_forward`.
-        dx_dtype: of dx and y; that of x if None.
-        recompute: whether to return the result of the forward pass again.
+    `token_topk_to_pos`, (num_tokens, num_topk) int32, is the inverse of `pos_to_token_topk`, negative for slots without
+    a row; it saves clearing the gradient of the weights first. `dx_dtype` is that of dx and y, by default that of x.
 
     Returns:
         dx (num_rows, 2 * hidden), 0 in padding rows; the gradient of the weights in their shape, 0 for slots without a

@@ -72,28 +72,14 @@ def _swiglu_backward_and_per_token_cast(
     dx_dtype: torch.dtype = torch.bfloat16,
     recompute: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of SwiGLU of a quantized `x`, in `dx_dtype` and quantized.
+    """Gradients of SwiGLU of a quantized `x`, in `dx_dtype` and quantized; arguments as of `swiglu_backward.call`.
 
-    Args:
-        x: (num_rows, 2 * hidden) e4m3 or e5m2 with a scale factor for each row and 16, 32, 64 or 128 channels, any
-            layout; hidden a multiple of 8.
-        dy: (num_rows, hidden) bfloat16, float16 or float32: gradient of the result.
-        fmt: of the quantized gradient, data and groups as of `x`; rows longer than 16384 need hidden to be a multiple
-            of the group.
-        topk_weights: see `swiglu_forward`, as all arguments not named here.
-        pos_to_token_topk: see `swiglu_forward`.
-        token_topk_to_pos: see `swiglu_backward`.
-        pos_to_expert: see `swiglu_forward`.
-        psum: see `swiglu_forward`.
-        weight_scale: see `swiglu_forward`.
-        clamp_value: see `swiglu_forward`.
-        alignment: see `swiglu_forward`.
-        dx_dtype: of dx and y.
-        recompute: whether to return the result of the forward pass again.
+    `x` is e4m3 or e5m2 with a scale factor for each row and 16, 32, 64 or 128 channels; hidden is a multiple of 8. Rows
+    longer than 16384 need hidden to be a multiple of the group of `fmt`.
 
     Returns:
         Codes (num_rows, 2 * hidden) and scale factors of dx in the layout of `fmt`; dx, the gradient of the weights and
-        y as of `swiglu_backward`. All is 0 in padding rows.
+        y as of `swiglu_backward.call`. All is 0 in padding rows.
     """
     num_tokens, width = _check_input(x, fmt)
     dx_quant = fmt.empty(num_tokens, width, x.data.device)

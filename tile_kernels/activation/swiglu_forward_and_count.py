@@ -29,23 +29,10 @@ def swiglu_forward_and_count(
     alignment: int = 128,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """`swiglu_forward` that also counts what it clamps.
+    """`swiglu_forward.call` that also counts what it clamps; not differentiable.
 
-    Args:
-        x: (num_rows, 2 * hidden), as all arguments not named here, as of `swiglu_forward.call`.
-        clamped_count: (3,) or (4,) int64; added to are the numbers of gate > clamp_value, up > clamp_value,
-            up < -clamp_value and, in the fourth, elements of the result outside padding rows.
-        topk_weights: see `swiglu_forward`.
-        pos_to_token_topk: see `swiglu_forward`.
-        pos_to_expert: see `swiglu_forward`.
-        psum: see `swiglu_forward`.
-        weight_scale: see `swiglu_forward`.
-        clamp_value: needed here.
-        alignment: see `swiglu_forward`.
-        dtype: see `swiglu_forward`.
-
-    Returns:
-        (num_rows, hidden); not differentiable.
+    `clamped_count` is (3,) or (4,) int64. Added to are the numbers of gate > clamp_value, up > clamp_value,
+    up < -clamp_value and, in the fourth, elements of the result outside padding rows. The clamp must be given.
     """
     num_tokens, hidden = check_halves(x, None)
     check.one_of(dtype, DTYPES, 'dtype')

@@ -47,24 +47,10 @@ def _swiglu_forward_and_per_token_cast(
     alignment: int = 128,
     amax_floor: float | None = None,
 ) -> QuantTensor:
-    """SwiGLU, quantized in groups of channels from its float32 result; arguments not named here as of `swiglu_forward`.
+    """SwiGLU, quantized in groups of channels from its float32 result; arguments as of `swiglu_forward.call`.
 
-    Args:
-        x: (num_rows, 2 * hidden) gate and up side by side, or (num_rows, hidden) the gate of `up`.
-        fmt: what to store, as for `per_token_cast`.
-        up: (num_rows, hidden), if it is a tensor of its own.
-        topk_weights: see `swiglu_forward`.
-        pos_to_token_topk: see `swiglu_forward`.
-        pos_to_expert: see `swiglu_forward`.
-        psum: see `swiglu_forward`.
-        weight_scale: see `swiglu_forward`.
-        clamp_value: see `swiglu_forward`.
-        clamped_count: see `swiglu_forward_and_count`, or None.
-        alignment: see `swiglu_forward`.
-        amax_floor: smallest amax a group is scaled by; the format's own if None.
-
-    Returns:
-        ``QuantTensor`` of (num_rows, hidden); data and scale factors of padding rows are 0.
+    `x` holds gate and up side by side, or is the gate of `up`. Data and scale factors of padding rows are 0.
+    `clamped_count` is that of `swiglu_forward_and_count`, `amax_floor` the smallest amax a group is scaled by.
     """
     num_tokens, hidden = check_halves(x, up)
     check_token_format(fmt)

@@ -14,7 +14,7 @@ from tile_kernels.core.formats import QuantFormat
 from tile_kernels.core.lang import T, macro
 from tile_kernels.device.bits import bits_of, byte_perm, float_bits, float_of, pick_bytes
 from tile_kernels.device.stochastic import encode_at_random
-from tile_kernels.device.vectors import LANE, lane_pairs, scale_lane, store_lane
+from tile_kernels.device.vectors import LANE, lane_pairs, scale_lane, sign_bytes, store_lane
 
 #: What the code 0 of fp4 looks like before it is told apart: the bits of 2^23 - 2.
 _E2M1_ZERO = float_bits(2.0**23 - 2)
@@ -115,13 +115,9 @@ def _e2m1_code(v: Any) -> Any:
     return T.min(T.min(halves_and_ones, twos), T.uint32(_E2M1_ZERO + 7))
 
 
-def _sign_bytes(x_local: Any, i: Any, half: int) -> Any:
-    """The bytes of four channels that hold the sign (even -0 and NaN have one) as their upper bit."""
-    if x_local.dtype == 'float32':
-        bits = [bits_of(x_local[i, 4 * half + index]) for index in range(4)]
-        return pick_bytes(pick_bytes(bits[0], bits[2], 3, 7), pick_bytes(bits[1], bits[3], 3, 7), 0, 1, 4, 5)
-    pairs = lane_pairs(x_local)
-    return pick_bytes(pairs[i, 2 * half], pairs[i, 2 * half + 1], 1, 5, 3, 7)
+def _e2m1_signs(x_local: Any, i: Any, half: int) -> Any:
+    """The signs of four channels, each the upper bit of a byte, in the order 0, 2, 1, 3."""
+    return sign_bytes(x_local, i, half, (0, 2, 1, 3)) & T.uint32(0x80808080)
 
 
 def _e2m1_magnitudes(v_local: Any, half: int) -> Any:
@@ -160,12 +156,12 @@ def encode_e2m1(x_local, i, sf_inv, power_of_two, v_local, y_word):
     On the way a code is the upper nibble of a byte, four channels to a word in the order 0, 2, 1, 3.
     """
     if x_local.dtype == 'bfloat16' and power_of_two:
-        low = _e2m1_magnitudes_bf16(x_local, i, sf_inv, 0) | _sign_bytes(x_local, i, 0) & T.uint32(0x80808080)
-        high = _e2m1_magnitudes_bf16(x_local, i, sf_inv, 1) | _sign_bytes(x_local, i, 1) & T.uint32(0x80808080)
+        low = _e2m1_magnitudes_bf16(x_local, i, sf_inv, 0) | _e2m1_signs(x_local, i, 0)
+        high = _e2m1_magnitudes_bf16(x_local, i, sf_inv, 1) | _e2m1_signs(x_local, i, 1)
     else:
         scale_lane(x_local, i, sf_inv, v_local)
-        low = _e2m1_magnitudes(v_local, 0) | _sign_bytes(x_local, i, 0) & T.uint32(0x80808080)
-        high = _e2m1_magnitudes(v_local, 1) | _sign_bytes(x_local, i, 1) & T.uint32(0x80808080)
+        low = _e2m1_magnitudes(v_local, 0) | _e2m1_signs(x_local, i, 0)
+        high = _e2m1_magnitudes(v_local, 1) | _e2m1_signs(x_local, i, 1)
     even = pick_bytes(low, high, 0, 1, 4, 5)
     odd = pick_bytes(low, high, 2, 3, 6, 7)
     y_word[0] = (even >> T.uint32(4)) + odd

@@ -19,7 +19,7 @@ from typing import Any
 from tile_kernels.core.formats import Element
 from tile_kernels.core.lang import T, macro
 from tile_kernels.device.bits import bits_of, bytes_of, choose_bits, float_of, pick_bytes
-from tile_kernels.device.vectors import LANE, lane_pairs
+from tile_kernels.device.vectors import LANE, sign_bytes
 
 #: Mantissa bits and bias of the exponent of what can be rounded to.
 MANTISSA = {'e4m3': (3, 7), 'e5m2': (2, 15), 'e2m1': (1, 1)}
@@ -89,14 +89,6 @@ def _two_codes(low: Any, high: Any, element: Element) -> Any:
 def top_bytes(v_local: Any, first: Any) -> Any:
     """The bytes of four numbers that hold the sign as their upper bit."""
     return bytes_of([bits_of(v_local[first + e]) for e in (0, 1, 2, 3)], 3)
-
-
-def sign_bytes(x_local: Any, i: Any, half: int) -> Any:
-    """The bytes of four channels of a lane that hold the sign (even -0 and NaN have one) as their upper bit."""
-    if x_local.dtype == 'float32':
-        return bytes_of([bits_of(x_local[i, 4 * half + e]) for e in (0, 1, 2, 3)], 3)
-    pairs = lane_pairs(x_local)
-    return pick_bytes(pairs[i, 2 * half], pairs[i, 2 * half + 1], 1, 3, 5, 7)
 
 
 @macro

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tile_kernels.core.lang import WARP, T, macro
-from tile_kernels.device.bits import float_of
+from tile_kernels.device.bits import bits_of, bytes_of, float_of, pick_bytes
 
 LANE = 8
 
@@ -21,38 +21,61 @@ LANE = 8
 # Loads and stores ---------------------------------------------------------------------------
 
 
+def _at(row: Any, column: Any) -> Any:
+    """An index of a matrix, or of a vector if there is no row."""
+    return column if row is None else (row, column)
+
+
+def piece_column(slot: Any, p: Any, piece: int, lane: int, halves: bool) -> Any:
+    """First channel of piece p that lane `slot` reads or writes; with `halves` it may belong to another lane."""
+    if not halves:
+        return slot * lane + p * piece
+    own = slot % WARP
+    owner = slot - own + p * (WARP // 2) + own % (WARP // 2)
+    return owner * lane + own // (WARP // 2) * piece
+
+
 @macro
-def load_lane(x, x_local, i, row, slot, piece, hidden, first=0):
-    """Read the channels (or containers of codes) of lane `slot` of a row in pieces that alignment allows.
+def load_lane(x, x_local, i, row, slot, piece, hidden, first=0, halves=False):
+    """Read the channels (or containers of codes) of lane `slot` of a row; `row` is None if x has but one.
 
     Those of the row begin at column `first`, and there are `hidden` (None if the lane is known to be within the row).
+    With `halves`, `swap_pieces` has to follow.
     """
     lane = x_local.shape[1]
     for p in T.unroll(lane // piece):
-        if hidden is None or slot * lane + p * piece < hidden:
+        if hidden is None or piece_column(slot, p, piece, lane, halves) < hidden:
             for e in T.vectorized(piece):
-                x_local[i, p * piece + e] = x[row, first + slot * lane + p * piece + e]
+                x_local[i, p * piece + e] = x[_at(row, first + piece_column(slot, p, piece, lane, halves) + e)]
 
 
 @macro
-def store_lane(y, y_local, row, slot, piece, stored, width, first=0):
-    """Write the `width` container elements of lane `slot` in pieces that alignment allows, within the row.
+def store_lane(y, y_local, row, slot, piece, stored, width, first=0, i=None, halves=False):
+    """Write the `width` container elements of lane `slot`, of row `i` of `y_local` if it has rows.
 
-    The `stored` elements of the row begin at column `first`.
+    The `stored` elements of the row begin at column `first`. With `halves`, `swap_pieces` has to come before.
     """
     for p in T.unroll(width // piece):
-        if slot * width + p * piece < stored:
+        if piece_column(slot, p, piece, width, halves) < stored:
             for e in T.vectorized(piece):
-                y[row, first + slot * width + p * piece + e] = y_local[p * piece + e]
+                y[row, first + piece_column(slot, p, piece, width, halves) + e] = y_local[_at(i, p * piece + e)]
+
+
+def apart(dtype: torch.dtype, piece: int) -> bool:
+    """Whether a lane reads and writes its vectors in two pieces that are not both its own: `halves`."""
+    return LANE * dtype.itemsize == 32 and piece * dtype.itemsize == 16
 
 
 @macro
-def load_weight(weight, weight_local, i, slot, piece, hidden):
-    """Read the weights of the channels of lane `slot`."""
-    for p in T.unroll(LANE // piece):
-        if slot * LANE + p * piece < hidden:
-            for e in T.vectorized(piece):
-                weight_local[i, p * piece + e] = weight[slot * LANE + p * piece + e]
+def swap_pieces(x_local, i, y_local, k):
+    """Vector k of a lane from the pieces it read, or the pieces it writes from its vector i: the same exchange."""
+    mine = T.alloc_var(x_local.dtype)
+    upper = T.get_thread_binding() % WARP >= WARP // 2
+    for e in T.unroll(LANE // 2):
+        mine = T.if_then_else(upper, x_local[i, e], x_local[i, LANE // 2 + e])
+        mine = T.shfl_xor(mine, WARP // 2)
+        y_local[k, e] = T.if_then_else(upper, mine, x_local[i, e])
+        y_local[k, LANE // 2 + e] = T.if_then_else(upper, x_local[i, LANE // 2 + e], mine)
 
 
 # Conversions --------------------------------------------------------------------------------
@@ -64,17 +87,32 @@ def lane_pairs(x_local: Any) -> Any:
     return T.view(x_local, (rows, lane // 2), T.uint32) if x_local.dtype in ('bfloat16', 'float16') else None
 
 
+def sign_bytes(x_local: Any, i: Any, half: int, order: tuple[int, ...] = (0, 1, 2, 3)) -> Any:
+    """The bytes of four channels that hold the sign (even -0 and NaN have one) as their upper bit."""
+    if x_local.dtype == 'float32':
+        return bytes_of([bits_of(x_local[i, 4 * half + e]) for e in order], 3)
+    pairs = lane_pairs(x_local)
+    return pick_bytes(pairs[i, 2 * half], pairs[i, 2 * half + 1], *(2 * e + 1 for e in order))
+
+
 @macro
-def widen_lane(x_local, i, v_local):
-    """Channels of a lane as float32; a bf16 is the upper half of its float32, so it needs no conversion."""
+def widen_lane(x_local, i, v_local, factor=None):
+    """Channels of a lane as float32, codes times `factor[i]`.
+
+    A bf16 is the upper half of its float32, so it needs no conversion.
+    """
+    lane = x_local.shape[1]
     if x_local.dtype == 'bfloat16':
         pairs = lane_pairs(x_local)
-        for j in T.unroll(LANE // 2):
+        for j in T.unroll(lane // 2):
             v_local[2 * j] = float_of(pairs[i, j] << T.uint32(16))
             v_local[2 * j + 1] = float_of(pairs[i, j] & T.uint32(0xFFFF0000))
     else:
-        for e in T.vectorized(LANE):
+        for e in T.vectorized(lane):
             v_local[e] = T.cast(x_local[i, e], T.float32)
+    if factor is not None:
+        for e in T.unroll(lane):
+            v_local[e] = v_local[e] * factor[i]
 
 
 @macro
@@ -102,54 +140,3 @@ def clear_lane(x_local):
     """Zeros for all channels of a lane, as words: fp8 zeros would be converted one by one."""
     words = T.view(x_local, (x_local.shape[0], LANE * x_local.dtype.bits // 32), T.uint32)
     T.clear(words)
-
-
-# Pieces of 16 bytes -------------------------------------------------------------------------
-
-
-def apart(dtype: torch.dtype, piece: int) -> bool:
-    """Whether a lane reads and writes its vectors in two pieces that are not both its own."""
-    return LANE * dtype.itemsize == 32 and piece * dtype.itemsize == 16
-
-
-def owner_of_piece(slot: Any, p: Any) -> Any:
-    """Lane to which piece p of two that lane `slot` reads or writes belongs; the upper half warp has second pieces."""
-    lane = slot % WARP
-    return slot - lane + p * (WARP // 2) + lane % (WARP // 2)
-
-
-def piece_column(slot: Any, p: Any, piece: int, halves: bool) -> Any:
-    """First channel of piece p that lane `slot` reads or writes; `halves`: see `apart`."""
-    if halves:
-        return owner_of_piece(slot, p) * LANE + slot % WARP // (WARP // 2) * piece
-    return slot * LANE + p * piece
-
-
-@macro
-def swap_pieces(x_local, i, y_local, k):
-    """Vector k of a lane from the pieces it read, or the pieces it writes from its vector i: the same exchange."""
-    mine = T.alloc_var(x_local.dtype)
-    upper = T.get_thread_binding() % WARP >= WARP // 2
-    for e in T.unroll(LANE // 2):
-        mine = T.if_then_else(upper, x_local[i, e], x_local[i, LANE // 2 + e])
-        mine = T.shfl_xor(mine, WARP // 2)
-        y_local[k, e] = T.if_then_else(upper, mine, x_local[i, e])
-        y_local[k, LANE // 2 + e] = T.if_then_else(upper, x_local[i, LANE // 2 + e], mine)
-
-
-@macro
-def load_pieces(x, x_local, i, row, slot, piece, hidden, halves):
-    """Read vector i of a lane, or pieces that `swap_pieces` makes it from."""
-    for p in T.unroll(LANE // piece):
-        if piece_column(slot, p, piece, halves) < hidden:
-            for e in T.vectorized(piece):
-                x_local[i, p * piece + e] = x[row, piece_column(slot, p, piece, halves) + e]
-
-
-@macro
-def store_pieces(y, y_local, i, row, slot, piece, hidden, halves):
-    """Write vector i of a lane, or the pieces that `swap_pieces` made of it, which every lane of a warp must do."""
-    for p in T.unroll(LANE // piece):
-        if piece_column(slot, p, piece, halves) < hidden:
-            for e in T.vectorized(piece):
-                y[row, piece_column(slot, p, piece, halves) + e] = y_local[i, p * piece + e]

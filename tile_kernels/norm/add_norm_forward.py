@@ -33,19 +33,7 @@ from tile_kernels.norm.norm_forward_kernels import launch_norm
 def add_norm_backward(
     dy: Tensor, dz: Tensor, z: Tensor, rstd: Tensor, weight: Tensor | None = None, out_scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `add_norm_forward`, one for both of its summands; see `norm_backward`.
-
-    Args:
-        dy: (num_tokens, hidden), gradient of y.
-        dz: (num_tokens, hidden), gradient of the sum z.
-        z: (num_tokens, hidden), what was normalised.
-        rstd: (num_tokens,) float32 from the forward pass.
-        weight: (hidden,) or None.
-        out_scale: as in the forward pass.
-
-    Returns:
-        dx (num_tokens, hidden), the gradient of x and of residual, and dweight (hidden,).
-    """
+    """Gradients of `add_norm_forward`: dx, which is that of both summands, and dweight, empty without a weight."""
     dweight = torch.empty_like(weight) if weight is not None else torch.empty((0,), dtype=z.dtype, device=z.device)
     return launch_backward(dy, z, weight, rstd, dz, out_scale, dweight, False), dweight
 
@@ -54,18 +42,7 @@ def add_norm_backward(
 def add_norm_forward(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, out_scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """RMS norm of each row of `x + residual`; see `norm_forward`.
-
-    Args:
-        x: (num_tokens, hidden) bfloat16, float16 or float32, rows dense, any row stride.
-        residual: shape and dtype of x, any row stride.
-        weight: (hidden,) factor of each channel, or None.
-        eps: added to the mean square.
-        out_scale: factor of the result.
-
-    Returns:
-        y (num_tokens, hidden), rstd (num_tokens,) float32, and the sum z that was normalised, in the dtype of x.
-    """
+    """RMS norm of each row of `x + residual`: y, rstd, and the sum z that was normalized, in the dtype of x."""
     num_tokens, hidden = check_rows(x)
     check_like(x, residual=residual)
     y = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)

@@ -51,20 +51,7 @@ def norm_backward_(
     dz: Tensor | None = None,
     out_scale: float = 1.0,
 ) -> Tensor:
-    """Gradients of `norm_forward`, that of the weight added to `weight_grad`; see `norm_backward`.
-
-    Args:
-        weight_grad: (hidden,) bfloat16, float16 or float32; the gradient of the weight is added to it.
-        dy: (num_tokens, hidden), gradient of y.
-        x: (num_tokens, hidden), what was normalised.
-        rstd: (num_tokens,) float32 from the forward pass.
-        weight: (hidden,).
-        dz: (num_tokens, hidden), added to the gradient of x, or None.
-        out_scale: as in the forward pass.
-
-    Returns:
-        dx (num_tokens, hidden).
-    """
+    """The gradient dx of `norm_forward.call`; that of the weight is added to `weight_grad`, of any model dtype."""
     check_weight(x, weight_grad)
     return launch_backward(dy, x, weight, rstd, dz, out_scale, weight_grad, True)
 

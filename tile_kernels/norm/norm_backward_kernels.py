@@ -15,7 +15,7 @@ from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import WARP, T, macro
 from tile_kernels.core.launch import launch
 from tile_kernels.device.reduce import folded, lane_dot, over_team
-from tile_kernels.device.vectors import LANE, load_lane, load_weight, store_pieces, widen_lane
+from tile_kernels.device.vectors import LANE, load_lane, store_lane, widen_lane
 from tile_kernels.norm._checks import check_like, check_rows, check_weight
 from tile_kernels.norm._macros import row_warps, team_warps
 
@@ -190,7 +190,7 @@ def norm_backward_kernel(
                 g_local[e] = T.ieee_mul(g_local[e], out_scale)
         if weighted:
             if not weight_kept:
-                load_weight(weight, weight_local, i, (i * warps + warp) * WARP + lane, weight_piece, hidden)
+                load_lane(weight, weight_local, i, None, (i * warps + warp) * WARP + lane, weight_piece, hidden)
             widen_lane(weight_local, i, v_local)
         for e in T.unroll(LANE):
             gw[k, e] = T.ieee_mul(g_local[e], v_local[e]) if weighted else g_local[e]
@@ -236,7 +236,7 @@ def norm_backward_kernel(
                 if not full:
                     T.clear(weight_local)
                 for i in T.unroll(vectors if weight_kept else 0):
-                    load_weight(weight, weight_local, i, (i * warps + warp) * WARP + lane, weight_piece, hidden)
+                    load_lane(weight, weight_local, i, None, (i * warps + warp) * WARP + lane, weight_piece, hidden)
             if stages > 0 and hidden % (WARP * LANE) > 0:
                 clear_beyond(warp, lane, stage_shared)
             for s in T.unroll(max(stages - 1, 0)):
@@ -284,12 +284,12 @@ def norm_backward_kernel(
                             vector_local[0, e] = T.cast(dx_local[e], dtype)
                         if row < num_tokens:
                             slot = (i * warps + warp) * WARP + lane
-                            store_pieces(dx, vector_local, 0, row, slot, dx_piece, hidden, False)
+                            store_lane(dx, vector_local, row, slot, dx_piece, hidden, LANE, i=0)
 
             if weighted and teams == 1:
                 for i in T.unroll(vectors):
                     slot = (i * warps + warp) * WARP + lane
-                    store_pieces(shares, dw_local, i, pid, slot, share_piece, hidden, False)
+                    store_lane(shares, dw_local, pid, slot, share_piece, hidden, LANE, i=i)
             elif weighted:
                 taken = warps * WARP * LANE
                 teams_shared = T.alloc_shared((teams, taken), T.float32)

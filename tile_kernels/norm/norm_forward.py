@@ -57,19 +57,10 @@ def norm_forward_(
     eps: float = 1e-6,
     out_scale: float = 1.0,
 ) -> Tensor:
-    """RMS norm into memory of the caller; see `norm_forward` and `add_norm_forward`.
+    """RMS norm into memory of the caller; returns rstd.
 
-    Args:
-        out: (num_tokens, hidden) in the dtype of x, any row stride; overwritten. May be x or residual itself.
-        x: (num_tokens, hidden) bfloat16, float16 or float32, rows dense, any row stride.
-        weight: (hidden,) factor of each channel, or None.
-        residual: shape and dtype of x, or None.
-        residual_out: where the sum x + residual goes; comes with `residual`, and may be x or residual itself.
-        eps: added to the mean square.
-        out_scale: factor of the result.
-
-    Returns:
-        rstd (num_tokens,) float32.
+    `out` and `residual_out` have the shape and dtype of x and any row stride. Each may be x or residual itself.
+    `residual_out` comes with `residual` and takes the sum.
     """
     check_rows(x)
     check_like(x, out=out, residual=residual, residual_out=residual_out)

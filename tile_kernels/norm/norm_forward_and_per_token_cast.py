@@ -134,7 +134,7 @@ def norm_forward_and_per_token_cast_(
     out_scale: float = 1.0,
     amax_floor: float | None = None,
 ) -> Tensor:
-    """The same into memory of the caller; arguments not named here as of `norm_forward_and_per_token_cast`.
+    """The same into memory of the caller; returns rstd.
 
     Args:
         codes: data of `fmt`, contiguous.
@@ -143,7 +143,7 @@ def norm_forward_and_per_token_cast_(
         fmt: what to store.
         weight: (hidden,) or None.
         residual: shape and dtype of x, or None.
-        y: (num_tokens, hidden) in the dtype of x for the unquantized result, or None.
+        y: (num_tokens, hidden) in the dtype of x for the result before the cast, or None.
         residual_out: where the sum x + residual goes; comes with `residual`, and may be x or residual itself.
         mega_sf: (places, hidden / 128) int32, tokens contiguous: exponent bytes once more, in tiles of 128 tokens.
         mega_rows: tokens of a block of `mega_sf`; every block begins a tile. Token i of a block has place
@@ -151,9 +151,6 @@ def norm_forward_and_per_token_cast_(
         eps: added to the mean square.
         out_scale: factor of the result.
         amax_floor: smallest amax a group is scaled by; the format's own if None.
-
-    Returns:
-        rstd (num_tokens,) float32.
     """
     num_tokens, hidden = _check_input(x, fmt, residual)
     check_like(x, y=y, residual_out=residual_out)

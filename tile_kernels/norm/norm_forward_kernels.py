@@ -19,7 +19,7 @@ from tile_kernels.device.bits import bits_of
 from tile_kernels.device.codes import code_registers, encode_and_store
 from tile_kernels.device.reduce import lane_dot, lane_max, over_team, scatter_max, shuffle_steps
 from tile_kernels.device.scales import amax_to_sf, clamp_amax, sf_bytes, sf_register_dtype, sf_tensor, store_sf
-from tile_kernels.device.vectors import LANE, apart, load_pieces, load_weight, store_pieces, swap_pieces, widen_lane
+from tile_kernels.device.vectors import LANE, apart, load_lane, store_lane, swap_pieces, widen_lane
 from tile_kernels.norm._checks import check_weight
 from tile_kernels.norm._macros import row_warps, team_warps
 
@@ -171,9 +171,9 @@ def norm_forward_kernel(
             swap_pieces(x_local, i, pieces_local, 0)
         if exists:
             if halves:
-                store_pieces(y, pieces_local, 0, row, slot, piece, hidden, halves)
+                store_lane(y, pieces_local, row, slot, piece, hidden, LANE, i=0, halves=halves)
             else:
-                store_pieces(y, x_local, i, row, slot, piece, hidden, halves)
+                store_lane(y, x_local, row, slot, piece, hidden, LANE, i=i, halves=halves)
 
     @T.prim_func
     def norm_forward(
@@ -219,18 +219,18 @@ def norm_forward_kernel(
             if not full:
                 T.clear(x_local)
             for i in T.unroll(vectors):
-                load_pieces(x, x_local, i, source, (i * warps + warp) * WARP + lane, piece, hidden, halves)
+                load_lane(x, x_local, i, source, (i * warps + warp) * WARP + lane, piece, hidden, halves=halves)
             if residual:
                 if not full:
                     T.clear(residual_local)
                 for i in T.unroll(vectors if residual_early else 0):
                     slot = (i * warps + warp) * WARP + lane
-                    load_pieces(residual_in, residual_local, i, source, slot, piece, hidden, halves)
+                    load_lane(residual_in, residual_local, i, source, slot, piece, hidden, halves=halves)
             if weighted:
                 if not full:
                     T.clear(weight_local)
                 for i in T.unroll(vectors if weight_early else 0):
-                    load_weight(weight, weight_local, i, (i * warps + warp) * WARP + lane, weight_piece, hidden)
+                    load_lane(weight, weight_local, i, None, (i * warps + warp) * WARP + lane, weight_piece, hidden)
 
             for i in T.unroll(vectors):
                 partial[i] = T.float32(0.0)
@@ -241,7 +241,7 @@ def norm_forward_kernel(
                     if residual:
                         slot = (i * warps + warp) * WARP + lane
                         if not residual_early:
-                            load_pieces(residual_in, residual_local, i, source, slot, piece, hidden, halves)
+                            load_lane(residual_in, residual_local, i, source, slot, piece, hidden, halves=halves)
                         if halves:
                             swap_pieces(residual_local, i, residual_local, i)
                         widen_lane(residual_local, i, w_local)
@@ -258,7 +258,7 @@ def norm_forward_kernel(
             for i in T.unroll(vectors):
                 if not ragged or i < vectors - 1 or i * warps + warp < row_warps(hidden):
                     if weighted and not weight_early:
-                        load_weight(weight, weight_local, i, (i * warps + warp) * WARP + lane, weight_piece, hidden)
+                        load_lane(weight, weight_local, i, None, (i * warps + warp) * WARP + lane, weight_piece, hidden)
                     normalise(x_local, weight_local, i, row_rstd, out_scale, v_local, w_local)
                     if plain:
                         store_row(y, x_local, i, row, (i * warps + warp) * WARP + lane, exists)

@@ -13,7 +13,7 @@ from tile_kernels.core.lang import WARP, T, macro
 from tile_kernels.device.bits import float_of, pick_bytes
 from tile_kernels.device.reduce import shuffle_steps
 from tile_kernels.device.scales import amax_to_sf, clamp_amax, sf_bytes, sf_register_dtype, sf_value
-from tile_kernels.device.vectors import LANE, lane_pairs, load_lane
+from tile_kernels.device.vectors import LANE, lane_pairs, load_lane, widen_lane
 
 TILE_COLS = 128
 ROW_LANES = TILE_COLS // LANE
@@ -91,26 +91,10 @@ def _load_row(x, x_sf, i, token, source, slot, piece, hidden, x_local, factor):
 
 
 @macro
-def _row_numbers(x_local, i, factor, v_local):
-    """The numbers of a row of a lane in float32; codes are worth `factor[i]` times what they say."""
-    lane = x_local.shape[1]
-    if x_local.dtype == 'bfloat16':
-        pairs = lane_pairs(x_local)
-        for j in T.unroll(lane // 2):
-            v_local[2 * j] = float_of(pairs[i, j] << T.uint32(16))
-            v_local[2 * j + 1] = float_of(pairs[i, j] & T.uint32(0xFFFF0000))
-    else:
-        for e in T.vectorized(lane):
-            v_local[e] = T.cast(x_local[i, e], T.float32)
-    if factor is not None:
-        for e in T.unroll(lane):
-            v_local[e] = v_local[e] * factor[i]
-
-
-@macro
 def _row_magnitudes(x_local, i, factor, v_local):
-    """Their magnitudes. The sign leaves fp8 codes before they are decoded, so that the compiler sees other numbers.
+    """The magnitudes of a row of a lane, codes times `factor[i]`.
 
+    The sign leaves fp8 codes before they are decoded, so that the compiler sees other numbers.
     Kept from here until the result is computed, the numbers would take the registers of threads that could load.
     """
     lane = x_local.shape[1]
@@ -167,7 +151,7 @@ def encode_row(x_local, i, sf_inv, y_local, factor=None):
     """fp8 codes of a row of a lane, each channel with its own multiplier."""
     lane = x_local.shape[1]
     v_local = T.alloc_local((lane,), T.float32)
-    _row_numbers(x_local, i, factor, v_local)
+    widen_lane(x_local, i, v_local, factor)
     for e in T.unroll(lane):
         v_local[e] = v_local[e] * sf_inv[e]
     for e in T.vectorized(lane):
