@@ -17,7 +17,7 @@ MAX_ROW_BYTES = 128 << 10
 
 
 def check_rows(x: Tensor, name: str = 'x') -> tuple[int, int]:
-    """Shape of rows that can be normalised."""
+    """Shape of rows that can be normalized."""
     num_tokens, hidden = check.shape(x, name, 'num_tokens hidden', dtype=DTYPES)
     check.unit_stride(x, name)
     check.at_least(hidden, 1, 'hidden')

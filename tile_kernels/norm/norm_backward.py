@@ -1,6 +1,6 @@
 """Gradients of RMS norm, see `norm_forward`; the gradient that comes through the residual is added on the way.
 
-    n     = x[t, h] * rstd[t];  g = dy[t, h] * out_scale    x is what was normalised
+    n     = x[t, h] * rstd[t];  g = dy[t, h] * out_scale    x is what was normalized
     c[t]  = sum over h of n * (g * weight[h]) / H
     dx    = (g * weight[h] - n * c[t]) * rstd[t] + dz[t, h]
     dw[h] = sum over t of n * g
@@ -70,7 +70,7 @@ def norm_backward(
 
     Args:
         out_grad: gradient of the result, shape and dtype of x.
-        x: (num_tokens, hidden) or (batch, num_tokens, hidden), what was normalised.
+        x: (num_tokens, hidden) or (batch, num_tokens, hidden), what was normalized.
         weight: (hidden,) or None.
         rstd: float32 from the forward pass.
         residual_out_grad: gradient of the sum, added to that of x, or None.

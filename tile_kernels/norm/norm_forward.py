@@ -95,7 +95,7 @@ def norm_forward(
         with_rstd: whether to return 1 / sqrt(mean square + eps).
 
     Returns:
-        The result in the dtype of x; rstd, float32 without the last dimension, or None; and what was normalised: x
+        The result in the dtype of x; rstd, float32 without the last dimension, or None; and what was normalized: x
         itself, or the sum.
     """
     check_residual_out(residual, residual_out)

@@ -213,7 +213,7 @@ def norm_forward_and_per_token_cast(
         with_rstd: whether to return 1 / sqrt(mean square + eps).
 
     Returns:
-        `QuantTensor` (data, sf), the result before the cast or None, rstd or None, and what was normalised: x itself,
+        `QuantTensor` (data, sf), the result before the cast or None, rstd or None, and what was normalized: x itself,
         or the sum.
     """
     check_residual_out(residual, residual_out)

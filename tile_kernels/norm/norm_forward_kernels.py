@@ -146,7 +146,7 @@ def norm_forward_kernel(
                         packed[own_row, column, group % 4 + together + b] = T.uint8(0)
 
     @macro
-    def normalise(x_local, weight_local, i, row_rstd, out_scale, v_local, w_local):
+    def normalize(x_local, weight_local, i, row_rstd, out_scale, v_local, w_local):
         """One vector times rstd and its weights, rounded."""
         widen_lane(x_local, i, v_local)
         if weighted:
@@ -259,7 +259,7 @@ def norm_forward_kernel(
                 if not ragged or i < vectors - 1 or i * warps + warp < row_warps(hidden):
                     if weighted and not weight_early:
                         load_lane(weight, weight_local, i, None, (i * warps + warp) * WARP + lane, weight_piece, hidden)
-                    normalise(x_local, weight_local, i, row_rstd, out_scale, v_local, w_local)
+                    normalize(x_local, weight_local, i, row_rstd, out_scale, v_local, w_local)
                     if plain:
                         store_row(y, x_local, i, row, (i * warps + warp) * WARP + lane, exists)
 

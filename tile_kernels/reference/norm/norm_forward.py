@@ -39,6 +39,6 @@ def norm_forward_(
 def norm_forward_ref(
     x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None = None, out_scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """RMS norm over the last dimension: the result, rstd and what was normalised."""
+    """RMS norm over the last dimension: the result, rstd and what was normalized."""
     z = summed(x, residual)
     return *norm_forward(z, weight, eps, out_scale), z
