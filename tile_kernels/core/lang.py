@@ -57,23 +57,3 @@ def begin_early():
 def resident_blocks(resident_threads: int, num_threads: int) -> int:
     """Thread blocks of an SM that leave each thread the registers `resident_threads` threads would have."""
     return max(1, resident_threads // num_threads)
-
-
-def byte_perm(low: Any, high: Any, selector: Any) -> Any:
-    """The word of four bytes out of two words, each named by the lower three bits of a nibble of the selector."""
-    return T.call_extern(T.uint32, '__byte_perm', low, high, selector)
-
-
-def pick_bytes(low: Any, high: Any, *numbers: int) -> Any:
-    """The word of four bytes out of two words; bytes are numbered from the lowest of `low` on."""
-    return byte_perm(low, high, T.uint32(sum(number << 4 * place for place, number in enumerate(numbers))))
-
-
-def widened(pair: Any, half: int) -> Any:
-    """One of two bfloat16 of a word as float32, or a single bfloat16.
-
-    An instruction for each; of the upper half the compiler would make a number of its own first.
-    """
-    if pair.dtype != 'uint32':
-        return T.cast(pair, T.float32)
-    return T.reinterpret(pair & T.uint32(0xFFFF0000) if half else pair << 16, T.float32)

@@ -24,7 +24,7 @@ from tile_kernels.core.formats import QuantFormat, QuantTensor
 from tile_kernels.moe.expand_to_fused import expand_to_fused
 from tile_kernels.moe.reduce_fused import reduce_fused
 from tile_kernels.moe.token_to_expert_map import RoutingMap, token_to_expert_map
-from tile_kernels.quant.dequantise import dequantise
+from tile_kernels.quant.dequantize import dequantize
 from tile_kernels.quant.per_token_cast import per_token_cast
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -115,7 +115,7 @@ class _Begin(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, exchange: _Exchange) -> Tensor:
         ctx.exchange, exchange.dtype = exchange, rows.dtype
         if exchange.fp8:
-            codes, sf = per_token_cast(rows, PAYLOAD)
+            codes, sf = per_token_cast.call(rows, PAYLOAD)
             exchange.start(codes.view(torch.uint8))
             exchange.start(sf)
         else:
@@ -137,7 +137,7 @@ class _Finish(torch.autograd.Function):
         if not exchange.fp8:
             return exchange.arrived()[0]
         codes, sf = exchange.arrived()
-        return dequantise(QuantTensor(codes.view(PAYLOAD.data.torch), sf, PAYLOAD), exchange.dtype)
+        return dequantize(QuantTensor(codes.view(PAYLOAD.data.torch), sf, PAYLOAD), exchange.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:

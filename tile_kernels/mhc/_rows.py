@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from tile_kernels.core import check
-from tile_kernels.core.lang import WARP, T, macro, widened
+from tile_kernels.core.lang import WARP, T, macro
+from tile_kernels.device.bits import widened
 
 #: Streams a token may have.
 STREAMS = (2, 4, 8)

@@ -18,7 +18,8 @@ they are computed.
 import math
 from dataclasses import dataclass
 
-from tile_kernels.core.lang import WARP, T, macro, pick_bytes, widened
+from tile_kernels.core.lang import WARP, T, macro
+from tile_kernels.device.bits import pick_bytes, widened
 from tile_kernels.mhc.norm_fn_kernels import high_of, padded, round_to_tf32, rounded_bits
 
 #: Channels of a warp, and of a lane of it; tokens of a product.

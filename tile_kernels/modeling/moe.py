@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from tile_kernels.activation.swiglu_backward import swiglu_backward
+from tile_kernels.activation.swiglu_forward import swiglu_forward
 from tile_kernels.core import check
 from tile_kernels.core.formats import QuantFormat
 from tile_kernels.gemm import (
@@ -34,8 +36,6 @@ from tile_kernels.moe.scoring import SCORINGS
 from tile_kernels.moe.token_to_expert_map import RoutingMap, token_to_expert_map
 from tile_kernels.moe.topk_gating import topk_gating
 from tile_kernels.quant.per_block_cast import per_block_cast
-from tile_kernels.quant.swiglu_backward import swiglu_backward
-from tile_kernels.quant.swiglu_forward import swiglu_forward
 
 if TYPE_CHECKING:
     from tile_kernels.distributed import MoEDistributed
@@ -93,7 +93,7 @@ class Experts(nn.Module):
         """Rows in expert order; those of expert e end before expert_end[e]."""
         gate_up, down = self.gate_up_proj.to(rows.dtype), self.down_proj.to(rows.dtype)
         if torch.is_grad_enabled():
-            hidden = swiglu_forward(grouped_gemm(rows, gate_up, expert_end), dtype=rows.dtype)
+            hidden = swiglu_forward.call(grouped_gemm(rows, gate_up, expert_end), dtype=rows.dtype)
         else:
             hidden = grouped_gemm_swiglu(rows, gate_up, expert_end)
         return grouped_gemm(hidden, down, expert_end)
@@ -111,7 +111,7 @@ class Experts(nn.Module):
         """Quantize the weights once, for inference; training, moving the module or loading weights discards them."""
         # first to bfloat16, as in `forward_fp8`
         weights = (self.gate_up_proj.to(torch.bfloat16), self.down_proj.to(torch.bfloat16))
-        self.prepared = (*_quantise(weights[0]), *_quantise(weights[1]))
+        self.prepared = (*_quantize(weights[0]), *_quantize(weights[1]))
 
     def train(self, mode: bool = True) -> Experts:
         """As for every module; training discards prepared weights."""
@@ -132,10 +132,10 @@ def _recomputing() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def _quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+def _quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scale factors of stacked matrices, in blocks of 128 x 128."""
     num_experts, n, k = weight.shape
-    codes, sf = per_block_cast(weight.reshape(num_experts * n, k), WEIGHTS_FP8)
+    codes, sf = per_block_cast.call(weight.reshape(num_experts * n, k), WEIGHTS_FP8)
     return codes.view(num_experts, n, k), sf.view(num_experts, n // 128, -1)
 
 
@@ -169,7 +169,7 @@ class _Fp8Experts(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(tokens, gate_up, down, token_topk_to_pos, pos_to_expert, expert_end)
         places = (token_topk_to_pos, pos_to_expert, expert_end)
-        return _experts_fp8(tokens, *places, *_quantise(gate_up), *_quantise(down))
+        return _experts_fp8(tokens, *places, *_quantize(gate_up), *_quantize(down))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -177,9 +177,9 @@ class _Fp8Experts(torch.autograd.Function):
         tokens, gate_up, down, token_topk_to_pos, pos_to_expert, expert_end = ctx.saved_tensors
         rows = expand_to_fused(tokens, token_topk_to_pos, pos_to_expert)
         hidden = grouped_gemm(rows, gate_up, expert_end)
-        act = swiglu_forward(hidden, dtype=rows.dtype)
+        act = swiglu_forward.call(hidden, dtype=rows.dtype)
         dact, ddown = grouped_gemm_bwd(dy.contiguous(), act, down, expert_end)
-        dhidden = swiglu_backward(dact, hidden)[0]
+        dhidden = swiglu_backward.call(dact, hidden)[0]
         drows, dgate_up = grouped_gemm_bwd(dhidden, rows, gate_up, expert_end)
         return expand_to_fused_bwd(drows, token_topk_to_pos), dgate_up, ddown, None, None, None
 
@@ -196,7 +196,7 @@ class SharedExperts(nn.Module):
         """Rows in, rows out."""
         with torch.autocast(x.device.type, enabled=False):  # the same precision as the other experts
             hidden = nn.functional.linear(x, self.gate_up_proj.weight.to(x.dtype))
-            return nn.functional.linear(swiglu_forward(hidden, dtype=x.dtype), self.down_proj.weight.to(x.dtype))
+            return nn.functional.linear(swiglu_forward.call(hidden, dtype=x.dtype), self.down_proj.weight.to(x.dtype))
 
 
 @check.names(hidden_states='x')

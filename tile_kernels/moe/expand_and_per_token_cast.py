@@ -23,6 +23,10 @@ from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import WARP, T, macro
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
+from tile_kernels.device.codes import encode_e2m1
+from tile_kernels.device.reduce import lane_amax, shuffle_steps
+from tile_kernels.device.scales import amax_to_sf, clamp_amax, sf_register_dtype
+from tile_kernels.device.vectors import LANE, load_lane, scale_lane
 from tile_kernels.moe._checks import BITS, check_places
 from tile_kernels.moe._samples import random_places
 from tile_kernels.moe.expand_to_fused_kernels import (
@@ -44,17 +48,6 @@ from tile_kernels.moe.expand_to_fused_with_sf_kernels import (
     note_token,
     sf_type,
     tile_shape,
-)
-from tile_kernels.quant._macros import (
-    LANE,
-    amax_to_sf,
-    clamp_amax,
-    encode_e2m1,
-    lane_amax,
-    load_lane,
-    scale_lane,
-    sf_register_dtype,
-    shuffle_steps,
 )
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

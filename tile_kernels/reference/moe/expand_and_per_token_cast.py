@@ -14,4 +14,5 @@ def expand_and_per_token_cast(
 ) -> QuantTensor:
     """Quantize every token, then copy its codes and scale factors to each of its positions."""
     q = per_token_cast(x, QuantFormat.parse(fmt.name.removesuffix('_col')))
-    return QuantTensor(*expand_with_sf(*q, token_topk_to_pos, pos_to_expert, fmt.col), fmt)
+    data, sf = expand_with_sf(q.data, q.sf, token_topk_to_pos, pos_to_expert, fmt.col)
+    return QuantTensor(data, sf, fmt)

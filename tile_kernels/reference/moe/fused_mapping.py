@@ -48,6 +48,7 @@ def get_fused_mapping(
     if num_expanded_tokens or force_no_sync:
         return *fused_mapping(topk_idx, num_experts, num_expanded_tokens, alignment)[:-1], []
     enough = (topk_idx.numel() + (alignment - 1) * num_experts) // alignment * alignment
-    *maps, _ = fused_mapping(topk_idx, num_experts, enough, alignment)
+    maps = fused_mapping(topk_idx, num_experts, enough, alignment)[:-1]
     rows = maps[-1].tolist()
-    return *(pos_map[: sum(rows)] for pos_map in maps[:3]), *maps[3:], rows
+    first, second, third = (pos_map[: sum(rows)] for pos_map in maps[:3])
+    return first, second, third, *maps[3:], rows
