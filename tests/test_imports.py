@@ -23,7 +23,7 @@ ALLOWED = {
     'modeling': {'core', 'distributed', 'engram', 'gemm', 'mhc', 'modeling', 'moe', 'quant'},
     'rand': {'core', 'rand'},
     'transform': {'core', 'transform'},
-    'mhc': {'core', 'mhc', 'reference'},  # the twin of an op with a parameter for each layer calls the one with lists
+    'mhc': {'core', 'mhc'},
     'moe': {'core', 'modeling', 'moe', 'quant'},  # routing builds on casts; the layer is offered here as well
     'quant': {'core', 'quant'},
     'transpose': {'core', 'transpose'},

@@ -10,12 +10,12 @@ from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.launch import forced_config, meant_for
 from tile_kernels.core.op import ops
-from tile_kernels.mhc import _cluster, pre_kernels
+from tile_kernels.mhc import _checks, pre_kernels
 from tile_kernels.mhc.apply_mix import apply_mix_bwd
 from tile_kernels.mhc.big_fuse import big_fuse
 from tile_kernels.mhc.norm_fn import norm_fn_bwd
 from tile_kernels.mhc.post import post_bwd
-from tile_kernels.mhc.post_pre import pre_bwd
+from tile_kernels.mhc.pre import pre_bwd
 from tile_kernels.mhc.pre_kernels import goes_in_one_pass, pre_streams_kernel
 from tile_kernels.mhc.recompute import mhc_multilayer_recompute
 from tile_kernels.mhc.reduce_parts import reduce_parts_bwd_kernel, reduce_parts_kernel
@@ -177,7 +177,7 @@ def test_a_gpu_without_large_clusters_takes_two_passes():
 
 @pytest.mark.parametrize(('num_sms', 'hidden', 'one_pass'), [(132, 4096, True), (78, 4096, False), (78, 2048, True)])
 def test_a_part_of_a_gpu_takes_clusters_it_can_place(monkeypatch, num_sms, hidden, one_pass):
-    monkeypatch.setattr(_cluster, 'arch_of', lambda device: 'sm_90a')
+    monkeypatch.setattr(_checks, 'arch_of', lambda device: 'sm_90a')
     monkeypatch.setattr(pre_kernels, 'num_sms_of', lambda device: num_sms)
     residual = SimpleNamespace(shape=(5, 4, hidden), is_cuda=True, get_device=lambda: 0)
     assert goes_in_one_pass(residual, torch.empty(24, 4 * hidden)) == one_pass

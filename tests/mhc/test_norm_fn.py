@@ -11,7 +11,7 @@ from tile_kernels.core.launch import forced_config, meant_for
 from tile_kernels.core.op import ops
 from tile_kernels.mhc.norm_fn import _make_bwd, norm_fn_bwd
 from tile_kernels.mhc.norm_fn_bwd_kernels import norm_fn_bwd_kernel
-from tile_kernels.reference.mhc import projection as twin
+from tile_kernels.reference import mhc as twin
 from tile_kernels.testing import contract
 
 CASE = dict(lead=(330,), hidden=64, num_streams=2)

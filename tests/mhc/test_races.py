@@ -6,7 +6,7 @@ import torch
 from tile_kernels import knobs, mhc
 from tile_kernels.core.launch import forced_config
 from tile_kernels.core.op import ops
-from tile_kernels.mhc import _slices
+from tile_kernels.mhc import norm_fn_slices_kernels as slices
 from tile_kernels.mhc.pre_kernels import pre_streams_kernel
 from tile_kernels.testing import contract
 
@@ -31,7 +31,7 @@ def test_all_ops_are_checked():
 )
 def test_what_blocks_send_finds_its_place_free(monkeypatch, op, num_tokens, hidden, n, tile, stages):
     """One cluster has more tiles than places: what is sent for one comes where something was sent for another."""
-    monkeypatch.setattr(_slices, 'ACTIVE_CLUSTERS', dict.fromkeys(_slices.ACTIVE_CLUSTERS, 1))
+    monkeypatch.setattr(slices, 'ACTIVE_CLUSTERS', dict.fromkeys(slices.ACTIVE_CLUSTERS, 1))
     width, k = n * (2 + n), n * hidden
     residual = torch.randn(num_tokens, n, hidden, dtype=torch.bfloat16)
     layer = torch.randn(num_tokens, hidden, dtype=torch.bfloat16), residual

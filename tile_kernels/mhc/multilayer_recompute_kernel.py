@@ -1,4 +1,4 @@
-"""`mhc_multilayer_recompute` where TileKernels has it."""
+"""`mhc_multilayer_recompute` under the module path of TileKernels."""
 
 from tile_kernels.mhc.recompute import mhc_multilayer_recompute
 
