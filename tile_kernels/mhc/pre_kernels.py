@@ -117,12 +117,190 @@ def warps_that_multiply(slices: Slices, variant: str) -> int:
     return WARPS if variant == 'post_pre' else slices.warps
 
 
+class Plan:
+    """Sizes and roles of a block of `pre_streams_kernel`."""
+
+    def __init__(self, hidden: int, num_streams: int, num_mixes: int, variant: str, tile: int, stages: int) -> None:
+        self.slices = slices = Slices(hidden, num_streams, num_mixes)
+        self.hidden, self.num_streams, self.num_mixes, self.tile = hidden, num_streams, num_mixes, tile
+        self.count, self.channels, self.columns = slices.count, slices.channels, slices.columns
+        self.quads = slices.sums // 4
+        self.applied, self.posted, self.saves = variant != 'mixes', variant == 'post_pre', variant != 'input'
+        self.coefficients = num_streams * (1 + num_streams)
+        # Tokens of an owner in a tile; it has tokens in every turns-th tile.
+        self.owned, self.turns = max(1, tile // self.count), max(1, self.count // tile)
+        # First threads of roles. The number of multiplying warps is even, so register counts of warpgroups work out.
+        warps = warps_that_multiply(slices, variant)
+        num_warps, *self.registers = WARPS_AND_REGISTERS[warps]
+        self.own = warps * WARP
+        self.copy = self.own + WARP
+        self.send_or_post = self.copy + WARP
+        self.apply = self.send_or_post + 2 * WARP * slices.wide + 4 * WARP * self.posted
+        self.num_threads = num_warps * WARP if self.applied else self.apply
+        self.multipliers, self.appliers = self.own, max(self.num_threads - self.apply, 1)
+        self.helpers = max(self.apply - self.send_or_post, 1)
+        self.senders = self.helpers if slices.wide else self.multipliers
+        self.token_groups = slices.token_groups_of(warps)
+        self.parts, rest = divmod(tile, TOKENS * self.token_groups)
+        if rest:
+            raise ValueError(f'a tile of {tile} tokens is no multiple of {TOKENS * self.token_groups} tokens')
+        # TMA copies chunks of a slice. It loads fn faster than threads do, if fn fits into the last stages; in wide
+        # slices two streams at a time. The first tiles are loaded into `early_stages` stages meanwhile.
+        self.chunks = -(-self.channels // MAX_CHUNK)
+        self.chunk = self.channels // self.chunks
+        self.fn_rows, self.tile_rows = self.chunks * self.columns, self.chunks * tile * num_streams // 2
+        self.fn_buffers = 2 if slices.wide else num_streams
+        self.early_stages = stages - -(-self.fn_buffers * self.fn_rows // self.tile_rows)
+        self.fn_by_tma = self.early_stages > 0
+
+
 # Kernel ------------------------------------------------------------------------------------
 
 
 def small(slot):
     """The same stage, known to the compiler to be small: indices then have 32 bits."""
     return slot & (MAX_STAGES - 1)
+
+
+@macro
+def take_registers(plan, first):
+    """Set the registers of the role that begins with thread `first`."""
+    if plan.applied:
+        if first // (4 * WARP) * 4 * WARP < plan.own:
+            T.inc_max_nreg(plan.registers[0])
+        else:
+            T.dec_max_nreg(plan.registers[1])
+
+
+@macro
+def copy_fn(plan, fn, fn_shared, fn_loaded, s, rank):
+    """Load stream s of the slice of fn, behind the early stages."""
+    for p in T.unroll(plan.chunks):
+        channel = s * plan.hidden + rank * plan.channels + p * plan.chunk
+        row = plan.early_stages * plan.tile_rows + s % plan.fn_buffers * plan.fn_rows + p * plan.columns
+        T.tma_copy(
+            fn[0 : plan.num_mixes, channel : channel + plan.chunk],
+            fn_shared[row : row + plan.num_mixes, 0 : plan.chunk],
+            barrier=fn_loaded[s],
+        )
+    T.mbarrier_arrive(fn_loaded[s])
+
+
+@macro
+def copy_mixes(plan, post_mix, comb_mix, first, mix_shared, slot, lane):
+    """Start to copy the coefficients of `post` for a tile; those of padding tokens are zeros."""
+    for r in T.serial(T.ceildiv(plan.tile * plan.coefficients, WARP)):
+        index = r * WARP + lane
+        tile_row, c = index // plan.coefficients, index % plan.coefficients
+        if tile_row < plan.tile:
+            if c < plan.num_streams:
+                T.ptx_cp_async(
+                    T.access_ptr(mix_shared[small(slot), tile_row, c], 'w', 1),
+                    T.access_ptr(post_mix[first + tile_row, c, 0], 'r', 1),
+                    1,
+                    first + tile_row < post_mix.shape[0],
+                )
+            else:
+                o = c - plan.num_streams
+                T.ptx_cp_async(
+                    T.access_ptr(mix_shared[small(slot), tile_row, c], 'w', 1),
+                    T.access_ptr(comb_mix[first + tile_row, o // plan.num_streams, o % plan.num_streams], 'r', 1),
+                    1,
+                    first + tile_row < post_mix.shape[0],
+                )
+
+
+@macro
+def copy_tile(plan, residual, x, post_mix, comb_mix, index, rank, tile_shared, x_shared, mix_shared, loaded, slot):
+    """Load the slices of the tokens of tile `index`, and the other inputs of y."""
+    first = index * plan.tile
+    for p in T.unroll(plan.chunks):
+        channel = rank * plan.channels + p * plan.chunk
+        for s in T.unroll(plan.num_streams):
+            T.tma_copy(
+                residual[first : first + plan.tile, s, channel : channel + plan.chunk],
+                tile_shared[small(slot), p, s, 0 : plan.tile, 0 : plan.chunk],
+                barrier=loaded[slot],
+            )
+    if plan.posted:
+        T.tma_copy(
+            x[first : first + plan.tile, rank * plan.channels : (rank + 1) * plan.channels],
+            x_shared[small(slot), 0 : plan.tile, 0 : plan.channels],
+            barrier=loaded[slot],
+        )
+        copy_mixes(plan, post_mix, comb_mix, first, mix_shared, slot, T.get_thread_binding() % WARP)
+        T.cp_async_barrier_noinc(loaded[slot])
+    T.mbarrier_arrive(loaded[slot])
+
+
+@macro
+def expect_bytes(plan, part_sent, pre_sent, slot, i, rank):
+    """Expect the bytes of tile i: sums of the tokens the block owns, and pre of all tokens."""
+    if T.get_thread_binding() % WARP == 0:
+        T.mbarrier_arrive_expect_tx(pre_sent[slot], plan.tile * 16)
+        if (rank + (plan.turns - i % plan.turns) * plan.tile) % plan.count < plan.tile:
+            T.mbarrier_arrive_expect_tx(part_sent[slot], plan.count * plan.owned * plan.slices.sums * 4)
+        else:
+            T.mbarrier_arrive(part_sent[slot])
+
+
+@macro
+def send_sums(plan, sum_shared, part_shared, part_sent, slot, i, rank, thread):
+    """Send the sums of the slice, of all tokens of a tile, to the owners of the tokens."""
+    total_local = T.alloc_local((4,), T.float32)
+    for r in T.unroll(-(-plan.tile * plan.quads // plan.senders)):
+        index = r * plan.senders + thread
+        token, quad = index // plan.quads, index % plan.quads
+        if token < plan.tile:
+            sum_warps(plan.slices, sum_shared, i % 2, token, quad * 4, total_local)
+            owner = (i % plan.turns * plan.tile + token) % plan.count
+            send(
+                part_shared[small(slot), rank, token // plan.count, quad * 4],
+                total_local,
+                part_sent[small(slot)],
+                owner,
+            )
+
+
+@macro
+def keep_logit(plan, z, kept_shared, comb, token, index, num_owned, lane):
+    """Store a logit of comb for token `index` of an owner: the last tokens in shared memory, others in comb."""
+    row, column = lane // plan.num_streams - 2, lane % plan.num_streams
+    if index + KEPT >= num_owned:
+        kept_shared[index % KEPT, row, column] = z
+    else:
+        comb[token, row, column] = z
+
+
+@macro
+def load_streams(plan, tile_shared, slot, token, vector, streams_local):
+    """Load a vector of each stream of a token from shared memory."""
+    part, first = vector // (plan.chunk // WIDTH), vector % (plan.chunk // WIDTH) * WIDTH
+    for s in T.unroll(plan.num_streams):
+        for e in T.vectorized(WIDTH):
+            streams_local[s, e] = tile_shared[small(slot), part, s, token, first + e]
+
+
+@macro
+def post_of_vector(plan, tile_shared, x_shared, mix_shared, slot, token, vector, y_local):
+    """Overwrite a vector of the residual in shared memory with y; also returns it in `y_local`."""
+    x_local = T.alloc_local((1, WIDTH), T.bfloat16)
+    residual_local = T.alloc_local((plan.num_streams, WIDTH), T.bfloat16)
+    post_local = T.alloc_local((plan.num_streams,), T.float32)
+    comb_local = T.alloc_local((plan.num_streams * plan.num_streams,), T.float32)
+    load_streams(plan, tile_shared, slot, token, vector, residual_local)
+    for e in T.vectorized(WIDTH):
+        x_local[0, e] = x_shared[small(slot), token, vector * WIDTH + e]
+    for c in T.vectorized(plan.num_streams):
+        post_local[c] = mix_shared[small(slot), token, c]
+    for o in T.unroll(plan.num_streams):
+        for c in T.vectorized(plan.num_streams):
+            comb_local[o * plan.num_streams + c] = mix_shared[small(slot), token, (o + 1) * plan.num_streams + c]
+    post_to_vector(x_local, 0, residual_local, 0, post_local, comb_local, y_local)
+    part, first = vector // (plan.chunk // WIDTH), vector % (plan.chunk // WIDTH) * WIDTH
+    for s in T.unroll(plan.num_streams):
+        for e in T.vectorized(WIDTH):
+            tile_shared[small(slot), part, s, token, first + e] = y_local[s, e]
 
 
 @kernel(
@@ -141,173 +319,19 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, variant: s
     """
     from tilelang.layout import make_linear_layout
 
-    slices = Slices(hidden, num_streams, num_mixes)
-    applied, posted, saves = variant != 'mixes', variant == 'post_pre', variant != 'input'
-    count, channels, columns = slices.count, slices.channels, slices.columns
-    coefficients = num_streams * (1 + num_streams)
-    vectors, quads = channels // WIDTH, slices.sums // 4
-    tile_vectors = tile * num_streams * vectors
-    owned, turns = (
-        max(1, tile // count),
-        max(1, count // tile),
-    )  # tokens of an owner, in every turns-th tile
-    at_once = min(owned, OWNED_AT_ONCE)
-    warps = warps_that_multiply(slices, variant)
-    token_groups = slices.token_groups_of(warps)
-    parts, rest = divmod(tile, TOKENS * token_groups)
-    if rest:
-        raise ValueError(f'a tile of {tile} tokens is no multiple of {TOKENS} tokens for each of {token_groups} warps')
-    num_warps, *registers = WARPS_AND_REGISTERS[warps]
-    # First threads of roles. The number of multiplying warps is even, so register counts of warpgroups work out.
-    own = warps * WARP
-    copy = own + WARP
-    send_or_post = copy + WARP
-    apply = send_or_post + 2 * WARP * slices.wide + 4 * WARP * posted
-    num_threads = num_warps * WARP if applied else apply
-    multipliers, appliers = own, max(num_threads - apply, 1)
-    helpers = max(apply - send_or_post, 1)
-    senders = helpers if slices.wide else multipliers
-    chunks = -(-channels // MAX_CHUNK)  # of a slice, one TMA copy each
-    chunk = channels // chunks
-    # TMA loads fn faster than threads do, if it fits into the last stages; in wide slices two streams at a time. The
-    # first tiles are loaded into the early_stages stages meanwhile.
-    fn_rows, tile_rows = chunks * columns, chunks * tile * num_streams // 2  # float32 and bfloat16
-    fn_buffers = 2 if slices.wide else num_streams
-    early_stages = stages - -(-fn_buffers * fn_rows // tile_rows)
-    fn_by_tma = early_stages > 0
+    plan = Plan(hidden, num_streams, num_mixes, variant, tile, stages)
+    slices, tile_rows = plan.slices, plan.tile_rows
+    applied, posted, saves = plan.applied, plan.posted, plan.saves
+    own, copy, send_or_post, apply = plan.own, plan.copy, plan.send_or_post, plan.apply
+    multipliers, appliers, helpers, senders = plan.multipliers, plan.appliers, plan.helpers, plan.senders
+    chunks, chunk, early_stages, fn_buffers = plan.chunks, plan.chunk, plan.early_stages, plan.fn_buffers
+    count, channels, columns, vectors = plan.count, plan.channels, plan.columns, plan.channels // WIDTH
+    owned, turns, token_groups, parts = plan.owned, plan.turns, plan.token_groups, plan.parts
+    at_once, tile_vectors = min(owned, OWNED_AT_ONCE), tile * num_streams * vectors
     rounds = -(-tile * vectors // appliers)
     loop = T.unroll if rounds <= (3 if slices.wide else 4) else T.serial  # unrolled as far as registers allow
     fn_dtype = T.uint32 if slices.wide else T.bfloat16
     num_tokens = T.dynamic('num_tokens')
-
-    @macro
-    def take_registers(first):
-        """Set the registers of the role that begins with thread `first`."""
-        if applied:
-            if first // (4 * WARP) * 4 * WARP < own:
-                T.inc_max_nreg(registers[0])
-            else:
-                T.dec_max_nreg(registers[1])
-
-    @macro
-    def copy_fn(fn, fn_shared, fn_loaded, s, rank):
-        """Load stream s of the slice of fn, behind the early_stages stages."""
-        for p in T.unroll(chunks):
-            channel = s * hidden + rank * channels + p * chunk
-            row = early_stages * tile_rows + s % fn_buffers * fn_rows + p * columns
-            T.tma_copy(
-                fn[0:num_mixes, channel : channel + chunk],
-                fn_shared[row : row + num_mixes, 0:chunk],
-                barrier=fn_loaded[s],
-            )
-        T.mbarrier_arrive(fn_loaded[s])
-
-    @macro
-    def copy_mixes(post_mix, comb_mix, first, mix_shared, slot, lane):
-        """Start to copy the coefficients of `post` for a tile; those of padding tokens are zeros."""
-        for r in T.serial(T.ceildiv(tile * coefficients, WARP)):
-            index = r * WARP + lane
-            tile_row, c = index // coefficients, index % coefficients
-            if tile_row < tile:
-                if c < num_streams:
-                    T.ptx_cp_async(
-                        T.access_ptr(mix_shared[small(slot), tile_row, c], 'w', 1),
-                        T.access_ptr(post_mix[first + tile_row, c, 0], 'r', 1),
-                        1,
-                        first + tile_row < post_mix.shape[0],
-                    )
-                else:
-                    o = c - num_streams
-                    T.ptx_cp_async(
-                        T.access_ptr(mix_shared[small(slot), tile_row, c], 'w', 1),
-                        T.access_ptr(comb_mix[first + tile_row, o // num_streams, o % num_streams], 'r', 1),
-                        1,
-                        first + tile_row < post_mix.shape[0],
-                    )
-
-    @macro
-    def copy_tile(residual, x, post_mix, comb_mix, index, rank, tile_shared, x_shared, mix_shared, loaded, slot):
-        """Load the slices of the tokens of tile `index`, and the other inputs of y."""
-        first = index * tile
-        for p in T.unroll(chunks):
-            channel = rank * channels + p * chunk
-            for s in T.unroll(num_streams):
-                T.tma_copy(
-                    residual[first : first + tile, s, channel : channel + chunk],
-                    tile_shared[small(slot), p, s, 0:tile, 0:chunk],
-                    barrier=loaded[slot],
-                )
-        if posted:
-            T.tma_copy(
-                x[first : first + tile, rank * channels : (rank + 1) * channels],
-                x_shared[small(slot), 0:tile, 0:channels],
-                barrier=loaded[slot],
-            )
-            copy_mixes(post_mix, comb_mix, first, mix_shared, slot, T.get_thread_binding() % WARP)
-            T.cp_async_barrier_noinc(loaded[slot])
-        T.mbarrier_arrive(loaded[slot])
-
-    @macro
-    def expect_bytes(part_sent, pre_sent, slot, i, rank):
-        """Expect the bytes of tile i: sums of the tokens the block owns, and pre of all tokens."""
-        if T.get_thread_binding() % WARP == 0:
-            T.mbarrier_arrive_expect_tx(pre_sent[slot], tile * 16)
-            if (rank + (turns - i % turns) * tile) % count < tile:
-                T.mbarrier_arrive_expect_tx(part_sent[slot], count * owned * slices.sums * 4)
-            else:
-                T.mbarrier_arrive(part_sent[slot])
-
-    @macro
-    def send_sums(sum_shared, part_shared, part_sent, slot, i, rank, thread):
-        """Send the sums of the slice, of all tokens of a tile, to the owners of the tokens."""
-        total_local = T.alloc_local((4,), T.float32)
-        for r in T.unroll(-(-tile * quads // senders)):
-            index = r * senders + thread
-            token, quad = index // quads, index % quads
-            if token < tile:
-                sum_warps(slices, sum_shared, i % 2, token, quad * 4, total_local)
-                owner = (i % turns * tile + token) % count
-                send(
-                    part_shared[small(slot), rank, token // count, quad * 4], total_local, part_sent[small(slot)], owner
-                )
-
-    @macro
-    def keep_logit(z, kept_shared, comb, token, index, num_owned, lane):
-        """Store a logit of comb for token `index` of an owner: the last tokens in shared memory, others in comb."""
-        row, column = lane // num_streams - 2, lane % num_streams
-        if index + KEPT >= num_owned:
-            kept_shared[index % KEPT, row, column] = z
-        else:
-            comb[token, row, column] = z
-
-    @macro
-    def load_streams(tile_shared, slot, token, vector, streams_local):
-        """Load a vector of each stream of a token from shared memory."""
-        part, first = vector // (chunk // WIDTH), vector % (chunk // WIDTH) * WIDTH
-        for s in T.unroll(num_streams):
-            for e in T.vectorized(WIDTH):
-                streams_local[s, e] = tile_shared[small(slot), part, s, token, first + e]
-
-    @macro
-    def post_of_vector(tile_shared, x_shared, mix_shared, slot, token, vector, y_local):
-        """Overwrite a vector of the residual in shared memory with y; also returns it in `y_local`."""
-        x_local = T.alloc_local((1, WIDTH), T.bfloat16)
-        residual_local = T.alloc_local((num_streams, WIDTH), T.bfloat16)
-        post_local = T.alloc_local((num_streams,), T.float32)
-        comb_local = T.alloc_local((num_streams * num_streams,), T.float32)
-        load_streams(tile_shared, slot, token, vector, residual_local)
-        for e in T.vectorized(WIDTH):
-            x_local[0, e] = x_shared[small(slot), token, vector * WIDTH + e]
-        for c in T.vectorized(num_streams):
-            post_local[c] = mix_shared[small(slot), token, c]
-        for o in T.unroll(num_streams):
-            for c in T.vectorized(num_streams):
-                comb_local[o * num_streams + c] = mix_shared[small(slot), token, (o + 1) * num_streams + c]
-        post_to_vector(x_local, 0, residual_local, 0, post_local, comb_local, y_local)
-        part, first = vector // (chunk // WIDTH), vector % (chunk // WIDTH) * WIDTH
-        for s in T.unroll(num_streams):
-            for e in T.vectorized(WIDTH):
-                tile_shared[small(slot), part, s, token, first + e] = y_local[s, e]
 
     @T.prim_func
     def pre_streams(
@@ -333,7 +357,7 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, variant: s
     ):
         num_tiles = T.ceildiv(num_tokens, tile)
         groups = T.min(slices.groups, num_tiles)
-        with T.Kernel(groups * count, threads=num_threads, cluster_dims=(count, 1, 1)) as pid:
+        with T.Kernel(groups * count, threads=plan.num_threads, cluster_dims=(count, 1, 1)) as pid:
             T.import_source(SEND_FOUR + WITH_EXPONENTS)
             # Stream by stream: neighbours among the tokens, read at a time, then lie in different banks more often.
             tile_shared = T.alloc_shared((stages, chunks, num_streams, tile, chunk), T.bfloat16)
@@ -342,7 +366,7 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, variant: s
             views = (tile_shared, fn_shared, vectors_shared)
             T.annotate_layout({shared: make_linear_layout(shared) for shared in views})
             x_shared = T.alloc_shared((stages, tile, channels) if posted else (1, 1, 8), T.bfloat16)
-            mix_shared = T.alloc_shared((stages, tile, coefficients) if posted else (1, 1, 4), T.float32)
+            mix_shared = T.alloc_shared((stages, tile, plan.coefficients) if posted else (1, 1, 4), T.float32)
             sum_shared = T.alloc_shared((2, slices.slice_warps, tile, slices.sums), T.float32)
             part_shared = T.alloc_shared((stages, count, owned, slices.sums), T.float32)
             pre_shared = T.alloc_shared((stages, tile, 4), T.float32)
@@ -374,7 +398,7 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, variant: s
             T.pdl_sync()
             T.cluster_arrive()  # no block sends before all blocks have initialized their mbarriers
             if tx < own:
-                take_registers(0)
+                take_registers(plan, 0)
                 warp, token_group = tx // WARP % slices.slice_warps, tx // WARP // slices.slice_warps
                 if slices.wide:  # without a division; one warp may be idle
                     warp, token_group = (
@@ -382,10 +406,10 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, variant: s
                         T.cast(tx // WARP >= slices.slice_warps, T.int32),
                     )
                 for s in T.unroll(num_streams):
-                    if fn_by_tma:
+                    if plan.fn_by_tma:
                         T.mbarrier_wait_parity(fn_loaded[s], 0)
                         T.sync_warp()
-                        first_row = early_stages * tile_rows + s % fn_buffers * fn_rows
+                        first_row = early_stages * tile_rows + s % fn_buffers * plan.fn_rows
                         read_copied_fn(fn_shared, slices, first_row, chunks, warp, lane, value_local)
                     else:
                         read_fn(fn, slices, 0, s * hidden + rank * channels, warp, lane, value_local)
@@ -393,7 +417,7 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, variant: s
                         keep_fn(slices, s, lane, value_local, fn_local)
                     elif token_group < token_groups:
                         keep_wide_fn(slices, s, warp, lane, value_local, fn_local, low_shared)
-                    if fn_by_tma:
+                    if plan.fn_by_tma:
                         T.fence_proxy_async()  # orders the reads before a TMA write; an arrival alone does not
                         T.mbarrier_arrive(fn_used[s])
                 clear_spare(slices, sum_shared, tx, multipliers)
@@ -431,7 +455,7 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, variant: s
                         T.mbarrier_arrive(summed[i % 2])
                     else:
                         T.sync_threads(8, multipliers)
-                        send_sums(sum_shared, part_shared, part_sent, slot, i, rank, tx)
+                        send_sums(plan, sum_shared, part_shared, part_sent, slot, i, rank, tx)
                     parity = T.if_then_else(slot == stages - 1, 1 - parity, parity)
                     slot = T.if_then_else(slot == stages - 1, 0, slot + 1)
                 if applied:
@@ -452,7 +476,7 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, variant: s
                                 for c in T.vectorized(num_streams):
                                     comb[token, o, c] = k_local[o, c]
             elif tx < copy:
-                take_registers(own)
+                take_registers(plan, own)
                 own_scale, own_base = T.alloc_var(T.float32, init=0.0), T.alloc_var(T.float32, init=0.0)
                 if applied:  # a lane has one product of a token
                     own_scale = scale[T.min(lane // num_streams, 2)]
@@ -494,26 +518,26 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, variant: s
                                         post[token, lane - num_streams, 0] = T.ieee_mul(gate, post_mult)
                                     if applied and lane >= 2 * num_streams and lane < num_mixes:
                                         index = i // turns * owned + q * at_once + p
-                                        keep_logit(z, kept_shared, comb, token, index, num_owned, lane)
+                                        keep_logit(plan, z, kept_shared, comb, token, index, num_owned, lane)
                     parity = T.if_then_else(slot == stages - 1, 1 - parity, parity)
                     slot = T.if_then_else(slot == stages - 1, 0, slot + 1)
                 if applied:
                     T.named_barrier_arrive(9, WARP + multipliers)  # Sinkhorn can start
             elif tx < send_or_post:
-                take_registers(copy)
+                take_registers(plan, copy)
                 inputs, buffers = (residual, x, post_mix, comb_mix), (tile_shared, x_shared, mix_shared)
-                if fn_by_tma:
+                if plan.fn_by_tma:
                     for s in T.unroll(fn_buffers):
-                        copy_fn(fn, fn_shared, fn_loaded, s, rank)
+                        copy_fn(plan, fn, fn_shared, fn_loaded, s, rank)
                 for i in T.unroll(stages):
-                    if fn_by_tma and i == early_stages:
+                    if plan.fn_by_tma and i == early_stages:
                         for s in T.unroll(num_streams):
                             T.mbarrier_wait_parity(fn_used[s], 0)
                             if s + fn_buffers < num_streams:
-                                copy_fn(fn, fn_shared, fn_loaded, s + fn_buffers, rank)
+                                copy_fn(plan, fn, fn_shared, fn_loaded, s + fn_buffers, rank)
                     if i < mine:
-                        expect_bytes(part_sent, pre_sent, i, i, rank)
-                        copy_tile(*inputs, group + i * groups, rank, *buffers, loaded, i)
+                        expect_bytes(plan, part_sent, pre_sent, i, i, rank)
+                        copy_tile(plan, *inputs, group + i * groups, rank, *buffers, loaded, i)
                 for j in T.serial(mine - stages):
                     i = j + stages
                     if applied:
@@ -521,8 +545,8 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, variant: s
                     else:
                         T.mbarrier_wait_parity(multiplied[slot], parity)
                         T.mbarrier_wait_parity(pre_sent[slot], parity)
-                    expect_bytes(part_sent, pre_sent, slot, i, rank)
-                    copy_tile(*inputs, group + i * groups, rank, *buffers, loaded, slot)
+                    expect_bytes(plan, part_sent, pre_sent, slot, i, rank)
+                    copy_tile(plan, *inputs, group + i * groups, rank, *buffers, loaded, slot)
                     parity = T.if_then_else(slot == stages - 1, 1 - parity, parity)
                     slot = T.if_then_else(slot == stages - 1, 0, slot + 1)
                 T.cluster_wait()
@@ -531,16 +555,16 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, variant: s
                         if i < mine:  # the last tile of each stage
                             T.mbarrier_wait_parity(pre_sent[i], (mine - 1 - i) // stages % 2)
             elif slices.wide and tx < apply:
-                take_registers(send_or_post)
+                take_registers(plan, send_or_post)
                 T.cluster_wait()
                 for i in T.serial(mine):
                     T.mbarrier_wait_parity(summed[i % 2], i // 2 % 2)
                     T.sync_warp()
-                    send_sums(sum_shared, part_shared, part_sent, slot, i, rank, tx - send_or_post)
+                    send_sums(plan, sum_shared, part_shared, part_sent, slot, i, rank, tx - send_or_post)
                     T.mbarrier_arrive(sent[i % 2])
                     slot = T.if_then_else(slot == stages - 1, 0, slot + 1)
             elif posted and tx < apply:
-                take_registers(send_or_post)
+                take_registers(plan, send_or_post)
                 T.cluster_wait()
                 for i in T.serial(mine):
                     T.mbarrier_wait_parity(loaded[slot], parity)
@@ -550,7 +574,7 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, variant: s
                         token, vector = index // vectors, index % vectors
                         target = (group + i * groups) * tile + token
                         if token < tile:
-                            post_of_vector(tile_shared, x_shared, mix_shared, slot, token, vector, streams_local)
+                            post_of_vector(plan, tile_shared, x_shared, mix_shared, slot, token, vector, streams_local)
                             if target < num_tokens:
                                 for s in T.unroll(num_streams):
                                     store_vector(streams_local, s, y, target, s, rank * vectors + vector)
@@ -559,7 +583,7 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, variant: s
                     parity = T.if_then_else(slot == stages - 1, 1 - parity, parity)
                     slot = T.if_then_else(slot == stages - 1, 0, slot + 1)
             elif applied:
-                take_registers(apply)
+                take_registers(plan, apply)
                 T.cluster_wait()
                 for i in T.serial(mine):
                     T.mbarrier_wait_parity(loaded[slot], parity)
@@ -573,7 +597,7 @@ def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, variant: s
                         if token < tile and target < num_tokens:
                             for c in T.vectorized(num_streams):
                                 pre_local[c] = pre_shared[small(slot), token, c]
-                            load_streams(tile_shared, slot, token, vector, streams_local)
+                            load_streams(plan, tile_shared, slot, token, vector, streams_local)
                             apply_to_vector(streams_local, 0, pre_local, y_local)
                             store_vector(y_local, 0, layer_input, target, 0, rank * vectors + vector)
                     T.mbarrier_arrive(used[small(slot)])
