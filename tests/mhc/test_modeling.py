@@ -1,4 +1,4 @@
-"""Functions and modules over the ops: gradients with and without a hand-over, main_grad, no_grad, out=, training."""
+"""Functions and modules over the ops: gradients with and without `fuse_grad_acc`, main_grad, no_grad, out=."""
 
 import re
 
