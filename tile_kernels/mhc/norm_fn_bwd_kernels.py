@@ -283,8 +283,8 @@ def norm_fn_bwd_kernel(
                         load_applied(dlayer_input, row + BLOCK_T, column, applied_frag)
                     T.sync_threads()
                     for i, j in T.Parallel(BLOCK_T, BLOCK_K):
-                        weight = pre_shared[slot, (column + j) // applied - column // applied if spanned > 1 else 0, i]
-                        dx_frag[i, j] = dx_frag[i, j] + weight * T.cast(x_shared[slot, i, j], T.float32)
+                        share = pre_shared[slot, (column + j) // applied - column // applied if spanned > 1 else 0, i]
+                        dx_frag[i, j] = dx_frag[i, j] + share * T.cast(x_shared[slot, i, j], T.float32)
                 T.sync_threads()
                 T.copy(dx_frag, x_shared[slot, :, :])
                 T.sync_threads()
