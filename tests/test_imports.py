@@ -41,12 +41,7 @@ ALLOWED = {
     'modeling': {'activation', 'compat', 'core', 'distributed', 'engram', 'gemm', 'mhc', 'modeling', 'moe', 'quant'},
     'rand': {'core', 'rand'},
     'transform': {'core', 'transform'},
-    'mhc': {
-        'core',
-        'device',
-        'mhc',
-        'reference',
-    },  # the twin of an op with a parameter for each layer calls the one with lists
+    'mhc': {'core', 'device', 'mhc'},
     'moe': {'core', 'device', 'modeling', 'moe', 'quant'},  # routing builds on casts; the layer is offered here as well
     'quant': {'activation', 'core', 'device', 'norm', 'quant'},  # offers the names of TileKernels, loaded late
     'transpose': {'core', 'transpose'},

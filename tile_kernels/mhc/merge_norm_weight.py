@@ -1,9 +1,9 @@
-"""The weight of a norm taken into the projection that follows it.
+"""Multiply the columns of a projection by the weight of the norm before it.
 
     y[j, k] = fn[j, k] norm_weight[k]
     dfn[j, k] += dy[j, k] norm_weight[k]                    dnorm_weight[k] += sum_j dy[j, k] fn[j, k]
 
-A thread owns four neighbouring columns and walks down the rows. Gradients are added to what is there, or written.
+A thread owns four neighboring columns and loops over the rows. Backward adds to gradients or writes them.
 """
 
 import torch
@@ -14,16 +14,15 @@ from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T
 from tile_kernels.core.launch import launch
-from tile_kernels.core.op import Mut, Out, op
+from tile_kernels.core.op import Mut, empty, op
+from tile_kernels.mhc._checks import F32
 
-F32 = torch.float32
-
-# Kernels ------------------------------------------------------------------------------------
+# Kernels -----------------------------------------------------------------------------------
 
 
 @kernel(choose=lambda *static: dict(num_threads=64), space=dict(num_threads=(32, 64, 128)))
 def merge_norm_weight_kernel(k: int, *, num_threads: int):
-    """One row of fn for each block in y."""
+    """Blocks with the same index y have a row of fn."""
     num_mixes = T.dynamic('num_mixes')
 
     @T.prim_func
@@ -43,7 +42,7 @@ def merge_norm_weight_kernel(k: int, *, num_threads: int):
 
 @kernel(choose=lambda *static: dict(num_threads=64), space=dict(num_threads=(32, 64, 128)))
 def merge_norm_weight_bwd_kernel(k: int, accumulate: bool, *, num_threads: int):
-    """Both gradients; with `accumulate` they are added to."""
+    """Both gradients; `accumulate` adds them to dfn and dnorm_weight."""
     num_mixes = T.dynamic('num_mixes')
 
     @T.prim_func
@@ -94,11 +93,11 @@ def merge_norm_weight_bwd_kernel(k: int, accumulate: bool, *, num_threads: int):
     return merge_norm_weight_bwd
 
 
-# Ops ----------------------------------------------------------------------------------------
+# Ops ---------------------------------------------------------------------------------------
 
 
 def _check(fn: Tensor, norm_weight: Tensor, **others: Tensor) -> tuple[int, int]:
-    """Check matrices of the shape of fn and vectors of the shape of norm_weight, whose names say which they are."""
+    """Check tensors with the shape of fn, or of norm_weight if their name ends so; returns the shape of fn."""
     num_mixes, k = check.shape(fn, 'fn', 'num_mixes k', dtype=F32)
     check.multiple(k, 4, 'k')
     for name, x in dict(fn=fn, norm_weight=norm_weight, **others).items():
@@ -115,7 +114,7 @@ def _check(fn: Tensor, norm_weight: Tensor, **others: Tensor) -> tuple[int, int]
 
 @op()
 def merge_norm_weight_bwd_(dy: Tensor, fn: Tensor, norm_weight: Tensor, dfn: Mut, dnorm_weight: Mut) -> None:
-    """Gradients of `merge_norm_weight`, added to what is there.
+    """Gradients of `merge_norm_weight`, added to dfn and dnorm_weight.
 
     Args:
         dy: shape of fn, float32, contiguous.
@@ -140,28 +139,15 @@ def merge_norm_weight_bwd(dy: Tensor, fn: Tensor, norm_weight: Tensor) -> tuple[
     Returns:
         Gradients of fn and norm_weight.
     """
-    dfn, dnorm_weight = torch.empty_like(fn), torch.empty_like(norm_weight)
     _, k = _check(fn, norm_weight, dy=dy)
+    dfn, dnorm_weight = torch.empty_like(fn), torch.empty_like(norm_weight)
     launch(merge_norm_weight_bwd_kernel, (k, False), dy, fn, norm_weight, dfn, dnorm_weight)
     return dfn, dnorm_weight
 
 
-@op()
-def merge_norm_weight_(fn: Tensor, norm_weight: Tensor, y: Out) -> None:
-    """`merge_norm_weight` into memory of the caller.
-
-    Args:
-        fn: (num_mixes, k) float32, contiguous.
-        norm_weight: (k,) float32, contiguous.
-        y: shape of fn; overwritten.
-    """
-    _, k = _check(fn, norm_weight, y=y)
-    launch(merge_norm_weight_kernel, (k,), fn, norm_weight, y)
-
-
-@op(outputs='y', backward=merge_norm_weight_bwd)
+@op(outputs='y', backward=merge_norm_weight_bwd, out=True)
 def merge_norm_weight(fn: Tensor, norm_weight: Tensor) -> Tensor:
-    """`fn * norm_weight`: the weight of a norm taken into the projection that follows it; differentiable.
+    """`fn * norm_weight`: the weight of a norm merged into the projection after it; differentiable.
 
     Args:
         fn: (num_mixes, k) float32, contiguous; k a multiple of 4.
@@ -170,20 +156,29 @@ def merge_norm_weight(fn: Tensor, norm_weight: Tensor) -> Tensor:
     Returns:
         (num_mixes, k) float32.
     """
-    y = torch.empty_like(fn)
-    merge_norm_weight_.fn(fn, norm_weight, y)
+    _, k = _check(fn, norm_weight)
+    y = empty('y', fn.shape, F32, fn.device)
+    if check.vector_bytes(y) < 16:
+        check.fail('y', 'must start at a multiple of 16 bytes', 'a misaligned view')
+    launch(merge_norm_weight_kernel, (k,), fn, norm_weight, y)
     return y
 
 
-# Cases --------------------------------------------------------------------------------------
+def mhc_fn_normw_merge_fwd(fn: Tensor, normw: Tensor, out_fn: Tensor) -> None:
+    """Write fn (num_mixes, k) * normw (k,) into out_fn."""
+    merge_norm_weight.out(fn, normw, y=out_fn)
+
+
+def mhc_fn_normw_merge_bwd(fn: Tensor, normw: Tensor, out_fn_grad: Tensor, fn_grad: Tensor, normw_grad: Tensor) -> None:
+    """Add the gradients of fn and normw to fn_grad and normw_grad."""
+    merge_norm_weight_bwd_(out_fn_grad, fn, normw, fn_grad, normw_grad)
+
+
+# Cases -------------------------------------------------------------------------------------
 
 
 def _make(num_mixes: int, k: int) -> dict:
     return dict(fn=torch.randn(num_mixes, k), norm_weight=torch.randn(k))
-
-
-def _make_(num_mixes: int, k: int) -> dict:
-    return _make(num_mixes, k) | dict(y=torch.empty(num_mixes, k))
 
 
 def _make_bwd(num_mixes: int, k: int) -> dict:
@@ -197,6 +192,5 @@ def _make_bwd_(num_mixes: int, k: int) -> dict:
 SMOKE, BENCH = grid(num_mixes=[1, 24], k=[512, 260]), grid(num_mixes=[24], k=[16384])
 CLOSE = dict(rtol=1e-5, atol=1e-5)
 merge_norm_weight.cases(make=_make, match='bitwise', smoke=SMOKE, bench=BENCH)
-merge_norm_weight_.cases(make=_make_, match='bitwise', smoke=SMOKE[:2], bench=BENCH)
 merge_norm_weight_bwd.cases(make=_make_bwd, match=CLOSE, smoke=SMOKE, bench=BENCH)
 merge_norm_weight_bwd_.cases(make=_make_bwd_, match=CLOSE, smoke=SMOKE, bench=BENCH)
