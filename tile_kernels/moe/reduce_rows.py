@@ -157,14 +157,17 @@ def make(
     factors: str = '',
     num_experts: int = 8,
     unrouted: float = 0.2,
+    weighted: bool = False,
     **options: str,
 ) -> dict:
-    """`factors` names the optional factors: x_sf, sf."""
+    """`factors` names the optional factors: x_sf, sf. `weighted` adds random weights."""
     token_topk_to_pos, pos_to_expert = random_places(num_tokens, num_topk, num_experts, unrouted)
     num_expanded = pos_to_expert.shape[0]
     given = factors.split()
+    x, topk_weights = torch.randn(num_expanded, hidden, dtype=dtype), torch.rand(num_tokens, num_topk)
     return dict(
-        x=torch.randn(num_expanded, hidden, dtype=dtype),
+        x=x,
+        **(dict(topk_weights=topk_weights) if weighted else {}),
         token_topk_to_pos=token_topk_to_pos,
         x_sf=torch.rand(num_expanded) + 0.5 if 'x_sf' in given else None,
         sf=torch.rand(1) + 0.5 if 'sf' in given else None,
@@ -174,10 +177,8 @@ def make(
 
 def make_bwd(num_tokens: int, hidden: int, dtype: torch.dtype, **case) -> dict:
     """The same with a gradient of the result."""
-    return dict(
-        dy=torch.randn(num_tokens, hidden, dtype=dtype),
-        **make(num_tokens=num_tokens, hidden=hidden, dtype=dtype, **case),
-    )
+    made = make(num_tokens=num_tokens, hidden=hidden, dtype=dtype, **case)
+    return dict(**made, dy=torch.randn(num_tokens, hidden, dtype=dtype))
 
 
 SMOKE = (

@@ -1,6 +1,6 @@
 """Weighted reduce: sum the rows of a token's positions, each times its weight; see `reduce_rows`."""
 
-from collections.abc import Callable
+import functools
 
 import torch
 from torch import Tensor
@@ -79,21 +79,19 @@ def weighted_reduce_rows(
 # Cases --------------------------------------------------------------------------------------
 
 
-def _weighted(make_case: Callable[..., dict]) -> Callable[..., dict]:
-    """The inputs of `reduce_rows` with random weights."""
-    return lambda **case: dict(**make_case(**case), topk_weights=torch.rand(case['num_tokens'], case['num_topk']))
+weighted = functools.partial(make, weighted=True)
 
 
 def _make_out(num_tokens: int, hidden: int, fp8_format: str = '', **case) -> dict:
     """The same with memory for the result."""
-    made = _weighted(make)(num_tokens=num_tokens, hidden=hidden, fp8_format=fp8_format, **case)
+    made = weighted(num_tokens=num_tokens, hidden=hidden, fp8_format=fp8_format, **case)
     return dict(**made, y=torch.empty(num_tokens, hidden, dtype=FP8.get(fp8_format, made['x'].dtype)))
 
 
 E4M3 = dict(fp8_format='e4m3', factors='x_sf sf')
 
 weighted_reduce_rows.cases(
-    make=_weighted(make),
+    make=weighted,
     match='bitwise',
     smoke=SMOKE + SMOKE_FACTORS,
     full=FULL + [case | E4M3 for case in FULL],
@@ -107,4 +105,6 @@ weighted_reduce_rows.out.cases(  # with fp8, which has no gradient
     + grid(num_tokens=[7], num_topk=[2], hidden=[264], dtype=FLOATS[::2], factors=['sf'], fp8_format=['e4m3']),
     bench=BENCH[:1],
 )
-weighted_reduce_rows_bwd.cases(make=_weighted(make_bwd), match=GRADIENT, smoke=SMOKE + SMOKE_FACTORS, bench=BENCH[:2])
+weighted_reduce_rows_bwd.cases(
+    make=functools.partial(make_bwd, weighted=True), match=GRADIENT, smoke=SMOKE + SMOKE_FACTORS, bench=BENCH[:2]
+)
