@@ -24,10 +24,12 @@ MODEL_LIMIT, SMALL_LIMIT = 5 * 10**9, 160 * 10**3
 
 #: The ops that stand for their families.
 SHOWN = (
+    'activation.swiglu_forward',
     'engram.gate',
     'gemm.grouped_gemm',
     'mhc.pre',
     'moe.topk_gating',
+    'norm.norm_forward',
     'quant.per_token_cast',
     'rand.normal_',
     'transform.rotary_embedding',

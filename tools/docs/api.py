@@ -55,8 +55,12 @@ def _followed(found: Any, seen: set[int]) -> Iterator[Op]:
         for member in vars(found).values():
             yield from _followed(inspect.unwrap(getattr(member, '__func__', member)), seen)
     elif own and isinstance(found, types.FunctionType):
-        for name in _names(found.__code__):
-            yield from _followed(found.__globals__.get(name), seen)
+        names = set(_names(found.__code__))
+        for name in sorted(names):
+            value = found.__globals__.get(name)
+            yield from _followed(value, seen)
+            if isinstance(value, Op) and 'out' in names and hasattr(value, 'out'):
+                yield value.out
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -136,17 +140,18 @@ def _methods(cls: type) -> Iterator[tuple[str, str]]:
 
 
 def _underneath(value: Any) -> str:
+    others = [f'[{op.name}](../ops/{op.name}.md)' for op in called(value) if op is not value]
     if isinstance(value, Op):
-        return f'Itself an op: [{value.name}](../ops/{value.name}.md)'
-    found = ', '.join(f'[{op.name}](../ops/{op.name}.md)' for op in called(value))
-    return f'Ops underneath: {found}' if found else ''
+        also = f'; it may also call {", ".join(others)}' if others else ''
+        return f'Itself an op: [{value.name}](../ops/{value.name}.md){also}'
+    return f'Ops underneath: {", ".join(others)}' if others else ''
 
 
 # Text ---------------------------------------------------------------------------------------
 
 
 def _function(value: Any) -> Any:
-    return value.fn if isinstance(value, Op) else value
+    return value.__wrapped__ if isinstance(value, Op) else value
 
 
 def signature(value: Callable, name: str | None = None) -> str:

@@ -96,6 +96,7 @@ class Program:
         compiler.finalized = self.usage.finalized
         compiler.replicated = replicated_fragments(prim_func)
         self.body = compiler.stmt(prim_func.body)
+        compiler.forget_ranges()
         self.branches = compiler.branches
         self.options = options
         self.declared = {index % len(self.params) for index in options.outputs}

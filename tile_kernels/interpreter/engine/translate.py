@@ -488,6 +488,10 @@ class Compiler:
 
         return Analyzer()
 
+    def forget_ranges(self) -> None:
+        """Free the analyzer: its solver holds about 20 MB, and programs are kept."""
+        self.__dict__.pop('analyzer', None)
+
     def _surely_negative(self, index: Any) -> bool:
         return int(index) < 0 if is_const(index) else bool(self.analyzer.can_prove(index < 0))
 
