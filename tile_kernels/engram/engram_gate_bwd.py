@@ -53,7 +53,7 @@ def engram_gate_bwd(grad_out: Tensor, hidden_states: Tensor, *args: Any, **kwarg
         kwargs: the same arguments by name.
 
     Returns:
-        Contiguous gradients, and (num_partials, num_streams, hidden) float32, whose sum over partials is the gradient of
+        Contiguous gradients, and (num_partials, num_streams, hidden) float32, which sum up to the gradient of
         weight_fused. Deterministic; num_partials depends on the shape alone, not on the GPU.
     """
     form = _packed_gate_bwd if is_packed(hidden_states, args, kwargs) else _split_gate_bwd

@@ -21,8 +21,8 @@ GROUP = 128  # channels per scale factor; also rows of b per scale factor, and d
 
 WARPGROUP = 128
 WARPGROUP_ROWS = 64  # rows of a tile that one warpgroup multiplies
-DENSE = 0  # value of num_groups for a dense product, which has no `group_end`
-BAND = 16  # height in tiles of a band; a band is finished before the next, and the last may be higher
+DENSE = 0  # num_groups of a dense product
+BAND = 16  # rows of tiles in a band; the next band starts after it, and the last band may be higher
 #: Registers per thread if one warpgroup loads for two that multiply; together the 64 K registers of an SM.
 LOADING_REGISTERS, MULTIPLYING_REGISTERS = 24, 240
 
