@@ -58,7 +58,7 @@ def runtime() -> dict[str, str]:
 
 @functools.cache
 def toolkit() -> Toolkit | None:
-    """The nvcc release, read from the toolkit's files without running nvcc; None if the files do not tell."""
+    """The nvcc release, read from the toolkit's files without running nvcc; None if unknown."""
     home = environment('CUDA_HOME') or environment('CUDA_PATH')
     if home is None:
         found = shutil.which('nvcc')

@@ -111,7 +111,7 @@ class ResourceLimit(InterpreterError):
 
 
 class LoweringFailed(InterpreterError):
-    """TileLang refuses to lower the kernel for the target."""
+    """TileLang cannot lower the kernel for the target."""
 
 
 class AssertionFailed(InterpreterError):

@@ -1,9 +1,9 @@
 """Races: the last accesses to every element, and the barriers that order them.
 
-Two accesses to one element race if three things are true: one of them writes another value, different threads (blocks)
-make them, and no barrier is between them. Threads of a block are distinguished by number. Only the compiler knows the
-threads of parallel loops and tile operations. So each iteration and each tile element counts as one thread, and as the
-same thread in loops of equal shape.
+Two accesses to one element race if one of them changes the value, different threads (blocks) make them, and no barrier
+orders them. Threads of a block are distinguished by number. Only the compiler knows the threads of parallel loops and
+tile operations. So each iteration and each tile element counts as one thread, and as the same thread in loops of equal
+shape.
 """
 
 from __future__ import annotations

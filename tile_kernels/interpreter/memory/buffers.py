@@ -82,11 +82,11 @@ class ByteMemory:
         return view
 
     def read(self, place: Place, dtype: DType) -> np.ndarray:
-        """Values at a place; the result may be a view, so callers that keep it must copy it."""
+        """Values at a `Place`; the result may be a view, so callers that keep it must copy it."""
         return decoder(dtype)(self.read_raw(place, dtype))
 
     def read_raw(self, place: Place, dtype: DType, shadow: bool = False) -> np.ndarray:
-        """Stored bits at a place."""
+        """Stored bits at a `Place`."""
         if not dtype.packed:
             return gather(self.typed(_raw_type(dtype, shadow), shadow), place, self.per_block)
         flat = place.flat()
@@ -179,7 +179,7 @@ class ReplicatedMemory(ByteMemory):
         return True
 
     def copies(self, place: Place, dtype: DType) -> Place:
-        """The corresponding place in every thread's copy, among the lines."""
+        """The corresponding `Place` in every thread's copy, among the lines."""
         flat = place.flat()
         blocks = len(self.data)
         row = np.arange(blocks * self.threads).reshape((blocks, self.threads) + (1,) * (flat.ndim - 2))
@@ -229,7 +229,7 @@ class LocalMemory:
         self.pending: Any = None
 
     def read(self, place: Place, dtype: DType) -> Any:
-        """Values at a place."""
+        """Values at a `Place`."""
         if isinstance(place.base, int):
             if all(extent == 1 for extent in place.extents):
                 return expand(self._value(place.base, dtype), 2 + len(place.extents))
@@ -350,7 +350,7 @@ class LocalMemory:
 
 
 def _elements(place: Place) -> list[tuple[tuple[int, ...], int]]:
-    """(position along the axes, element number) for a place with a scalar base."""
+    """(position along the axes, element number) for a `Place` with a scalar base."""
     return [
         (position, place.base + sum(at * step for at, step in zip(position, place.steps, strict=True)))
         for position in np.ndindex(*place.extents)
@@ -393,7 +393,7 @@ def covers(place: Place, size: int) -> bool:
 
 
 def _strided(cells: np.ndarray, place: Place, per_block: bool) -> np.ndarray:
-    """A view over all lanes of a place whose base is the same for every lane."""
+    """A view over all lanes of a `Place` whose base is the same for every lane."""
     rows, item = cells.shape[0], cells.itemsize
     lead = rows if per_block else 1
     steps = tuple(step * item for step in place.steps)
@@ -407,7 +407,7 @@ def _strided(cells: np.ndarray, place: Place, per_block: bool) -> np.ndarray:
 
 
 def _windows(cells: np.ndarray, place: Place, per_block: bool) -> tuple[np.ndarray, np.ndarray] | None:
-    """(windows, starts): the lanes of a place as contiguous windows with a small index, if it has that form."""
+    """(windows, starts): the lanes of a `Place` as contiguous windows with a small index, if it has that form."""
     base = place.base
     lead = base.ndim
     while lead > 1 and base.shape[lead - 1] == 1:
@@ -432,7 +432,7 @@ def _windows(cells: np.ndarray, place: Place, per_block: bool) -> tuple[np.ndarr
 
 
 def gather(cells: np.ndarray, place: Place, per_block: bool) -> np.ndarray:
-    """Elements of (rows, elements) at a place, over lanes."""
+    """Elements of (rows, elements) at a `Place`, over lanes."""
     if isinstance(place.base, int):
         return _strided(cells, place, per_block)
     found = _windows(cells, place, per_block)
@@ -443,7 +443,7 @@ def gather(cells: np.ndarray, place: Place, per_block: bool) -> np.ndarray:
 
 
 def scatter(cells: np.ndarray, place: Place, raw: np.ndarray, mask: Mask, per_block: bool) -> None:
-    """Write elements of (rows, elements) at a place, for the lanes in `mask`."""
+    """Write elements of (rows, elements) at a `Place`, for the lanes in `mask`."""
     shape = (cells.shape[0] if per_block else 1, 1, *place.extents)
     if isinstance(place.base, int):
         view = _strided(cells, place, per_block)
