@@ -18,17 +18,32 @@ PACKAGE = Path(__file__).parent.parent / 'tile_kernels'
 ALLOWED = {
     'core': {'core', 'interpreter'},  # launch reaches the interpreter when it runs a kernel on a CPU
     'reference': {'core', 'reference', 'moe', 'engram'},
-    'compat': {'compat', 'core', 'engram', 'mhc', 'modeling', 'moe', 'quant', 'reference', 'transpose'},
+    'compat': {
+        'activation',
+        'compat',
+        'core',
+        'engram',
+        'mhc',
+        'modeling',
+        'moe',
+        'norm',
+        'quant',
+        'reference',
+        'transpose',
+    },
+    'device': {'core', 'device'},
+    'activation': {'core', 'device', 'activation', 'quant'},
+    'norm': {'core', 'device', 'norm', 'quant'},
     'interpreter': {'interpreter', 'core'},
     'engram': {'core', 'engram'},
     'gemm': {'core', 'gemm'},
     'distributed': {'core', 'distributed', 'moe', 'quant'},
-    'modeling': {'compat', 'core', 'distributed', 'engram', 'gemm', 'mhc', 'modeling', 'moe', 'quant'},
+    'modeling': {'activation', 'compat', 'core', 'distributed', 'engram', 'gemm', 'mhc', 'modeling', 'moe', 'quant'},
     'rand': {'core', 'rand'},
     'transform': {'core', 'transform'},
-    'mhc': {'core', 'mhc', 'reference'},  # the twin of an op with a parameter for each layer calls the one with lists
-    'moe': {'core', 'modeling', 'moe', 'quant'},  # routing builds on casts; the layer is offered here as well
-    'quant': {'core', 'quant'},
+    'mhc': {'core', 'device', 'mhc'},
+    'moe': {'core', 'device', 'modeling', 'moe', 'quant'},  # routing builds on casts; the layer is offered here as well
+    'quant': {'activation', 'core', 'device', 'norm', 'quant'},  # offers the names of TileKernels, loaded late
     'transpose': {'core', 'transpose'},
 }
 
@@ -62,7 +77,10 @@ SHOWN_MODULES = {
     'tile_kernels': {'config', 'distributed', 'interpreter', 'modeling', 'reference', 'testing', 'torch', 'utils'},
     'tile_kernels.modeling': {'engram', 'mhc', 'moe'},
 }
-PUBLIC = ['tile_kernels', *(f'tile_kernels.{part}' for part in (*ALLOWED, 'testing') if part not in ('core', 'compat'))]
+PUBLIC = [
+    'tile_kernels',
+    *(f'tile_kernels.{part}' for part in (*ALLOWED, 'testing') if part not in ('core', 'compat', 'device')),
+]
 
 
 @pytest.mark.parametrize('name', PUBLIC)

@@ -82,7 +82,7 @@ REFUSED = {
     "quant.cast_back: x.0. must come with x_special_fmt='e5m6' if it is uint8": lambda: quant.cast_back(
         (torch.zeros(4, 96, dtype=torch.uint8), torch.ones(4, 1)), 'bf16', (1, 64)
     ),
-    'quant.norm_forward: eps must be a number, got None': lambda: quant.norm_forward(X, None, None),
+    'norm.norm_forward: eps must be a number, got None': lambda: quant.norm_forward(X, None, None),
     'engram.engram_gate_fwd: k or kv must be a tensor, got None': lambda: engram.engram_gate_fwd(
         STREAMS, None, KV[0], 1e-6, 1e-6
     ),

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from tile_kernels import QuantFormat, QuantTensor
-from tile_kernels.quant.convert import convert
-from tile_kernels.quant.dequantise import dequantise
+from tile_kernels.quant.cast import cast
+from tile_kernels.quant.dequantize import dequantize
 from tile_kernels.quant.per_block_cast import per_block_cast
 from tile_kernels.quant.per_block_cast_lossless import per_block_cast_lossless
-from tile_kernels.quant.per_channel_cast import per_channel_cast, per_channel_recast
+from tile_kernels.quant.per_channel_cast import per_channel_cast
 from tile_kernels.quant.per_channel_cast_and_transpose import per_channel_cast_and_transpose
+from tile_kernels.quant.per_channel_recast import per_channel_recast
 from tile_kernels.quant.per_token_cast import per_token_cast
 from tile_kernels.quant.per_token_recast import per_token_recast
 from tile_kernels.reference import quant as twin
@@ -60,11 +61,11 @@ def codes():
 @pytest.mark.parametrize(
     ('op', 'name'),
     [
-        (per_token_cast, 'e4m3_1x128_f32'),
-        (per_token_cast, 'e2m1_1x32_f32p2'),
-        (per_token_cast, 'e5m6_1xall_f32'),
-        (per_block_cast, 'e4m3_128x128_f32'),
-        (per_channel_cast, 'e4m3_128x1_f32'),
+        (per_token_cast.call, 'e4m3_1x128_f32'),
+        (per_token_cast.call, 'e2m1_1x32_f32p2'),
+        (per_token_cast.call, 'e5m6_1xall_f32'),
+        (per_block_cast.call, 'e4m3_128x128_f32'),
+        (per_channel_cast.call, 'e4m3_128x1_f32'),
     ],
 )
 def test_casts(x, op, name):
@@ -75,7 +76,7 @@ def test_casts(x, op, name):
 
 def test_transposed_cast(x):
     fmt = QuantFormat.parse('e4m3_128x1_f32')
-    y, y_sf = per_channel_cast_and_transpose(x, fmt)
+    y, y_sf = per_channel_cast_and_transpose.call(x, fmt)
     for first, last in WINDOWS:
         expected, expected_sf = twin.per_channel_cast_and_transpose(x[first:last], fmt)
         assert_equal(y[:, first:last].contiguous(), expected)
@@ -84,14 +85,14 @@ def test_transposed_cast(x):
 
 def test_conversion(x):
     dtype = torch.float8_e4m3fn
-    assert_windows_agree(convert(x, dtype), lambda first, last: twin.convert(x[first:last], dtype))
+    assert_windows_agree(cast(x, dtype), lambda first, last: twin.convert(x[first:last], dtype))
 
 
 @pytest.mark.parametrize(
     ('op', 'argument'),
     [
-        (dequantise, torch.bfloat16),
-        (dequantise, torch.float32),
+        (dequantize, torch.bfloat16),
+        (dequantize, torch.float32),
         (per_token_recast, QuantFormat.parse('e2m1_1x32_f32p2')),
         (per_channel_recast, QuantFormat.parse('e4m3_128x1_f32')),
     ],
@@ -107,7 +108,7 @@ def test_lossless_cast():
     sf = torch.exp2(torch.randint(-6, 6, (NUM_TOKENS, HIDDEN // 32), device='cuda').float())
     x = QuantTensor(data, sf, fmt)
     assert_windows_agree(
-        per_block_cast_lossless(x, target),
+        per_block_cast_lossless.call(x, target),
         lambda *window: twin.per_block_cast_lossless(rows_of_pair(x, *window), target),
     )
 
@@ -115,12 +116,12 @@ def test_lossless_cast():
 @pytest.mark.parametrize(
     ('op', 'name'),
     [
-        (per_token_cast, 'e4m3_1x128_f32'),
-        (per_token_cast, 'e4m3_1xall_f32'),
-        (per_block_cast, 'e4m3_32x32_ue8m0x4_col'),
-        (per_channel_cast, 'e4m3_32x1_ue8m0x4'),
-        (per_channel_cast, 'e4m3_allx1_f32'),
-        (per_channel_cast_and_transpose, 'e4m3_128x1_f32'),
+        (per_token_cast.call, 'e4m3_1x128_f32'),
+        (per_token_cast.call, 'e4m3_1xall_f32'),
+        (per_block_cast.call, 'e4m3_32x32_ue8m0x4_col'),
+        (per_channel_cast.call, 'e4m3_32x1_ue8m0x4'),
+        (per_channel_cast.call, 'e4m3_allx1_f32'),
+        (per_channel_cast_and_transpose.call, 'e4m3_128x1_f32'),
     ],
 )
 def test_rows_may_lie_far_apart(x, op, name):

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import tile_kernels
 from tile_kernels import UnsupportedError, compile_count, knobs
@@ -45,7 +46,7 @@ def test_captured_graph_replays_on_new_inputs(op):
     for name, value in fresh.items():
         if isinstance(value, torch.Tensor) and value.is_floating_point() and value.element_size() > 1:
             arguments[name].copy_(torch.randn_like(value))
-    changed = [arguments[p.name] for p in op.params if p.mutated and arguments.get(p.name) is not None]
+    changed = [x for x in tree_leaves([arguments.get(name) for name in op.written]) if x is not None]
     before = [value.clone() for value in changed]
     graph.replay()
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""What is fused gives the bits of its parts, and the low-level forms write what the ops return."""
+"""Fused ops have the bits of their parts, and low-level functions write what the ops return."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from tile_kernels.mhc.apply_mix import apply_mix_bwd
 from tile_kernels.mhc.big_fuse import big_fuse
 from tile_kernels.mhc.norm_fn import norm_fn_bwd
 from tile_kernels.mhc.post import post_bwd
-from tile_kernels.mhc.post_pre import pre_bwd
+from tile_kernels.mhc.pre import pre_bwd
 from tile_kernels.mhc.pre_kernels import goes_in_one_pass, pre_streams_kernel
 from tile_kernels.mhc.recompute import mhc_multilayer_recompute
 from tile_kernels.mhc.reduce_parts import reduce_parts_bwd_kernel, reduce_parts_kernel
@@ -159,15 +159,15 @@ def test_clusters_that_take_more_tiles_than_they_have_room_for(stages):
 
 @pytest.mark.parametrize(('shape', 'tile', 'kept'), [((300, 64, 2), 64, 1), ((331, 4096, 2), 8, 2)])
 def test_chains_of_tokens_that_are_too_many_to_be_kept(monkeypatch, shape, tile, kept):
-    inputs = [x.cpu() for x in pre_inputs(*shape)]  # or the cache of libraries would have one that keeps less
+    inputs = [x.cpu() for x in pre_inputs(*shape)]  # on a GPU the cache of libraries would keep the changed kernel
     expected = mhc.pre(*inputs)
     monkeypatch.setattr(pre_kernels, 'KEPT', kept)
-    with forced_config(pre_streams_kernel, tile=tile, stages=5):  # which nobody has built before
+    with forced_config(pre_streams_kernel, tile=tile, stages=5):  # a config that no other test builds
         assert_all_equal(mhc.pre(*inputs), expected)
 
 
 def test_a_gpu_without_large_clusters_takes_two_passes():
-    inputs = [x.cpu() for x in pre_inputs(5, 64, 4)]  # or the GPU they are on would count
+    inputs = [x.cpu() for x in pre_inputs(5, 64, 4)]  # on a GPU that GPU would count
     names = {}
     for arch in ('sm_80', 'sm_90a', 'sm_100a', 'sm_120a'):
         with on_gpu(arch):
@@ -265,6 +265,36 @@ def test_low_level_forms_write_what_the_ops_return():
     assert_equal(z_out, mhc.sinkhorn_normalize(z, 5))
     mhc.mhc_sinkhorn_bwd(z, z, z_out, 5, 1e-6)
     assert torch.isfinite(z_out).all()
+
+
+X, Z = torch.zeros(3, 64, dtype=BF16), torch.zeros(3, 4, 4)
+STREAMS, MIX = torch.zeros(3, 4, 64, dtype=BF16), torch.zeros(3, 4, 1)
+REFUSED = {
+    r'mhc\.expand_to_mhc_fwd: o must be \(3, 4, 64\) bfloat16': lambda: mhc.expand_to_mhc_fwd(X, STREAMS[:2]),
+    r'mhc\.expand_to_mhc_fwd: o must be \(..., n, hidden\)': lambda: mhc.expand_to_mhc_fwd(X, X[0]),
+    r'mhc\.mhc_post_fwd: out must be \(3, 4, 64\) bfloat16': lambda: mhc.mhc_post_fwd(X, STREAMS, MIX, Z, X + 0),
+    r'mhc\.mhc_sinkhorn_fwd: out must be \(3, 4, 4\) float32': lambda: mhc.mhc_sinkhorn_fwd(Z, Z[:2], 3, 1e-6),
+    r'mhc\.mhc_multilayer_recompute: pre_mix_list\[0\] must be a tensor, got None': lambda: mhc_multilayer_recompute(
+        STREAMS, [None], [X], [MIX], [Z], [X], [STREAMS]
+    ),
+    r'mhc\.mhc_multilayer_recompute: layer_input_list\[0\] must be \(..., hidden\)': lambda: mhc_multilayer_recompute(
+        STREAMS, [MIX], [X], [MIX], [Z], [X[:1]], [STREAMS]
+    ),
+}
+
+
+@pytest.mark.parametrize(('sentence', 'call'), REFUSED.items(), ids=range(len(REFUSED)))
+def test_low_level_forms_name_the_argument_that_is_wrong(sentence, call):
+    with pytest.raises(ArgumentError, match=f'^{sentence}'):
+        call()
+
+
+def test_recompute_compiles_into_one_graph():
+    inputs, residuals = torch.empty_like(X), torch.empty_like(STREAMS)
+    lists = [torch.ones(3, 4, 1)], [X + 1], [torch.ones(3, 4, 1)], [Z], [inputs], [residuals]
+    with knobs(interpret=False):
+        torch.compile(mhc_multilayer_recompute, fullgraph=True, backend='aot_eager')(STREAMS + 1, *lists)
+    assert (inputs == 4).all() and (residuals == 1).all()
 
 
 def test_mixes_in_memory_of_the_caller():

@@ -1,4 +1,4 @@
-"""Functions and modules over the ops: gradients with and without a hand-over, main_grad, no_grad, out=, training."""
+"""Functions and modules over the ops: gradients with and without `fuse_grad_acc`, main_grad, no_grad, out=."""
 
 import re
 
@@ -207,7 +207,7 @@ def test_the_head_closes_any_number_of_streams():
         (lambda x, y: ops.mhc_post(x, y, y[..., :1].float(), y[..., :4]), 'comb_res_mix must be float32'),
         (
             lambda x, y: ops.mhc_pre_apply_mix(y, y[..., :1].float(), x[:2]),
-            'out must be (..., hidden) with the leading',
+            'modeling.mhc_pre_apply_mix: out must be (3, 64) bfloat16 on',
         ),
         (lambda x, y: ops.expand_to_mhc(x.T, 4), 'hidden must be contiguous'),
         (lambda x, y: ops.expand_to_mhc(x, 2, out=y), 'out must be (..., mhc_mult, hidden) with mhc_mult = 2'),

@@ -1,4 +1,4 @@
-"""The projection where smoke cases do not reach: numbers of every kind, and more tiles than there are buffers for."""
+"""The projection beyond smoke cases: all float32 numbers, and more tiles than stages."""
 
 import re
 
@@ -11,7 +11,7 @@ from tile_kernels.core.launch import forced_config, on_gpu
 from tile_kernels.core.op import ops
 from tile_kernels.mhc.norm_fn import _make_bwd, norm_fn_bwd
 from tile_kernels.mhc.norm_fn_bwd_kernels import norm_fn_bwd_kernel
-from tile_kernels.reference.mhc import projection as twin
+from tile_kernels.reference import mhc as twin
 from tile_kernels.testing import contract
 
 CASE = dict(lead=(330,), hidden=64, num_streams=2)
@@ -47,7 +47,7 @@ def test_parts_of_dfn_are_summed_by_pairs_of_blocks_or_by_a_kernel(parts, exact)
 
 
 def test_a_pair_of_blocks_waits_before_it_writes_and_before_it_reads():
-    """What the interpreter cannot see: shared memory that has another use before."""
+    """The interpreter does not see that shared memory is reused."""
     source = norm_fn_bwd_kernel.source((1024, 24, '', 0, True), 4096, parts=4, num_stages=3)
     end = source[source.rindex('tl::cluster_arrive()') :].replace('send_four((&(((float*)sent_shared)[', 'send(')
     places = [end.index(step) for step in ('tl::cluster_wait()', 'send(', 'all_sent[0].wait(0)', 'sent_shared)[')]
@@ -55,7 +55,7 @@ def test_a_pair_of_blocks_waits_before_it_writes_and_before_it_reads():
 
 
 def test_products_see_what_was_copied_and_dfn_waits_for_them():
-    """What the interpreter cannot see either: products do not read as threads do, and dfn lies where tiles lay."""
+    """The interpreter does not see that wgmma needs a fence, nor that dfn reuses the memory of tiles."""
     source = norm_fn_bwd_kernel.source((1024, 24, '', 0, True), 4096, parts=4, num_stages=3)
     loop = source[source.index('cp_async_wait<') :]
     assert re.match(r'cp_async_wait<\d+>\(\);\s+tl::fence_proxy_async\(\);\s+__syncthreads\(\);', loop)
@@ -63,7 +63,7 @@ def test_products_see_what_was_copied_and_dfn_waits_for_them():
     assert before_dfn.rindex('x_shared') < before_dfn.rindex('__syncthreads();')
 
 
-@pytest.mark.parametrize('hidden', [320, 704])  # low parts of fn in registers, and coded
+@pytest.mark.parametrize('hidden', [320, 704])  # low parts of fn in registers, and encoded
 def test_fn_is_what_tf32_makes_of_it(hidden):
     """A token that is 1 in one channel has that column of fn for its mixes."""
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""No two threads meet at an element without a barrier, and every element of a result is written."""
+"""Kernels have no data race, and write every element of their results."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from tile_kernels import knobs, mhc
 from tile_kernels.core.launch import forced_config
 from tile_kernels.core.op import ops
-from tile_kernels.mhc import _slices
+from tile_kernels.mhc import norm_fn_slices_kernels as slices
 from tile_kernels.mhc.pre_kernels import pre_streams_kernel
 from tile_kernels.testing import contract
 
@@ -26,12 +26,12 @@ def test_all_ops_are_checked():
 @pytest.mark.parametrize('op', ['pre', 'norm_fn', 'post_pre'])
 @pytest.mark.parametrize(
     ('num_tokens', 'hidden', 'n', 'tile', 'stages'),
-    # two blocks, two wide ones, owners by turns; of sizes that nobody has built kernels for before
+    # two blocks, two wide ones, owners in every second tile; sizes that no other test builds
     [(90, 448, 4, 16, 3), (43, 832, 4, 8, 2), (60, 3584, 2, 8, 3)],
 )
 def test_what_blocks_send_finds_its_place_free(monkeypatch, op, num_tokens, hidden, n, tile, stages):
-    """One cluster has more tiles than places: what is sent for one comes where something was sent for another."""
-    monkeypatch.setattr(_slices, 'ACTIVE_CLUSTERS', dict.fromkeys(_slices.ACTIVE_CLUSTERS, 1))
+    """One cluster has more tiles than stages, so blocks send into buffers that were used before."""
+    monkeypatch.setattr(slices, 'ACTIVE_CLUSTERS', dict.fromkeys(slices.ACTIVE_CLUSTERS, 1))
     width, k = n * (2 + n), n * hidden
     residual = torch.randn(num_tokens, n, hidden, dtype=torch.bfloat16)
     layer = torch.randn(num_tokens, hidden, dtype=torch.bfloat16), residual

@@ -1,4 +1,4 @@
-"""Sinkhorn: the sums it promises, what it does to shifts, gradients against float64."""
+"""Sinkhorn: sums, invariance to shifts, gradients against float64."""
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ def test_what_it_refuses():
 
 @pytest.mark.parametrize(('shape', 'repeat'), [((64, 8), 30), ((8, 8), 170), ((16, 100), 90)])
 def test_gradients_of_many_steps(shape, repeat):
-    """The divisors of rows then wait once for all lanes of a matrix."""
+    """All lanes of a matrix then store the divisors of rows once."""
     x, dy = (torch.randn(3, *shape, device=DEVICE) for _ in range(2))
     with knobs(interpret=True, checks='all'):
         dx = sinkhorn_bwd(dy, x, repeat)

@@ -6,17 +6,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
-import tile_kernels.reference.moe.moving as twins
+import tile_kernels.reference.moe as twins
 from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.formats import QuantFormat
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.launch import forced_config
 from tile_kernels.moe._samples import random_places
-from tile_kernels.moe.expand import expand_to_fused, expand_to_fused_kernel
 from tile_kernels.moe.expand_and_per_token_cast import FORMATS, expand_and_per_token_cast
-from tile_kernels.moe.expand_with_sf import expand_to_fused_with_sf
-from tile_kernels.moe.reduce import reduce_fused
-from tile_kernels.moe.routing import fused_expand_reduce, token_to_expert_map
+from tile_kernels.moe.expand_to_fused import expand_to_fused
+from tile_kernels.moe.expand_to_fused_kernels import expand_to_fused_kernel
+from tile_kernels.moe.expand_to_fused_with_sf import expand_to_fused_with_sf
+from tile_kernels.moe.fused_expand_reduce import fused_expand_reduce
+from tile_kernels.moe.reduce_fused import reduce_fused
+from tile_kernels.moe.token_to_expert_map import token_to_expert_map
 from tile_kernels.reference.quant import per_token_cast
 from tile_kernels.testing.numeric import assert_equal, assert_within_twice
 from tile_kernels.testing.poison import poisoned

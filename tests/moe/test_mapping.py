@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 from torch.utils import _pytree
 
-import tile_kernels.reference.moe.moving as twins
+import tile_kernels.reference.moe as twins
 from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.launch import forced_config
 from tile_kernels.moe.fused_mapping import fused_mapping, get_fused_mapping, places_for
-from tile_kernels.moe.routing import RoutingMap, token_to_expert_map
+from tile_kernels.moe.token_to_expert_map import RoutingMap, token_to_expert_map
 
 NAMES = fused_mapping.outputs
 

@@ -18,10 +18,9 @@ from tile_kernels.moe import (
     topk_gating,
     topk_sum_and_topk_group_idx,
 )
-from tile_kernels.moe.route_topk import route_topk_kernel
+from tile_kernels.moe.route_topk_kernels import route_topk_kernel
 from tile_kernels.moe.scoring import SCORINGS
-from tile_kernels.reference.moe.gates import _best_groups, _stable_topk_of
-from tile_kernels.reference.moe.gates import _score as score
+from tile_kernels.reference.moe._common import best_groups, score, stable_topk_of
 
 NAN, INF = float('nan'), float('inf')
 
@@ -112,7 +111,7 @@ def test_groups_whose_sums_are_close(scoring, path):
     logits[3, 9] = NAN
     idx, weights, scores = torch.empty(4, 6, dtype=torch.int64), torch.empty(4, 6), torch.empty(4, 64)
     route_topk_(idx, weights, logits, scoring, bias=torch.zeros(64), num_groups=8, num_topk_groups=3, scores=scores)
-    expected = _stable_topk_of(scores, _best_groups(scores, 8, 3), 6)
+    expected = stable_topk_of(scores, best_groups(scores, 8, 3), 6)
     assert torch.equal(idx, expected)
 
 

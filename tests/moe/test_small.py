@@ -5,11 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import tile_kernels.reference.moe.moving as twins
+import tile_kernels.reference.moe as twins
 from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.launch import forced_config
-from tile_kernels.moe.group_count import aux_fi, group_count
+from tile_kernels.moe.aux_fi import aux_fi
+from tile_kernels.moe.group_count import group_count
 from tile_kernels.moe.inplace_unique_group_indices import inplace_unique_group_indices
 from tile_kernels.moe.mask_indices_by_tp import mask_indices_by_tp
 from tile_kernels.moe.normalize_weight import normalize_weight, weight_normalize

@@ -11,7 +11,7 @@ from tile_kernels.core.jit import compile_count
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.launch import forced_config
 from tile_kernels.moe import topk_gate
-from tile_kernels.moe.topk_gate import topk_gate_kernel
+from tile_kernels.moe.topk_gate_kernels import topk_gate_kernel
 
 NAN, INF = float('nan'), float('inf')
 

@@ -10,10 +10,9 @@ from tile_kernels.core.launch import forced_config
 from tile_kernels.moe import ScoringFunc, topk_gate, topk_gating, topk_gating_bwd
 from tile_kernels.moe._macros import LOG1P_OVER_T, LOG2_E, estimate_error
 from tile_kernels.moe.scoring import SCORINGS
-from tile_kernels.moe.topk_gating import topk_gating_kernel
-from tile_kernels.moe.topk_gating_bwd import topk_gating_bwd_kernel
+from tile_kernels.moe.topk_gating_kernels import topk_gating_bwd_kernel, topk_gating_kernel
 from tile_kernels.reference import moe as twins
-from tile_kernels.reference.moe import gates
+from tile_kernels.reference.moe._common import score
 
 NAN, INF = float('nan'), float('inf')
 CLOSE = dict(rtol=2e-6, atol=1e-7)
@@ -210,7 +209,7 @@ def test_only_the_best_groups_take_part(num_experts, num_groups, num_topk_groups
     _, indices = topk_gating(
         logits, top_k, scoring=scoring, bias=bias, num_groups=num_groups, num_topk_groups=num_topk_groups
     )
-    ranked = (logits if scoring == 'softmax' else gates._score(logits, scoring)) + bias
+    ranked = (logits if scoring == 'softmax' else score(logits, scoring)) + bias
     expected = [choose_by_hand(row, top_k, num_groups, num_topk_groups) for row in ranked.tolist()]
     assert indices.tolist() == expected
 

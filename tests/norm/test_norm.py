@@ -5,11 +5,12 @@ import torch
 
 from tile_kernels import ArgumentError, QuantFormat, knobs, quant
 from tile_kernels.core.launch import forced_config
-from tile_kernels.quant.norm_backward import norm_backward
-from tile_kernels.quant.norm_backward_kernels import norm_backward_kernel
-from tile_kernels.quant.norm_forward import add_norm_forward, norm_forward, norm_forward_
-from tile_kernels.quant.norm_forward_and_per_token_cast import norm_forward_and_per_token_cast
-from tile_kernels.quant.norm_forward_kernels import norm_forward_kernel
+from tile_kernels.norm.add_norm_forward import add_norm_forward
+from tile_kernels.norm.norm_backward import norm_backward
+from tile_kernels.norm.norm_backward_kernels import norm_backward_kernel
+from tile_kernels.norm.norm_forward import norm_forward, norm_forward_
+from tile_kernels.norm.norm_forward_and_per_token_cast import norm_forward_and_per_token_cast
+from tile_kernels.norm.norm_forward_kernels import norm_forward_kernel
 from tile_kernels.quant.per_token_cast import per_token_cast
 from tile_kernels.testing.numeric import assert_equal
 
@@ -31,7 +32,7 @@ def rows(num_tokens, hidden, dtype=torch.bfloat16, seed=0):
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float32])
 def test_is_as_exact_as_float32_allows(dtype):
     x, weight = rows(3, 2304, dtype), rows(1, 2304, dtype, 1)[0]
-    y, rstd = norm_forward(x, weight, 1e-6, 0.5)
+    y, rstd = norm_forward.call(x, weight, 1e-6, 0.5)
     exact = (x.double().square().mean(dim=1) + 1e-6).rsqrt()
     torch.testing.assert_close(rstd.double(), exact, rtol=2e-7, atol=0)
     expected = x.double() * exact[:, None] * weight.double() * 0.5
@@ -43,7 +44,7 @@ def test_bits_do_not_depend_on_the_config():
     results = []
     for warps in (1, 2, 4, 8, 16):
         with forced_config(norm_forward_kernel, warps=warps, resident_threads=1024):
-            results.append(norm_forward(x, weight))
+            results.append(norm_forward.call(x, weight))
     for y, rstd in results[1:]:
         assert_equal(y, results[0][0])
         assert_equal(rstd, results[0][1])
@@ -51,9 +52,9 @@ def test_bits_do_not_depend_on_the_config():
 
 def test_bits_of_a_row_do_not_depend_on_its_batch():
     x = rows(9, 160)
-    y, rstd = norm_forward(x)
+    y, rstd = norm_forward.call(x)
     for i in (0, 4, 8):
-        alone, own = norm_forward(x[i : i + 1])
+        alone, own = norm_forward.call(x[i : i + 1])
         assert_equal(alone, y[i : i + 1])
         assert_equal(own, rstd[i : i + 1])
 
@@ -63,10 +64,10 @@ def test_fused_cast_equals_the_cast_of_the_norm(fmt):
     fmt = QuantFormat.parse(fmt)
     x, residual, weight = rows(3, 1344), rows(3, 1344, seed=1), rows(1, 1344, torch.float32, 2)[0]
     y, rstd, z = add_norm_forward(x, residual, weight)
-    expected = (*per_token_cast(y, fmt), y, rstd, z)
+    expected = (*per_token_cast.call(y, fmt), y, rstd, z)
     for warps in (1, 8):
         with forced_config(norm_forward_kernel, warps=warps, resident_threads=1024):
-            fused = norm_forward_and_per_token_cast(x, fmt, weight, residual, with_y=True)
+            fused = norm_forward_and_per_token_cast.call(x, fmt, weight, residual, with_y=True)
         for actual, reference in zip(fused, expected, strict=True):
             assert_equal(actual, reference)
 
@@ -84,7 +85,7 @@ def test_three_dimensions_of_any_strides():
     x = rows(4 * 3, 320).view(4, 3, 320).transpose(0, 1)[..., :264]
     weight = rows(1, 264, seed=1)[0]
     y, rstd, normalised = quant.norm_forward(x, weight, 1e-6, with_rstd=True)
-    flat, flat_rstd = norm_forward(x.reshape(-1, 264), weight, 1e-6)
+    flat, flat_rstd = norm_forward.call(x.reshape(-1, 264), weight, 1e-6)
     assert_equal(y, flat.view(3, 4, 264))
     assert_equal(rstd, flat_rstd.view(3, 4))
     assert normalised is x
@@ -98,7 +99,7 @@ def test_scale_factors_of_every_batch_stand_apart():
     )
     assert sf.shape == (2, 5, 5) and sf.stride() == (40, 1, 8) and rstd is None
     for i in range(2):
-        codes, factors = per_token_cast(y[i], QuantFormat.parse('e4m3_1x32_f32_col'))
+        codes, factors = per_token_cast.call(y[i], QuantFormat.parse('e4m3_1x32_f32_col'))
         assert_equal(data[i], codes)
         assert_equal(sf[i].contiguous(), factors.contiguous())
 
@@ -139,11 +140,11 @@ def test_gradients_of_everything_against_float64():
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float32])
 def test_gradients_do_not_depend_on_how_rows_arrive(dtype):
     dy, x, weight = rows(9, 520, dtype), rows(9, 520, dtype, 1), rows(1, 520, dtype, 2)[0]
-    _, rstd = norm_forward(x, weight)
+    _, rstd = norm_forward.call(x, weight)
     results = []
     for stages, kept in ((0, 0), (2, 1), (3, 2)):
         with forced_config(norm_backward_kernel, warps=2, block_warps=16, stages=stages, kept=kept):
-            results.append(norm_backward(dy, x, rstd, weight))
+            results.append(norm_backward.call(dy, x, rstd, weight))
     for first, second, third in zip(*results, strict=True):
         assert_equal(first, second)
         assert_equal(first, third)
@@ -153,9 +154,9 @@ def test_many_rows_for_each_block():
     num_tokens = 600  # more than one row for each team of every block
     dy, x, weight = rows(num_tokens, 24), rows(num_tokens, 24, seed=1), rows(1, 24, torch.float32, 2)[0]
     rstd = torch.rand(num_tokens)
-    dx, dweight = norm_backward(dy, x, rstd, weight)
+    dx, dweight = norm_backward.call(dy, x, rstd, weight)
     with knobs(interpret=False):
-        expected_dx, expected_dweight = norm_backward(dy, x, rstd, weight)
+        expected_dx, expected_dweight = norm_backward.call(dy, x, rstd, weight)
     torch.testing.assert_close(dx, expected_dx)
     torch.testing.assert_close(dweight, expected_dweight, rtol=1e-5, atol=1e-4)
 
@@ -219,5 +220,5 @@ def test_batches_may_be_empty_and_results_go_where_told(shape, tma):
     ],
 )
 def test_errors_name_what_is_wrong(call, sentence):
-    with pytest.raises(ArgumentError, match=f'quant.norm_[a-z_]+: {sentence}'):
+    with pytest.raises(ArgumentError, match=f'norm.norm_[a-z_]+: {sentence}'):
         call(rows(2, 8))

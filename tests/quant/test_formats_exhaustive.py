@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from tile_kernels import QuantFormat, knobs
-from tile_kernels.quant.per_token_cast import (
-    per_token_cast,
-    per_token_cast_with_precomputed_sf,
-    per_token_cast_with_sf_only,
-)
+from tile_kernels.quant.per_token_cast import per_token_cast
+from tile_kernels.quant.per_token_cast_with_precomputed_sf import per_token_cast_with_precomputed_sf
+from tile_kernels.quant.per_token_cast_with_sf_only import per_token_cast_with_sf_only
 from tile_kernels.testing.numeric import assert_equal
 
 GROUP = 128
@@ -63,7 +61,7 @@ def implementation(request):
 def test_every_bf16_number_takes_the_nearest_code(data, sf, implementation):
     fmt, x = QuantFormat.parse(f'{data}_1x128_{sf}'), all_bf16()
     ones = torch.ones(len(x), 1) if sf == 'f32' else torch.full((len(x), 1), 127, dtype=torch.int32)
-    y = per_token_cast_with_precomputed_sf(x, ones, fmt)
+    y = per_token_cast_with_precomputed_sf.call(x, ones, fmt)
     assert torch.equal(codes_of(y, data), nearest_code(x, data))
 
 
@@ -76,7 +74,7 @@ def test_ties_and_their_neighbours_in_wider_types(data, dtype, implementation):
     x = torch.cat([middles, middles.nextafter(middles + 1), middles.nextafter(middles - 1)])
     x = torch.cat([x, -x])
     x = torch.nn.functional.pad(x, (0, -len(x) % GROUP)).view(-1, GROUP)
-    y = per_token_cast_with_precomputed_sf(x, torch.ones(len(x), 1), QuantFormat.parse(f'{data}_1x128_f32'))
+    y = per_token_cast_with_precomputed_sf.call(x, torch.ones(len(x), 1), QuantFormat.parse(f'{data}_1x128_f32'))
     assert torch.equal(codes_of(y, data), nearest_code(x, data))
 
 
@@ -91,7 +89,7 @@ def exact_amax(x: torch.Tensor, fmt: QuantFormat) -> torch.Tensor:
 def test_every_bf16_number_scaled_by_its_group(data, sf, implementation):
     """Groups of 128 neighbouring numbers of one exponent: each scale factor that bf16 can call for."""
     fmt, x = QuantFormat.parse(f'{data}_1x128_{sf}'), all_bf16()
-    y, amax = per_token_cast(x, fmt), exact_amax(x, fmt)
+    y, amax = per_token_cast.call(x, fmt), exact_amax(x, fmt)
     if sf == 'f32':
         factor, inverse = (amax / fmt.data.max).float(), (fmt.data.max / amax).float()
     elif sf == 'e4m3':
@@ -111,14 +109,14 @@ def test_every_exponent_byte_is_produced_and_understood(implementation):
     fmt = QuantFormat.parse('e2m1_1x16_ue8m0x4')
     x = torch.zeros(len(exponents), 16)
     x[:, 3] = powers
-    y = per_token_cast(x, fmt)
+    y = per_token_cast.call(x, fmt)
     expected = (exponents - 2).clamp(min=-126) + 127  # 2^e / 6 lies above 2^(e-3)
     assert torch.equal(y.sf[:, 0], expected.int())
 
     bytes_ = torch.arange(255, dtype=torch.int32)
     factors = torch.exp2(bytes_.double() - 127)
     x = (factors.unsqueeze(1) * torch.tensor([0.0, 0.5, 1.0, 1.5] * 4)).float()
-    stored = per_token_cast_with_precomputed_sf(x, bytes_.unsqueeze(1), fmt)
+    stored = per_token_cast_with_precomputed_sf.call(x, bytes_.unsqueeze(1), fmt)
     assert torch.equal(codes_of(stored, 'e2m1'), torch.tensor([0, 1, 2, 3] * 4, dtype=torch.uint8).expand(255, 16))
 
 
@@ -128,5 +126,5 @@ def test_power_of_two_factors_are_the_least_that_fit(data, implementation):
     top = torch.tensor(QuantFormat.parse(f'{data}_1x16_f32p2').data.max)
     near = (top.view(torch.int32) + torch.arange(-(2**12), 2**12, dtype=torch.int32)).view(torch.float32)
     x = torch.nn.functional.pad(near.unsqueeze(1), (0, 15))
-    sf = per_token_cast_with_sf_only(x, QuantFormat.parse(f'{data}_1x16_f32p2'))[:, 0]
+    sf = per_token_cast_with_sf_only.call(x, QuantFormat.parse(f'{data}_1x16_f32p2'))[:, 0]
     assert torch.equal(sf, torch.where(near > top, 2.0, 1.0))

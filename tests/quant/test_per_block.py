@@ -3,15 +3,11 @@
 import pytest
 import torch
 
-from tile_kernels import ArgumentError, QuantFormat, QuantTensor, knobs
+from tile_kernels import ArgumentError, QuantFormat, QuantTensor, knobs, quant
 from tile_kernels.core.launch import forced_config
-from tile_kernels.quant import front_blocks as front
-from tile_kernels.quant.per_block_cast import (
-    per_block_cast,
-    per_block_cast_kernel,
-    per_block_cast_with_precomputed_sf,
-    per_block_cast_with_sf_only,
-)
+from tile_kernels.quant.per_block_cast import per_block_cast, per_block_cast_kernel
+from tile_kernels.quant.per_block_cast_with_precomputed_sf import per_block_cast_with_precomputed_sf
+from tile_kernels.quant.per_block_cast_with_sf_only import per_block_cast_with_sf_only
 from tile_kernels.reference import quant as twin
 from tile_kernels.testing.numeric import assert_equal
 
@@ -30,8 +26,8 @@ def assert_same(y: QuantTensor, expected: QuantTensor) -> None:
 def assert_kernel_is_twin(x: torch.Tensor, name: str) -> QuantTensor:
     expected = twin.per_block_cast(x, parse(name))
     with knobs(interpret=True):
-        assert_same(per_block_cast(x, parse(name)), expected)
-        assert_equal(per_block_cast_with_sf_only(x, parse(name)), expected.sf)
+        assert_same(per_block_cast.call(x, parse(name)), expected)
+        assert_equal(per_block_cast_with_sf_only.call(x, parse(name)), expected.sf)
     return expected
 
 
@@ -95,7 +91,7 @@ def test_tokens_and_strides_are_no_compile_keys():
 def test_given_factors_may_be_any_number():
     x, sf, fmt = torch.randn(40, 70).bfloat16(), torch.rand(2, 3) + 0.1, parse('e2m1_32x32_f32p2')
     with knobs(interpret=True):
-        y = per_block_cast_with_precomputed_sf(x, sf, fmt)
+        y = per_block_cast_with_precomputed_sf.call(x, sf, fmt)
     assert_equal(y, twin.per_block_cast_with_precomputed_sf(x, sf, fmt))
 
 
@@ -107,37 +103,37 @@ def test_given_factors_may_be_any_number():
 @pytest.mark.parametrize('flags', [(False, False, False), (False, True, False), (True, True, True)])
 def test_flags_name_a_format(fmt, block, flags):
     x = torch.randn(150, 192)
-    y = front.per_block_cast(x, fmt, block, *flags)
+    y = quant.per_block_cast(x, fmt, block, *flags)
     names = ('use_tma_aligned_col_major_sf', 'round_sf', 'use_packed_ue8m0')
     assert_same(y, twin.cast(x, fmt, block, **dict(zip(names, flags, strict=True))))
-    sf = front.per_block_cast_with_sf_only(x, fmt, block, round_sf=flags[1])
+    sf = quant.per_block_cast_with_sf_only(x, fmt, block, round_sf=flags[1])
     assert_equal(sf, twin.cast(x, fmt, block, round_sf=flags[1]).sf)
-    data = front.per_block_cast_with_precomputed_sf(x, fmt, block, sf, round_sf=flags[1])
+    data = quant.per_block_cast_with_precomputed_sf(x, fmt, block, sf, round_sf=flags[1])
     assert_equal(data, twin.cast(x, fmt, block, sf=sf))
 
 
 def test_results_can_be_written_to_given_tensors():
     x, fmt = torch.randn(40, 64), parse('e4m3_32x32_f32')
-    expected, out = per_block_cast(x, fmt), fmt.empty(40, 64, x.device)
-    assert front.per_block_cast(x, 'e4m3', (32, 32), out=tuple(out)).data is out.data
+    expected, out = per_block_cast.call(x, fmt), fmt.empty(40, 64, x.device)
+    assert quant.per_block_cast(x, 'e4m3', (32, 32), out=tuple(out)).data is out.data
     assert_same(out, expected)
     sf, data, flags = torch.empty_like(out.sf), torch.empty_like(out.data), (False, False, False)
-    assert front.per_block_cast_with_sf_only(x, fmt, out_sf=sf) is sf
-    assert front.per_block_cast_with_precomputed_sf(x, fmt, sf=sf, out=data) is data
-    front.per_block_cast(x, 'e4m3', (32, 32), *flags, (data.zero_(), sf.zero_()))
+    assert quant.per_block_cast_with_sf_only(x, fmt, out_sf=sf) is sf
+    assert quant.per_block_cast_with_precomputed_sf(x, fmt, sf=sf, out=data) is data
+    quant.per_block_cast(x, 'e4m3', (32, 32), *flags, (data.zero_(), sf.zero_()))
     assert_equal(data, expected.data)
-    assert front.per_block_cast_with_sf_only(x, 'e4m3', (32, 32), *flags, sf) is sf
-    assert front.per_block_cast_with_precomputed_sf(x, 'e4m3', (32, 32), sf, *flags, data) is data
+    assert quant.per_block_cast_with_sf_only(x, 'e4m3', (32, 32), *flags, sf) is sf
+    assert quant.per_block_cast_with_precomputed_sf(x, 'e4m3', (32, 32), sf, *flags, data) is data
     assert_equal(data, expected.data)
 
 
 def test_friendly_fp8():
     w = torch.randn(130, 40)
-    w_fp8, scale = front.per_block_cast_fp8(w, block_size=128)
+    w_fp8, scale = quant.per_block_cast_fp8(w, block_size=128)
     assert_equal(scale, twin.per_block_cast_fp8(w, block_size=128)[1])
     assert (w_fp8.shape, w_fp8.dtype, scale.shape) == ((130, 40), torch.float8_e4m3fn, (2, 1))
     assert bool(((w_fp8.float() * scale.repeat_interleave(128, 0)[:130] - w).abs() <= w.abs() / 16 + 1e-4).all())
-    assert front.per_block_cast_fp8(w, 32, torch.float8_e5m2)[1].shape == (5, 2)
+    assert quant.per_block_cast_fp8(w, 32, torch.float8_e5m2)[1].shape == (5, 2)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +150,7 @@ def test_friendly_fp8():
 )
 def test_wrong_formats_are_told_in_one_sentence(arguments, sentence):
     with pytest.raises(ArgumentError, match=f'^quant.per_block_cast: .*{sentence}'):
-        front.per_block_cast(torch.randn(4, 64), **arguments)
+        quant.per_block_cast(torch.randn(4, 64), **arguments)
 
 
 def test_one_graph_serves_every_token_count():
@@ -166,10 +162,10 @@ def test_one_graph_serves_every_token_count():
 
     name = 'e4m3_32x128_ue8m0x4_col'
     compiled = torch.compile(
-        lambda x: tuple(front.per_block_cast(x, name)), backend=count, fullgraph=True, dynamic=True
+        lambda x: tuple(quant.per_block_cast(x, name)), backend=count, fullgraph=True, dynamic=True
     )
     for num_tokens in (40, 70, 133):
         x = torch.randn(num_tokens, 256)
         data, sf = compiled(x)
-        assert_same(QuantTensor(data, sf, name), per_block_cast(x, parse(name)))
+        assert_same(QuantTensor(data, sf, name), per_block_cast.call(x, parse(name)))
     assert len(graphs) == 1

@@ -7,15 +7,13 @@ from tile_kernels import ArgumentError, QuantFormat, QuantTensor, knobs, quant
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T
 from tile_kernels.core.launch import forced_config, launch
-from tile_kernels.quant import per_token_cast as front
-from tile_kernels.quant._macros import amax_to_sf
-from tile_kernels.quant.per_token_cast import (
-    per_token_cast,
-    per_token_cast_row_kernel,
-    per_token_cast_with_precomputed_sf,
-    per_token_cast_with_sf_only,
-)
-from tile_kernels.quant.per_token_recast import per_token_recast, per_token_recast_with_precomputed_sf
+from tile_kernels.device.scales import amax_to_sf
+from tile_kernels.quant.per_token_cast import per_token_cast
+from tile_kernels.quant.per_token_cast_kernels import per_token_cast_row_kernel
+from tile_kernels.quant.per_token_cast_with_precomputed_sf import per_token_cast_with_precomputed_sf
+from tile_kernels.quant.per_token_cast_with_sf_only import per_token_cast_with_sf_only
+from tile_kernels.quant.per_token_recast import per_token_recast
+from tile_kernels.quant.per_token_recast_with_precomputed_sf import per_token_recast_with_precomputed_sf
 from tile_kernels.reference import quant as twin
 from tile_kernels.testing.numeric import assert_equal, check_bias
 
@@ -35,10 +33,10 @@ def assert_kernel_is_twin(x: torch.Tensor, name: str, amax_floor: float | None =
     fmt = parse(name)
     expected = twin.per_token_cast(x, fmt, amax_floor)
     with knobs(interpret=True):
-        assert_same(per_token_cast(x, fmt, amax_floor), expected)
-        assert_equal(per_token_cast_with_sf_only(x, fmt, amax_floor), expected.sf)
+        assert_same(per_token_cast.call(x, fmt, amax_floor), expected)
+        assert_equal(per_token_cast_with_sf_only.call(x, fmt, amax_floor), expected.sf)
         assert_equal(
-            per_token_cast_with_precomputed_sf(x, expected.sf, fmt),
+            per_token_cast_with_precomputed_sf.call(x, expected.sf, fmt),
             twin.per_token_cast_with_precomputed_sf(x, expected.sf, fmt),
         )
     return expected
@@ -59,7 +57,7 @@ def assert_kernel_is_twin(x: torch.Tensor, name: str, amax_floor: float | None =
     ],
 )
 def test_scale_factors_have_the_layout_of_the_format(name, shape, stride, dtype):
-    sf = per_token_cast(torch.randn(5, 300), parse(name)).sf
+    sf = per_token_cast.call(torch.randn(5, 300), parse(name)).sf
     assert (sf.shape, sf.stride(), sf.dtype) == (shape, stride, dtype)
 
 
@@ -79,7 +77,7 @@ def test_the_even_channel_is_in_the_lower_nibble():
 @pytest.mark.parametrize('name', ['e4m3_1x64_f32', 'e2m1_1x32_f32', 'e4m3_1xall_f32', 'e5m2_1x128_f32p2'])
 def test_what_comes_back_is_near_what_went_in(name):
     x, fmt = torch.randn(64, 320), parse(name)
-    back = twin.cast_back(per_token_cast(x, fmt), 'fp32', (1, fmt.sf_block[1]))
+    back = twin.cast_back(per_token_cast.call(x, fmt), 'fp32', (1, fmt.sf_block[1]))
     step = {'e4m3': 2**-4, 'e5m2': 2**-3, 'e2m1': 2**-2}[fmt.data.name]
     amax = x.abs().amax(1, keepdim=True)
     assert bool(((back - x).abs() <= step * x.abs() + 0.1 * amax * (fmt.data.name == 'e2m1') + 1e-4 * amax).all())
@@ -111,7 +109,7 @@ def test_rows_may_be_strided_and_start_anywhere(dtype, pitch, offset):
 @pytest.mark.parametrize('name', ['e4m3_1x128_f32', 'e4m3_1x32_ue8m0x4_col', 'e2m1_1xall_f32'])
 def test_no_rows_give_empty_results(name):
     with knobs(interpret=True):
-        y = per_token_cast(torch.empty(0, 256, dtype=torch.bfloat16), parse(name))
+        y = per_token_cast.call(torch.empty(0, 256, dtype=torch.bfloat16), parse(name))
     assert y.shape == (0, 256)
     assert y.sf.shape == parse(name).sf_shape(0, 256)
 
@@ -152,7 +150,7 @@ def test_nan_and_inf_do_what_the_docstring_says(name, dtype):
     x[2] = NAN
     x[3, 5] = -0.0
     y = assert_kernel_is_twin(x, name)
-    clean = per_token_cast(torch.ones(1, 16).to(dtype), parse(name))
+    clean = per_token_cast.call(torch.ones(1, 16).to(dtype), parse(name))
     assert torch.equal(y.sf[0].view(torch.uint8), clean.sf[0].view(torch.uint8)), 'a NaN moves no scale factor'
     assert bool(y.sf.float().isfinite().all())
     if parse(name).data.name == 'e2m1':
@@ -222,7 +220,7 @@ def test_the_floor_is_a_runtime_value():
     launches = [per_token_cast.trace(x, fmt, floor)[0] for floor in (None, 7.0, 9.0)]
     assert len({launch.static for launch in launches}) == 1
     with pytest.raises(ArgumentError, match='amax_floor must be at least'):
-        per_token_cast(x, fmt, 0.0)
+        per_token_cast.call(x, fmt, 0.0)
 
 
 def test_tokens_and_strides_are_no_compile_keys():
@@ -233,7 +231,7 @@ def test_tokens_and_strides_are_no_compile_keys():
 
 def test_given_e4m3_factors_need_no_flag():
     x = torch.randn(3, 64)
-    y = front(x, 'e2m1', 16, use_e4m3_sf=True)
+    y = quant.per_token_cast(x, 'e2m1', 16, use_e4m3_sf=True)
     for flags in ({}, dict(use_e4m3_sf=True)):
         assert_equal(quant.per_token_cast_with_precomputed_sf(x, 'e2m1', 16, y.sf, **flags), y.data)
 
@@ -244,7 +242,7 @@ def test_given_factors_need_not_be_powers_of_two():
     fmt = parse('e2m1_1x32_f32p2')
     with knobs(interpret=True):
         assert_equal(
-            per_token_cast_with_precomputed_sf(x, sf, fmt), twin.per_token_cast_with_precomputed_sf(x, sf, fmt)
+            per_token_cast_with_precomputed_sf.call(x, sf, fmt), twin.per_token_cast_with_precomputed_sf(x, sf, fmt)
         )
 
 
@@ -258,7 +256,7 @@ def test_given_factors_need_not_be_powers_of_two():
 )
 def test_flags_name_a_format(fmt, num_per_channels, flags):
     x = torch.randn(9, 320)
-    y = front(x, fmt, num_per_channels, None, *flags)
+    y = quant.per_token_cast(x, fmt, num_per_channels, None, *flags)
     expected = twin.cast(
         x,
         fmt,
@@ -278,24 +276,24 @@ def test_flags_name_a_format(fmt, num_per_channels, flags):
 
 def test_a_whole_format_replaces_the_flags():
     x = torch.randn(3, 128)
-    assert_same(front(x, 'e4m3_1x128_f32'), front(x, 'e4m3', 128))
-    assert_same(front(x, parse('e4m3_1x128_f32')), front(x, 'e4m3', 128))
+    assert_same(quant.per_token_cast(x, 'e4m3_1x128_f32'), quant.per_token_cast(x, 'e4m3', 128))
+    assert_same(quant.per_token_cast(x, parse('e4m3_1x128_f32')), quant.per_token_cast(x, 'e4m3', 128))
 
 
 def test_results_can_be_written_to_given_tensors():
     x, fmt = torch.randn(3, 128), parse('e4m3_1x32_f32')
-    expected, out = per_token_cast(x, fmt), fmt.empty(3, 128, x.device)
-    y = front(x, 'e4m3', 32, out=tuple(out))
+    expected, out = per_token_cast.call(x, fmt), fmt.empty(3, 128, x.device)
+    y = quant.per_token_cast(x, 'e4m3', 32, out=tuple(out))
     assert y.data.data_ptr() == out.data.data_ptr() and y.sf.data_ptr() == out.sf.data_ptr()
     assert_same(out, expected)
     sf, data = torch.empty_like(out.sf), torch.empty_like(out.data)
-    front(x, 'e4m3', 32, None, False, False, False, False, False, (data, sf))  # all by position
+    quant.per_token_cast(x, 'e4m3', 32, None, False, False, False, False, False, (data, sf))  # all by position
     assert_equal(data, expected.data)
     assert quant.per_token_cast_with_sf_only(x, 'e4m3', 32, out_sf=sf) is sf
     assert quant.per_token_cast_with_precomputed_sf(x, 'e4m3', 32, sf, out=data) is data
     assert_equal(data, expected.data)
     with pytest.raises(ArgumentError, match=r'out\[0\] must be float8_e4m3fn\[3, 128\]'):
-        front(x, 'e4m3', 32, out=(out.sf, out.sf))
+        quant.per_token_cast(x, 'e4m3', 32, out=(out.sf, out.sf))
 
 
 @pytest.mark.parametrize(
@@ -320,7 +318,7 @@ def test_results_can_be_written_to_given_tensors():
 )
 def test_wrong_formats_are_told_in_one_sentence(arguments, sentence):
     with pytest.raises(ArgumentError, match=f'^quant.per_token_cast: .*{sentence}'):
-        front(torch.randn(2, 256), **arguments)
+        quant.per_token_cast(torch.randn(2, 256), **arguments)
 
 
 @pytest.mark.parametrize(
@@ -335,28 +333,28 @@ def test_wrong_formats_are_told_in_one_sentence(arguments, sentence):
 )
 def test_wrong_inputs_are_told_in_one_sentence(x, sentence):
     with pytest.raises(ArgumentError, match=f'^quant.per_token_cast: {sentence}'):
-        front(x, 'e4m3_1x128_f32')
+        quant.per_token_cast(x, 'e4m3_1x128_f32')
 
 
 def test_an_odd_row_has_no_fp4_form():
     with pytest.raises(ArgumentError, match='hidden must be a multiple of 2, got 255'):
-        front(torch.randn(2, 255), 'e2m1_1x32_f32')
+        quant.per_token_cast(torch.randn(2, 255), 'e2m1_1x32_f32')
 
 
 @pytest.mark.parametrize(
     ('sf', 'sentence'),
     [
-        (torch.ones(3, 2), 'num_tokens = 2'),
-        (torch.ones(2, 1), 'num_groups = 2'),
+        (torch.ones(3, 2), 'sf_rows = 2'),
+        (torch.ones(2, 1), 'sf_cols = 2'),
         (torch.ones(2, 2, dtype=torch.bfloat16), 'sf must be float32'),
         (torch.ones(2, 4)[:, ::2], 'sf must be contiguous'),
     ],
 )
 def test_given_factors_must_fit(sf, sentence):
     with pytest.raises(ArgumentError, match=sentence):
-        per_token_cast_with_precomputed_sf(torch.randn(2, 256), sf, parse('e4m3_1x128_f32'))
+        per_token_cast_with_precomputed_sf.call(torch.randn(2, 256), sf, parse('e4m3_1x128_f32'))
     with pytest.raises(ArgumentError, match='sf must be column-major'):
-        per_token_cast_with_precomputed_sf(torch.randn(2, 256), torch.ones(2, 2), parse('e4m3_1x128_f32_col'))
+        per_token_cast_with_precomputed_sf.call(torch.randn(2, 256), torch.ones(2, 2), parse('e4m3_1x128_f32_col'))
 
 
 # Quantised input ----------------------------------------------------------------------------
@@ -379,11 +377,11 @@ def test_a_pair_is_quantised_again(source, block, fmt):
         col, rounded, packed = layout
         flags = dict(round_sf=rounded, use_tma_aligned_col_major_sf=col, use_packed_ue8m0=packed)
         pair = tuple(twin.cast(x, source, block, **flags))
-        y = front(pair, fmt, 64, block, col, rounded, packed)
+        y = quant.per_token_cast(pair, fmt, 64, block, col, rounded, packed)
         assert_same(y, twin.cast(pair, fmt, (1, 64), x_block_size=block, **flags))
         assert_same(y, twin.cast(twin.cast_back(pair, 'fp32', block), fmt, (1, 64), **flags))
     with knobs(interpret=True):
-        assert_same(front(pair, fmt, 64, block, col, rounded, packed), y)
+        assert_same(quant.per_token_cast(pair, fmt, 64, block, col, rounded, packed), y)
         assert_equal(quant.per_token_cast_with_sf_only(pair, fmt, 64, block, col, rounded, packed), y.sf)
         sf = twin.cast(pair, fmt, (1, 64), x_block_size=block, round_sf=True).sf
         data = quant.per_token_cast_with_precomputed_sf(pair, fmt, 64, sf, block, round_sf=True)
@@ -399,20 +397,20 @@ def test_a_quantised_tensor_knows_its_format(name, target):
         else twin.per_token_cast(torch.randn(5, 72), parse(name))
     )
     x = QuantTensor(x.data, x.sf, name)
-    assert_same(front(x, target), assert_recast_is_twin(x, target))
+    assert_same(quant.per_token_cast(x, target), assert_recast_is_twin(x, target))
 
 
 def test_what_is_said_of_a_quantised_tensor_must_be_its_format():
     x = torch.randn(5, 96)
-    narrow, whole = front(x, 'e4m3', 32), front(x, 'e4m3', 96)
+    narrow, whole = quant.per_token_cast(x, 'e4m3', 32), quant.per_token_cast(x, 'e4m3', 96)
     expected = quant.cast_back(narrow, 'fp32')
     for y in (quant.cast_back(narrow, 'fp32', (1, 32)), quant.per_token_cast_back(narrow, 'fp32', 32)):
         assert_equal(y, expected)
     for columns in (96, 128):  # either is all of a row
         assert_equal(quant.cast_back(whole, 'fp32', (1, columns)), quant.cast_back(whole, 'fp32'))
     for sentence, call in {
-        r'x_block_size must be the block of x \(e4m3_1x32_f32\) or be left out, got \(1, 64\)': lambda: front(
-            narrow, 'e4m3', 32, (1, 64)
+        r'x_block_size must be the block of x \(e4m3_1x32_f32\) or be left out, got \(1, 64\)': lambda: (
+            quant.per_token_cast(narrow, 'e4m3', 32, (1, 64))
         ),
         r'x_block_size must be the block of x .*, got \(32, 32\)': lambda: quant.cast_back(narrow, 'bf16', (32, 32)),
         'x_block_size must be two integers': lambda: quant.cast_back(narrow, 'bf16', 32),
@@ -457,7 +455,7 @@ def test_factors_are_multiplied_before_the_code():
     """With factors that are no powers of two the order shows; upstream's kernels multiply the two factors first."""
     x = QuantTensor((torch.randn(64, 128) * 90).to(torch.float8_e4m3fn), torch.rand(64, 4) + 0.1, 'e4m3_1x32_f32')
     y = assert_recast_is_twin(x, 'e4m3_1x128_f32')
-    amax = twin.dequantise(x, torch.float32).abs().amax(1, keepdim=True)
+    amax = twin.dequantize(x, torch.float32).abs().amax(1, keepdim=True)
     factor = x.sf * torch.full_like(amax, 448.0).div(amax)
     v = x.data.float() * factor.repeat_interleave(32, 1)
     assert_equal(y.data, v.to(torch.float8_e4m3fn))
@@ -488,7 +486,7 @@ def test_every_number_of_vectors_recasts_the_same(vectors, hidden):
 )
 def test_wrong_pairs_are_told_in_one_sentence(x, block, sentence):
     with pytest.raises(ArgumentError, match=f'^quant.per_token_cast: {sentence}'):
-        front(x, 'e4m3', 32, block)
+        quant.per_token_cast(x, 'e4m3', 32, block)
 
 
 # Stochastic rounding ------------------------------------------------------------------------
@@ -499,25 +497,28 @@ def test_stochastic_rounding_loses_nothing_on_average(name):
     fmt = parse(name)
     x = torch.randn(100, 512) * 3
     with knobs(interpret=True):
-        y = per_token_cast(x, fmt, None, True)
+        y = per_token_cast.call(x, fmt, None, True)
     assert_same(y, twin.per_token_cast(x, fmt, None, True))
     nearest = twin.per_token_cast(x, fmt)
     assert_equal(y.sf, nearest.sf)
     if fmt.sf != 'e4m3':  # rounded factors may be too small for the largest numbers, which saturate
-        check_bias(twin.dequantise(y, torch.float32), x)
+        check_bias(twin.dequantize(y, torch.float32), x)
     step = {'e4m3': 2**-3, 'e5m2': 2**-2, 'e2m1': 2**-1}[fmt.data.name]
     scale = (
-        twin.dequantise(QuantTensor(torch.ones_like(y.data), y.sf, fmt), torch.float32) if fmt.data.bits == 8 else None
+        twin.dequantize(QuantTensor(torch.ones_like(y.data), y.sf, fmt), torch.float32) if fmt.data.bits == 8 else None
     )
     if scale is not None:
-        assert bool(((twin.dequantise(y, torch.float32) - x).abs() <= x.abs() * step + scale).all())
+        assert bool(((twin.dequantize(y, torch.float32) - x).abs() <= x.abs() * step + scale).all())
 
 
 def test_numbers_that_a_format_holds_are_not_rounded():
     numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
     for name in ('e2m1_1x16_f32p2', 'e4m3_1x16_f32p2', 'e5m2_1x16_f32p2'):
         with knobs(interpret=True):
-            assert_same(front(numbers.view(1, 16), name, stochastic_cast=True), front(numbers.view(1, 16), name))
+            assert_same(
+                quant.per_token_cast(numbers.view(1, 16), name, stochastic_cast=True),
+                quant.per_token_cast(numbers.view(1, 16), name),
+            )
 
 
 def test_the_random_bits_are_those_of_the_specification():
@@ -525,7 +526,7 @@ def test_the_random_bits_are_those_of_the_specification():
     row = torch.rand(1, 128).clamp(min=0.01)
     row[0, 0] = 448.0
     with knobs(interpret=True):
-        y = front(row.expand(3, 128), 'e4m3', 128, stochastic_cast=True)
+        y = quant.per_token_cast(row.expand(3, 128), 'e4m3', 128, stochastic_cast=True)
     bits, mask = [int(b) for b in row[0].view(torch.int32)], 0xFFFFFFFF
     for q in (1, 9):
         words = zip(bits[4 * q : 4 * q + 4], (0x5671D42B, 0x9995E499, 0xACE1B8A5, 0xE153538D), strict=True)
@@ -544,7 +545,7 @@ def test_stochastic_rounding_of_numbers_that_are_not_finite():
     x[0, 1], x[0, 5], x[0, 9], x[0, 13] = NAN, INF, -INF, -NAN
     for name in ('e4m3_1x16_f32', 'e2m1_1x16_f32', 'e5m2_1x16_f32'):
         with knobs(interpret=True):
-            y = front(x, name, stochastic_cast=True)
+            y = quant.per_token_cast(x, name, stochastic_cast=True)
         top = parse(name).data.max
         codes = quant.unpack_from_e2m1fn_x2(y.data) if 'e2m1' in name else y.data.float()
         assert codes[0, [5, 9]].tolist() == [top, -top]
@@ -556,7 +557,7 @@ def test_stochastic_rounding_of_numbers_that_are_not_finite():
 
 def test_e5m6_has_no_stochastic_rounding():
     with pytest.raises(ArgumentError, match='stochastic must be False for e5m6'):
-        front(torch.randn(2, 64), 'e5m6', 64, stochastic_cast=True)
+        quant.per_token_cast(torch.randn(2, 64), 'e5m6', 64, stochastic_cast=True)
 
 
 # torch.compile ------------------------------------------------------------------------------
@@ -570,17 +571,19 @@ def test_one_graph_serves_every_token_count(name):
         graphs.append(graph)
         return graph
 
-    compiled = torch.compile(lambda x: tuple(front(x, name)), backend=count, fullgraph=True, dynamic=True)
+    compiled = torch.compile(
+        lambda x: tuple(quant.per_token_cast(x, name)), backend=count, fullgraph=True, dynamic=True
+    )
     for num_tokens in (8, 16, 33):
         x = torch.randn(num_tokens, 256)
         data, sf = compiled(x)
-        assert_same(QuantTensor(data, sf, name), per_token_cast(x, parse(name)))
+        assert_same(QuantTensor(data, sf, name), per_token_cast.call(x, parse(name)))
     assert len(graphs) == 1
 
 
 def test_one_graph_serves_every_quantised_input():
     compiled = torch.compile(
-        lambda pair: tuple(front(pair, 'e2m1', 32, (32, 32), round_sf=True)),
+        lambda pair: tuple(quant.per_token_cast(pair, 'e2m1', 32, (32, 32), round_sf=True)),
         backend='eager',
         fullgraph=True,
         dynamic=True,
@@ -588,7 +591,9 @@ def test_one_graph_serves_every_quantised_input():
     for num_tokens in (40, 64, 97):
         pair = tuple(twin.cast(torch.randn(num_tokens, 128), 'e4m3', (32, 32)))
         data, sf = compiled(pair)
-        assert_same(QuantTensor(data, sf, 'e2m1_1x32_f32p2'), front(pair, 'e2m1', 32, (32, 32), round_sf=True))
+        assert_same(
+            QuantTensor(data, sf, 'e2m1_1x32_f32p2'), quant.per_token_cast(pair, 'e2m1', 32, (32, 32), round_sf=True)
+        )
 
 
 @pytest.mark.benchmark

@@ -6,8 +6,7 @@ The kernels run in the interpreter, which raises if anything is read or written 
 import pytest
 import torch
 
-from tile_kernels import ArgumentError, QuantFormat, knobs
-from tile_kernels.quant import front, front_blocks
+from tile_kernels import ArgumentError, QuantFormat, knobs, quant
 from tile_kernels.quant.per_block_cast import per_block_cast
 from tile_kernels.quant.per_channel_cast import per_channel_cast
 from tile_kernels.quant.per_channel_cast_and_transpose import per_channel_cast_and_transpose
@@ -16,10 +15,10 @@ from tile_kernels.reference import quant as twin
 from tile_kernels.testing.numeric import assert_equal
 
 CASTS = [
-    (per_token_cast, 'e4m3_1x128_{}'),
-    (per_block_cast, 'e4m3_32x128_{}'),
-    (per_channel_cast, 'e4m3_32x1_{}'),
-    (per_channel_cast_and_transpose, 'e4m3_32x1_{}'),
+    (per_token_cast.call, 'e4m3_1x128_{}'),
+    (per_block_cast.call, 'e4m3_32x128_{}'),
+    (per_channel_cast.call, 'e4m3_32x1_{}'),
+    (per_channel_cast_and_transpose.call, 'e4m3_32x1_{}'),
 ]
 
 
@@ -49,7 +48,7 @@ def test_rows_out_of_range_do_not_read_the_first_row():
     x = torch.full((4, 64), 7.0).bfloat16()
     rows = torch.tensor([-1, 4, 2**31 - 1, -(2**31)], dtype=torch.int32)
     with knobs(interpret=True):
-        y = front_blocks.per_channel_cast_fused(x, 'e4m3', 32, pos_to_token=rows)
+        y = quant.per_channel_cast_fused(x, 'e4m3', 32, pos_to_token=rows)
     assert bool((y.data.float() == 0).all())
     assert bool((y.sf == torch.tensor(y.fmt.amax_floor) / torch.tensor(448.0)).all())
 
@@ -57,8 +56,8 @@ def test_rows_out_of_range_do_not_read_the_first_row():
 def test_packed_factors_need_no_columns():
     x = torch.randn(5, 512).bfloat16()
     with knobs(interpret=True):
-        packed = front.per_token_cast(x, 'e4m3', 128, round_sf=True, use_packed_ue8m0=True)
-        rounded = front.per_token_cast(x, 'e4m3', 128, round_sf=True)
+        packed = quant.per_token_cast(x, 'e4m3', 128, round_sf=True, use_packed_ue8m0=True)
+        rounded = quant.per_token_cast(x, 'e4m3', 128, round_sf=True)
     exponents = (rounded.sf.view(torch.int32) >> 23).to(torch.uint8)
     assert torch.equal(packed.sf.view(torch.uint8), exponents)
     assert_equal(packed.data, rounded.data)
@@ -67,9 +66,9 @@ def test_packed_factors_need_no_columns():
 @pytest.mark.parametrize(
     'call',
     [
-        lambda x: front.per_token_cast(x, 'e4m3', 128, use_packed_ue8m0=True),
-        lambda x: front_blocks.per_block_cast(x, 'e4m3', (32, 32), True, False, True),
-        lambda x: front_blocks.per_channel_cast(x, 'e4m3', 32, False, None, True),
+        lambda x: quant.per_token_cast(x, 'e4m3', 128, use_packed_ue8m0=True),
+        lambda x: quant.per_block_cast(x, 'e4m3', (32, 32), True, False, True),
+        lambda x: quant.per_channel_cast(x, 'e4m3', 32, False, None, True),
     ],
 )
 def test_packed_factors_that_are_not_rounded_are_refused(call):

@@ -58,23 +58,3 @@ def begin_early():
 def resident_blocks(resident_threads: int, num_threads: int) -> int:
     """Thread blocks per SM that give each thread as many registers as `resident_threads` threads would have."""
     return max(1, resident_threads // num_threads)
-
-
-def byte_perm(low: Any, high: Any, selector: Any) -> Any:
-    """Four bytes selected from two words; the low three bits of each nibble of the selector name a byte."""
-    return T.call_extern(T.uint32, '__byte_perm', low, high, selector)
-
-
-def pick_bytes(low: Any, high: Any, *numbers: int) -> Any:
-    """Four bytes selected from two words; bytes are numbered from the lowest byte of `low`."""
-    return byte_perm(low, high, T.uint32(sum(number << 4 * place for place, number in enumerate(numbers))))
-
-
-def widened(pair: Any, half: int) -> Any:
-    """One of the two bfloat16 of a word as float32, or a single bfloat16.
-
-    Each takes one instruction. For the upper half, the compiler alone would first extract a separate bfloat16.
-    """
-    if pair.dtype != 'uint32':
-        return T.cast(pair, T.float32)
-    return T.reinterpret(pair & T.uint32(0xFFFF0000) if half else pair << 16, T.float32)

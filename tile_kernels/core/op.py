@@ -236,7 +236,7 @@ class Op(Generic[Args, Result]):
     def cases(
         self,
         make: Callable[..., dict[str, Any]],
-        match: str | dict[str, float] = 'bitwise',
+        match: str | dict[str, Any] = 'bitwise',
         smoke: list[Case] | None = None,
         full: list[Case] | None = None,
         bench: list[Case] | None = None,

@@ -1,11 +1,11 @@
-"""Expert parallelism: every rank holds some experts, and tokens travel to them and back.
+"""Expert parallelism: every rank holds some experts, and tokens are sent to them and back.
 
     route_tokens    sort the rows of all slots by expert, send each rank its part, sort what arrives by expert
-    gather_output   the same way back, then the weighted sum of every token
+    gather_output   the inverse, then the weighted sum of every token
 
-Rank r holds the experts [r * num_local, (r + 1) * num_local). Sorted by expert, the rows for a rank are neighbours, so
-one all-to-all moves them. How many rows go where is known to the devices alone and sizes are needed to receive: this is
-the one place where the host waits, once a layer.
+Rank r holds the experts [r * num_local, (r + 1) * num_local). Sorted by expert, the rows for a rank are contiguous, so
+one all-to-all sends them. The all-to-all needs the number of rows for each rank, which only the device knows. So the
+host waits once per layer.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from torch import Tensor
 from tile_kernels.core import check
 from tile_kernels.core.errors import ArgumentError, TileKernelsError
 from tile_kernels.core.formats import QuantFormat, QuantTensor
-from tile_kernels.moe.expand import expand_to_fused
-from tile_kernels.moe.reduce import reduce_fused
-from tile_kernels.moe.routing import RoutingMap, token_to_expert_map
-from tile_kernels.quant.dequantise import dequantise
+from tile_kernels.moe.expand_to_fused import expand_to_fused
+from tile_kernels.moe.reduce_fused import reduce_fused
+from tile_kernels.moe.token_to_expert_map import RoutingMap, token_to_expert_map
+from tile_kernels.quant.dequantize import dequantize
 from tile_kernels.quant.per_token_cast import per_token_cast
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
-#: What rows are quantised to when they travel as fp8.
+#: Format of rows that are sent as fp8.
 PAYLOAD = QuantFormat.parse('e4m3_1x128_f32')
 
 
 class RoutedTokens(NamedTuple):
-    """Rows that came to the experts of this rank.
+    """Rows received for the experts of this rank.
 
     Attributes:
         hidden: (num_rows, hidden) rows in the order of the local experts.
@@ -48,7 +48,7 @@ class RoutedTokens(NamedTuple):
 
 
 class _Trip(NamedTuple):
-    """What the way back needs: the map of this rank's tokens, the sizes of both directions, the order of arrivals."""
+    """State for `gather_output`: the map of own tokens, the sizes of both directions, the map of received rows."""
 
     home: RoutingMap
     send_sizes: list[int]
@@ -57,7 +57,7 @@ class _Trip(NamedTuple):
 
 
 def _explained(fn: Callable) -> Callable:
-    """A failed exchange says what to look at: torch's own message names a socket or a timeout."""
+    """Add the rank and likely causes to the error of a failed exchange; torch only names a socket or a timeout."""
 
     @functools.wraps(fn)
     def _call(self: MoEDistributed, *args: Any, **kwargs: Any) -> Any:
@@ -75,33 +75,33 @@ def _explained(fn: Callable) -> Callable:
 
 
 class _Exchange:
-    """One all-to-all of rows: begun, and finished when its result is needed. Gradients take the way back, likewise.
+    """One asynchronous all-to-all of rows, with a `begin` and a `finish`. Its backward is the inverse all-to-all.
 
-    What runs between `begin` and `finish` runs while the rows travel; in the backward pass that is its own backward.
+    Work between `begin` and `finish` overlaps the communication. In the backward pass, the backward of that work does.
     """
 
     def __init__(self, send: list[int], receive: list[int], group: Any, fp8: bool = False) -> None:
         self.send, self.receive, self.group, self.fp8 = send, receive, group, fp8
-        self.dtype: torch.dtype | None = None
-        self._flying: list[tuple[Tensor, Tensor, Any]] = []  # what was sent, where it arrives, the work to wait for
+        self.dtype = torch.bfloat16  # of the rows; set by `begin`
+        self._flying: list[tuple[Tensor, Tensor, Any]] = []  # sent rows, received rows, handle
 
     def begin(self, rows: Tensor) -> Tensor:
-        """Send the rows; what is returned is a token for `finish` and holds nothing yet."""
+        """Send the rows; returns an empty tensor that `finish` takes."""
         return _Begin.apply(rows, self)
 
     def finish(self, token: Tensor) -> Tensor:
-        """The rows that have arrived."""
+        """Wait for the rows and return them."""
         return _Finish.apply(token, self)
 
     def start(self, rows: Tensor, back: bool = False) -> None:
-        """Issue the communication of one tensor of rows."""
+        """Start the all-to-all of one tensor of rows."""
         send, receive = (self.receive, self.send) if back else (self.send, self.receive)
         out = rows.new_empty(sum(receive), *rows.shape[1:])
         rows = rows.contiguous()
         self._flying.append((rows, out, dist.all_to_all_single(out, rows, receive, send, self.group, async_op=True)))
 
     def arrived(self) -> list[Tensor]:
-        """Wait for all that was started."""
+        """Wait for all communication in flight; returns the received tensors."""
         flying, self._flying = self._flying, []
         for _, _, work in flying:
             work.wait()
@@ -109,13 +109,13 @@ class _Exchange:
 
 
 class _Begin(torch.autograd.Function):
-    """The first half of an exchange. The two halves hand each other the rows past autograd, whose shapes differ."""
+    """The first half of an exchange. The halves pass rows outside autograd, because their shapes differ."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: _Exchange) -> Tensor:
         ctx.exchange, exchange.dtype = exchange, rows.dtype
         if exchange.fp8:
-            codes, sf = per_token_cast(rows, PAYLOAD)
+            codes, sf = per_token_cast.call(rows, PAYLOAD)
             exchange.start(codes.view(torch.uint8))
             exchange.start(sf)
         else:
@@ -128,7 +128,7 @@ class _Begin(torch.autograd.Function):
 
 
 class _Finish(torch.autograd.Function):
-    """The second half."""
+    """The second half of an exchange."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, exchange: _Exchange) -> Tensor:
@@ -137,7 +137,7 @@ class _Finish(torch.autograd.Function):
         if not exchange.fp8:
             return exchange.arrived()[0]
         codes, sf = exchange.arrived()
-        return dequantise(QuantTensor(codes.view(PAYLOAD.data.torch), sf, PAYLOAD), exchange.dtype)
+        return dequantize(QuantTensor(codes.view(PAYLOAD.data.torch), sf, PAYLOAD), exchange.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
@@ -146,25 +146,25 @@ class _Finish(torch.autograd.Function):
 
 
 class PendingTokens:
-    """Tokens on their way: `wait` gives what `route_tokens` gives. Work between the two hides the exchange."""
+    """Tokens of an exchange in flight; `wait` returns what `route_tokens` returns. Work before it overlaps."""
 
     def __init__(self, router: MoEDistributed, exchange: _Exchange, token: Tensor, home: RoutingMap, arriving: Tensor):
         self._router, self._exchange, self._token, self._home, self._arriving = router, exchange, token, home, arriving
 
     def wait(self) -> RoutedTokens:
-        """The rows that have come to the experts of this rank."""
+        """Wait for the rows of the experts of this rank."""
         return self._router._receive(self._exchange, self._token, self._home, self._arriving)
 
 
 class MoEDistributed:
-    """Routes tokens to the ranks that hold their experts, and brings results home.
+    """Send tokens to the ranks that hold their experts, and gather the results.
 
     Args:
-        num_experts: of all ranks; a multiple of the world size.
+        num_experts: number of experts of all ranks; a multiple of the world size.
         topk: experts of a token.
         strategy: 'alltoall'.
-        group: process group; the default one unless given. Its timeout is honoured.
-        fp8_payload: quantise rows before they are sent (e4m3, a scale factor for 128 channels): half the bytes.
+        group: process group, by default that of all ranks; its timeout applies.
+        fp8_payload: quantize rows before they are sent (e4m3, one scale factor per 128 channels): half the bytes.
     """
 
     def __init__(
@@ -208,8 +208,8 @@ class MoEDistributed:
 
     @_explained
     def send_tokens(self, hidden: Tensor, topk_indices: Tensor) -> PendingTokens:
-        """`route_tokens` without waiting for the rows: `wait` of the result does."""
-        # everything is checked before the first exchange: a rank that raises later leaves the others waiting
+        """`route_tokens` without waiting for the rows; `wait` of the result does that."""
+        # check everything before the first exchange: a rank that raises later would leave the others waiting
         num_tokens, _ = check.shape(hidden, 'hidden', 'num_tokens hidden', dtype=FLOATS)
         known = dict(num_tokens=num_tokens, topk=self.topk)
         check.shape(topk_indices, 'topk_indices', 'num_tokens topk', dtype=(torch.int64, torch.int32), **known)
@@ -226,7 +226,7 @@ class MoEDistributed:
 
     @_explained
     def _receive(self, exchange: _Exchange, token: Tensor, home: RoutingMap, arriving: Tensor) -> RoutedTokens:
-        """Wait for the rows and bring them into the order of the experts."""
+        """Wait for the rows and sort them by expert."""
         rows = exchange.finish(token)
         experts = torch.arange(self.num_local_experts, device=rows.device).repeat(self.world_size)
         experts = experts.repeat_interleave(arriving.flatten().long(), output_size=rows.shape[0])
@@ -237,7 +237,7 @@ class MoEDistributed:
 
     @_explained
     def gather_output(self, expert_output: Tensor, topk_scores: Tensor | None = None) -> Tensor:
-        """Bring results back to their tokens, as weighted sums; differentiable in both. All ranks call it together.
+        """Send results back and sum them per token; differentiable in both arguments. All ranks call it together.
 
         Args:
             expert_output: (num_rows, out_hidden) of the experts, in the order `route_tokens` returned its rows in.

@@ -66,8 +66,8 @@ def run_gate_bwd(
     partial = weight_fused.new_empty(num_partials, num_streams, hidden)
     piece = check.vector_bytes(dy, x, k, v, weight_fused) // x.element_size()
     static = (hidden, num_streams, piece, image_token_mask is not None, residual)
-    inputs = (dy, x, k, v.unsqueeze(1), weight_fused, *saved.values(), as_bytes(image_token_mask))
-    launch(gate_bwd_kernel, static, *inputs, dx, dk, dv.unsqueeze(1), partial, clamp_value)
+    inputs = (x, k, v.unsqueeze(1), weight_fused, *saved.values(), as_bytes(image_token_mask))
+    launch(gate_bwd_kernel, static, dy, *inputs, dx, dk, dv.unsqueeze(1), partial, clamp_value)
     return dx, dk, dv, partial
 
 

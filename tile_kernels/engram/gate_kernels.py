@@ -4,6 +4,8 @@ A block owns one stream of one token. It issues the loads of all its rows before
 registers until the gate is known. The blocks of the streams of a token start together, so v is read from memory once.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -155,7 +157,7 @@ def run_gate(
     residual: bool,
     y: Tensor | None,
     saving: bool,
-) -> tuple[Tensor, ...]:
+) -> Any:
     """Launch the gate; returns y (the given `y`, if any) and the four saved tensors, None unless `saving`."""
     num_tokens, num_streams, hidden = check_gate(x, k, v, weight_fused, image_token_mask)
     y = torch.empty_like(x) if y is None else y

@@ -54,9 +54,10 @@ def check_fp8(
     """Check the operands of an fp8 product; returns num_rows, num_groups, n (a multiple as given), k."""
     num_rows, k = check.shape(a, 'a', 'num_rows k', dtype=FP8)
     num_groups, n, _ = check.shape(b, 'b', 'num_groups n k', dtype=FP8, k=k)
-    sf = dict(dtype=torch.float32, depth_groups=-(-k // GROUP))
-    check.packed(a_sf, 'a_sf', 'num_rows depth_groups', num_rows=num_rows, **sf)
-    check.packed(b_sf, 'b_sf', 'num_groups n_groups depth_groups', num_groups=num_groups, n_groups=-(-n // GROUP), **sf)
+    depth = dict(depth_groups=-(-k // GROUP))
+    check.packed(a_sf, 'a_sf', 'num_rows depth_groups', torch.float32, num_rows=num_rows, **depth)
+    blocks = dict(num_groups=num_groups, n_groups=-(-n // GROUP))
+    check.packed(b_sf, 'b_sf', 'num_groups n_groups depth_groups', torch.float32, **blocks, **depth)
     check_operands((k,), a=a, b=b)
     check_groups(group_end, num_groups, a)
     check.same_device(a=a, a_sf=a_sf, b_sf=b_sf)

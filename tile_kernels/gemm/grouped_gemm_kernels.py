@@ -180,7 +180,7 @@ def build_product(
 
 
 @kernel(choose=choose, space=dict(block_m=(64, 128), block_n=(64, 128, 256), ring=(3, 4, 6)), **WARPGROUP_ROLES)
-def grouped_gemm_kernel(n: int, k: int, num_groups: int, b_is_nk: bool, dtype: torch.dtype, **config: int):
+def grouped_gemm_kernel(n: int, k: int, num_groups: int, b_is_nk: bool, dtype: torch.dtype, **config: Any):
     """The product alone; see `build_product`."""
     return build_product(n, k, num_groups, b_is_nk, dtype, **config)
 

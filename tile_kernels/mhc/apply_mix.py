@@ -3,47 +3,40 @@
     y[t, h] = sum_c mix[t, c] x[t, c, h]
     dx[t, c, h] = mix[t, c] dy[t, h]                        dmix[t, c] = sum_h dy[t, h] x[t, c, h]
 
-`row_threads` threads own a token; sums are float32 in a fixed order, c ascending, results rounded once. Backward may
-add to a gradient that is there already (`dx + mix dy`, rounded once). Memory bound: the floor is reading and writing
-each tensor once.
+`row_threads` threads own a token. Sums are float32 in a fixed order, c ascending, and results are rounded once.
+Backward can add to an existing gradient (`dx + mix dy`, rounded once). Memory bound: the minimum is one read or write
+of each tensor.
 """
 
 import torch
 from torch import Tensor
 
 from tile_kernels.core import check
-from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T
 from tile_kernels.core.launch import launch
-from tile_kernels.core.op import Mut, Out, op
-from tile_kernels.mhc._rows import (
+from tile_kernels.core.op import Mut, empty, op
+from tile_kernels.mhc._checks import BF16, F32, check_streams, flat, lead_of, mix_width, reshaped, vector_width
+from tile_kernels.mhc._macros import (
     ROW_PASS_CONFIGS,
     ROW_THREADS,
-    STREAMS,
     WARP,
     apply_to_vector,
-    check_streams,
-    flat,
-    lead_of,
     load_mix,
     load_streams,
     load_vector,
-    mix_width,
     row_threads_for,
     rows_for,
     store_streams,
     store_vector,
     sum_scattered,
-    vector_width,
 )
+from tile_kernels.mhc._samples import STREAM_BENCH, STREAM_FULL, STREAM_SMOKE
 
-BF16, F32 = torch.bfloat16, torch.float32
-
-#: Threads that may own a token of the gradient, which has little to do for a vector.
+#: Numbers of threads that may own a token in backward, which does little work for a vector.
 BWD_THREADS = tuple(range(WARP, 513, WARP))
 
-# Config -------------------------------------------------------------------------------------
+# Config ------------------------------------------------------------------------------------
 
 
 def choose(hidden: int, num_streams: int, width: int, coef_width: int, num_tokens: int) -> dict:
@@ -53,12 +46,12 @@ def choose(hidden: int, num_streams: int, width: int, coef_width: int, num_token
 
 
 def choose_bwd(hidden: int, num_streams: int, width: int, coef_width: int, adds_to: str, num_tokens: int) -> dict:
-    """A vector for each thread, up to 512 threads."""
+    """One vector for each thread, up to 512 threads."""
     row_threads = row_threads_for(hidden // width, 1, BWD_THREADS)
     return dict(row_threads=row_threads, rows=rows_for(row_threads))
 
 
-# Kernels ------------------------------------------------------------------------------------
+# Kernels -----------------------------------------------------------------------------------
 
 
 @kernel(
@@ -69,7 +62,7 @@ def choose_bwd(hidden: int, num_streams: int, width: int, coef_width: int, adds_
 def apply_mix_kernel(
     hidden: int, num_streams: int, width: int, coef_width: int, *, row_threads: int, rows: int, vectors: int
 ):
-    """Rows of `hidden` elements, `width` of them in an access; `vectors` of a thread are read before one is written."""
+    """Rows of `hidden` elements, `width` in an access; a thread loads `vectors` vectors before it stores one."""
     num_vectors = hidden // width
     num_tokens = T.dynamic('num_tokens')
 
@@ -105,7 +98,7 @@ def apply_mix_kernel(
 def apply_mix_bwd_kernel(
     hidden: int, num_streams: int, width: int, coef_width: int, adds_to: str, *, row_threads: int, rows: int
 ):
-    """Both gradients; `adds_to` is 'dx' if that of x is added to what is there, 'nothing' if it is not wanted."""
+    """Both gradients. `adds_to` is 'dx' to add that of x to dx, '' to overwrite dx, 'nothing' to skip dx."""
     num_vectors = hidden // width
     row_warps = row_threads // WARP
     adds = adds_to == 'dx'
@@ -163,10 +156,10 @@ def apply_mix_bwd_kernel(
     return apply_mix_bwd
 
 
-# Ops ----------------------------------------------------------------------------------------
+# Ops ---------------------------------------------------------------------------------------
 
 
-def _check(x: Tensor, mix: Tensor) -> tuple[tuple, int, int]:
+def _check(x: Tensor, mix: Tensor) -> tuple[tuple[int, ...], int, int]:
     """Check the inputs; returns the leading shape, the number of streams and hidden."""
     lead = lead_of(x, 'x', 'num_streams hidden', BF16)
     num_streams, hidden = x.shape[-2:]
@@ -177,7 +170,7 @@ def _check(x: Tensor, mix: Tensor) -> tuple[tuple, int, int]:
 
 
 def launch_apply_bwd(dy: Tensor, x: Tensor, mix: Tensor, dx: Tensor | None, adds_to: str) -> Tensor:
-    """Gradient of mix, and that of x in dx: added to what is there with 'dx', not computed with 'nothing'."""
+    """Returns the gradient of mix and writes that of x to dx; `adds_to` as in `apply_mix_bwd_kernel`."""
     lead, num_streams, hidden = _check(x, mix)
     lead_of(dy, 'dy', 'hidden', BF16, lead, hidden=hidden)
     check.same_device(x=x, dy=dy)
@@ -200,7 +193,7 @@ def launch_apply_bwd(dy: Tensor, x: Tensor, mix: Tensor, dx: Tensor | None, adds
 
 @op(outputs='dmix')
 def apply_mix_bwd_(dy: Tensor, x: Tensor, mix: Tensor, dx: Mut) -> Tensor:
-    """Gradients of `apply_mix`, that of x added to what is there.
+    """Gradients of `apply_mix`, that of x added to dx.
 
     Args:
         dy: (..., hidden) bfloat16, contiguous.
@@ -230,18 +223,19 @@ def apply_mix_bwd(dy: Tensor, x: Tensor, mix: Tensor) -> tuple[Tensor, Tensor]:
     return dx, launch_apply_bwd(dy, x, mix, dx, '')
 
 
-@op()
-def apply_mix_(x: Tensor, mix: Tensor, y: Out) -> None:
-    """Apply a mix into memory of the caller; see `apply_mix`.
+@op(outputs='y', backward=apply_mix_bwd, out=True)
+def apply_mix(x: Tensor, mix: Tensor) -> Tensor:
+    """The weighted sum of the residual streams; differentiable.
 
     Args:
-        x: (..., num_streams, hidden) bfloat16, contiguous.
-        mix: (..., num_streams, 1) float32, contiguous.
-        y: (..., hidden) bfloat16, contiguous; overwritten.
+        x: (..., num_streams, hidden) bfloat16, contiguous; 2, 4 or 8 streams, hidden a multiple of 64.
+        mix: (..., num_streams, 1) float32, contiguous; the weight of every stream.
+
+    Returns:
+        (..., hidden) bfloat16, rounded once.
     """
     lead, num_streams, hidden = _check(x, mix)
-    lead_of(y, 'y', 'hidden', BF16, lead, hidden=hidden)
-    check.same_device(x=x, y=y)
+    y = empty('y', (*lead, hidden), BF16, x.device)
     mix_flat = flat(mix, lead, num_streams, 1)
     launch(
         apply_mix_kernel,
@@ -250,34 +244,38 @@ def apply_mix_(x: Tensor, mix: Tensor, y: Out) -> None:
         mix_flat,
         flat(y, lead, hidden),
     )
-
-
-@op(outputs='y', backward=apply_mix_bwd)
-def apply_mix(x: Tensor, mix: Tensor) -> Tensor:
-    """The weighted sum of the residual streams; differentiable.
-
-    Args:
-        x: (..., num_streams, hidden) bfloat16, contiguous; 2, 4 or 8 streams, hidden a multiple of 64.
-        mix: (..., num_streams, 1) float32, contiguous; the share of every stream.
-
-    Returns:
-        (..., hidden) bfloat16, rounded once.
-    """
-    lead = lead_of(x, 'x', 'num_streams hidden', BF16)
-    y = x.new_empty((*lead, x.shape[-1]))
-    apply_mix_.fn(x, mix, y)
     return y
 
 
-# Cases --------------------------------------------------------------------------------------
+def mhc_mix_apply(x: Tensor, mix: Tensor) -> Tensor:
+    """The weighted sum of the residual streams; differentiable.
+
+    Args:
+        x: (..., n, hidden) bfloat16, contiguous.
+        mix: (..., n, 1) float32, contiguous.
+
+    Returns:
+        (..., hidden) bfloat16.
+    """
+    return apply_mix(x, mix)
+
+
+def mhc_pre_apply_mix_fwd(x: Tensor, mix: Tensor, o: Tensor) -> None:
+    """Write sum_c mix[c] x[c] of x (..., n, hidden) and mix (..., n) or (..., n, 1) into o (..., hidden)."""
+    apply_mix.out(x, reshaped(mix, 'mix', *check.tensor(x, 'x').shape[:-1], 1), y=o)
+
+
+def mhc_pre_apply_mix_bwd(o_grad: Tensor, x: Tensor, mix: Tensor, x_grad: Tensor) -> Tensor:
+    """Add the gradient of x to x_grad; returns that of mix."""
+    shape = check.tensor(x, 'x').shape
+    return apply_mix_bwd_(o_grad, x, reshaped(mix, 'mix', *shape[:-1], 1), x_grad).view(mix.shape)
+
+
+# Cases -------------------------------------------------------------------------------------
 
 
 def _make(lead: tuple, hidden: int, num_streams: int) -> dict:
     return dict(x=torch.randn(*lead, num_streams, hidden, dtype=BF16), mix=torch.rand(*lead, num_streams, 1))
-
-
-def _make_(lead: tuple, hidden: int, num_streams: int) -> dict:
-    return _make(lead, hidden, num_streams) | dict(y=torch.empty(*lead, hidden, dtype=BF16))
 
 
 def _make_bwd(lead: tuple, hidden: int, num_streams: int) -> dict:
@@ -289,23 +287,7 @@ def _make_bwd_(lead: tuple, hidden: int, num_streams: int) -> dict:
     return made | dict(dx=torch.randn(*lead, num_streams, hidden, dtype=BF16))
 
 
-SMOKE = (
-    grid(lead=[(0,), (), (2, 3)], hidden=[128], num_streams=[4])  # no token, no leading dimension
-    + grid(lead=[(5,)], hidden=[64, 576], num_streams=STREAMS)  # idle threads, tail of a row
-    + grid(lead=[(2,)], hidden=[4160], num_streams=[2])  # several parts
-)
-FULL = grid(lead=[(4001,), (3, 1001)], hidden=[1280, 2560, 7168], num_streams=STREAMS) + grid(
-    lead=[(90001,)],
-    hidden=[7168],
-    num_streams=[4],  # more than 2^31 elements
-)
-BENCH = (
-    grid(lead=[(64,), (4096,), (16384,)], hidden=[4096], num_streams=[4])
-    + grid(lead=[(8192,)], hidden=[2048, 7168], num_streams=[4])
-    + grid(lead=[(4001,)], hidden=[2560], num_streams=[4])
-)
 ROUNDED_ONCE, SUMMED = dict(rtol=1e-5, atol=1e-5), dict(rtol=1e-4, atol=1e-4)
-apply_mix.cases(make=_make, match=ROUNDED_ONCE, smoke=SMOKE, full=FULL, bench=BENCH)
-apply_mix_.cases(make=_make_, match=ROUNDED_ONCE, smoke=SMOKE[:2] + SMOKE[-1:], bench=BENCH[:1])
-apply_mix_bwd.cases(make=_make_bwd, match=SUMMED, smoke=SMOKE, full=FULL, bench=BENCH)
-apply_mix_bwd_.cases(make=_make_bwd_, match=SUMMED, smoke=SMOKE, bench=BENCH[:2])
+apply_mix.cases(make=_make, match=ROUNDED_ONCE, smoke=STREAM_SMOKE, full=STREAM_FULL, bench=STREAM_BENCH)
+apply_mix_bwd.cases(make=_make_bwd, match=SUMMED, smoke=STREAM_SMOKE, full=STREAM_FULL, bench=STREAM_BENCH)
+apply_mix_bwd_.cases(make=_make_bwd_, match=SUMMED, smoke=STREAM_SMOKE, bench=STREAM_BENCH[:2])

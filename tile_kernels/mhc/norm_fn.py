@@ -1,20 +1,20 @@
-"""Normalised projection: the mixes of a token from all of its streams, x of length k = num_streams hidden.
+"""Normalized projection: the mixes of a token from all of its streams, x of length k = num_streams hidden.
 
-    mul[t, j]   = sum_k x[t, k] fn[j, k]                    products as TF32 takes them: fn rounded to 11 bits
+    mul[t, j]   = sum_k x[t, k] fn[j, k]                    TF32 products: fn is rounded to 11 bits
     rstd[t]     = rsqrt(sum_k x[t, k]^2 / k + eps)
     mixes[t, j] = mul[t, j] rstd[t]
 
-Eleven bits are the sum of two bfloat16 numbers, so fn = high + low exactly and the products run as bfloat16 on the
-tensor cores, straight from the residual as it lies in memory. Blocks have a slice of the channels and keep their part
-of fn in registers (`_slices`), and send their sums to each other where they can; they own `block_m` tokens and a share
-of k where that does not fit. Sums of parts have a fixed order, or are of two numbers. Backward, with g the gradient of
-mixes and o = g rstd rounded to TF32 as well:
+A TF32 number is the sum of two bfloat16 numbers, so fn = high + low exactly, and tensor cores multiply in bfloat16. One
+kernel does everything if the GPU has large clusters (`pre_kernels.py`). Without them, blocks write the sums of their
+slices of the channels (`norm_fn_slices_kernels.py`). If a slice of fn does not fit into registers, a block has
+`block_m` tokens and a part of k (`norm_fn_kernels.py`). Parts are summed in a fixed order. In backward let g be the
+gradient of mixes and o = g rstd, rounded to TF32 too:
 
     dx[t, k]  = sum_j o[t, j] fn[j, k] - x[t, k] rstd[t]^2 / k sum_j g[t, j] mixes[t, j]
     dfn[j, k] = sum_t o[t, j] x[t, k]
 
-A block owns 128 columns and a share of the tokens; it reads each tile of x once for both. Memory bound: the floor is
-reading x, and backward writing dx.
+A block has 128 columns and a part of the tokens, and reads each tile of x once for both (`norm_fn_bwd_kernels.py`).
+Memory bound: the minimum is one read of x, and in backward one write of dx.
 """
 
 from collections.abc import Callable
@@ -26,16 +26,14 @@ from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.launch import config_for, gpu_of, launch
 from tile_kernels.core.op import Mut, op
-from tile_kernels.mhc._cluster import LARGE_CLUSTER
-from tile_kernels.mhc._rows import STREAMS, check_streams, flat, lead_of, vector_width
-from tile_kernels.mhc._slices import Slices
+from tile_kernels.mhc._checks import BF16, F32, STREAMS, check_streams, flat, lead_of, vector_width
+from tile_kernels.mhc._macros import LARGE_CLUSTER, padded
 from tile_kernels.mhc.norm_fn_bwd_kernels import norm_fn_bwd_kernel, prepare_bwd_kernel, sum_dfn_kernel, sums_itself
-from tile_kernels.mhc.norm_fn_kernels import normalise_kernel, padded, project_kernel
-from tile_kernels.mhc.pre_kernels import goes_in_one_pass, pre_streams_kernel, project_slices_kernel
+from tile_kernels.mhc.norm_fn_kernels import normalise_kernel, project_kernel
+from tile_kernels.mhc.norm_fn_slices_kernels import Slices, project_slices_kernel
+from tile_kernels.mhc.pre_kernels import goes_in_one_pass, pre_streams_kernel
 
-BF16, F32 = torch.bfloat16, torch.float32
-
-#: Extents of a tensor with streams, behind the leading ones.
+#: Last extents of a tensor with streams.
 STREAMED = 'num_streams hidden'
 
 #: Rows fn may have.
@@ -61,7 +59,7 @@ def check_projection(residual: Tensor, fn: Tensor) -> tuple[tuple, int, int]:
 
 
 def project(residual: Tensor, fn: Tensor) -> tuple[Tensor, Tensor]:
-    """The parts of mul and of the sums of squares of residual (num_tokens, num_streams, hidden)."""
+    """Parts of mul and of the sums of squares, for residual (num_tokens, num_streams, hidden)."""
     (num_tokens, num_streams, hidden), (num_mixes, k) = residual.shape, fn.shape
     slices = Slices(hidden, num_streams, num_mixes)
     splits = slices.count
@@ -79,7 +77,7 @@ def project(residual: Tensor, fn: Tensor) -> tuple[Tensor, Tensor]:
 def check_projection_bwd(
     residual: Tensor, fn: Tensor, mixes: Tensor, rstd: Tensor, **gradients: tuple[Tensor | None, str]
 ) -> tuple[tuple, int, int]:
-    """Check what the gradients of a projection take, as `check_projection`; `gradients` with the names of extents."""
+    """Check the inputs of backward, as `check_projection`; `gradients` are tensors and names of their last extents."""
     lead, k, num_mixes = check_projection(residual, fn)
     num_streams, hidden = residual.shape[-2:]
     lead_of(mixes, 'mixes', 'num_mixes', F32, lead, num_mixes=num_mixes)
@@ -103,11 +101,11 @@ def launch_projection_bwd(
     before: Tensor | None,
     applied: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Gradient of fn, and that of residual added to `before` (which may be dresidual) in dresidual.
+    """Returns the gradient of fn and writes that of residual, plus `before`, to dresidual.
 
-    All are checked (`check_projection_bwd`). `prepare(o_parts, pull, dfn)` launches what finds the first two, and what
-    writes zeros to dfn if there is one. With `applied` (dlayer_input, pre) the gradient of residual through `apply_mix`
-    is added as well.
+    `before` may be dresidual. Arguments are checked (`check_projection_bwd`). `prepare(o_parts, pull, dfn)` launches a
+    kernel that writes the first two, and zeros to dfn if given. `applied` (dlayer_input, pre) adds the gradient of
+    residual through `apply_mix`.
     """
     lead, (num_streams, hidden) = tuple(residual.shape[:-2]), residual.shape[-2:]
     num_mixes, k = fn.shape
@@ -122,7 +120,7 @@ def launch_projection_bwd(
     dfn = torch.empty_like(fn)
     whole = sums_itself(parts, clusters) and num_tokens > 0
     clears = whole and parts == 4
-    dfn_parts = dfn[None] if whole else fn.new_empty(parts * min(num_tokens, 1), num_mixes, k)  # none without a token
+    dfn_parts = dfn[None] if whole else fn.new_empty(parts * min(num_tokens, 1), num_mixes, k)  # none without tokens
     prepare(o_parts, pull, dfn.view(-1) if clears else None)
     launch(
         norm_fn_bwd_kernel,
@@ -145,7 +143,7 @@ def launch_projection_bwd(
 def _norm_fn_bwd(
     dmixes: Tensor, residual: Tensor, fn: Tensor, mixes: Tensor, rstd: Tensor, dresidual: Tensor, before: Tensor | None
 ) -> Tensor:
-    """Gradient of fn, and that of residual added to `before`."""
+    """Returns the gradient of fn and writes that of residual, plus `before`, to dresidual."""
     lead, k, num_mixes = check_projection_bwd(residual, fn, mixes, rstd, dresidual=(dresidual, STREAMED))
     lead_of(dmixes, 'dmixes', 'num_mixes', F32, lead, num_mixes=num_mixes)
     check.same_device(residual=residual, dmixes=dmixes)
@@ -167,7 +165,7 @@ def _norm_fn_bwd(
 
 @op(outputs='dfn')
 def norm_fn_bwd_(dmixes: Tensor, residual: Tensor, fn: Tensor, mixes: Tensor, rstd: Tensor, dresidual: Mut) -> Tensor:
-    """Gradients of `norm_fn`, that of residual added to what is there.
+    """Gradients of `norm_fn`, that of residual added to dresidual.
 
     Args:
         dmixes: (..., num_mixes) float32, contiguous.
@@ -203,11 +201,11 @@ def norm_fn_bwd(dmixes: Tensor, residual: Tensor, fn: Tensor, mixes: Tensor, rst
 
 @op(outputs='mixes rstd', backward=norm_fn_bwd)
 def norm_fn(residual: Tensor, fn: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """Project the normalised streams of every token; differentiable in residual and fn.
+    """Project the normalized streams of every token; differentiable in residual and fn.
 
     Args:
         residual: (..., num_streams, hidden) bfloat16, contiguous; 2, 4 or 8 streams, hidden a multiple of 64.
-        fn: (num_mixes, num_streams * hidden) float32, contiguous, up to 80 rows; used as TF32 takes it.
+        fn: (num_mixes, num_streams * hidden) float32, contiguous, up to 80 rows; rounded to TF32.
         eps: added to the mean square.
 
     Returns:
@@ -251,7 +249,7 @@ def _make_bwd_(**case) -> dict:
 
 SMOKE = (
     grid(lead=[(0,), (), (2, 3)], hidden=[64], num_streams=[4], num_mixes=[24])
-    + grid(lead=[(70,)], hidden=[192], num_streams=[2], num_mixes=[8, 2])  # two tiles of tokens, padded mixes
+    + grid(lead=[(70,)], hidden=[192], num_streams=[2], num_mixes=[8, 2])  # two tiles of tokens, padding mixes
     + grid(lead=[(3,)], hidden=[128], num_streams=[8], num_mixes=[80])
     + grid(lead=[(33,)], hidden=[576, 704], num_streams=[4], num_mixes=[24])  # an idle warp; wide slices
     + grid(lead=[(33,)], hidden=[1088], num_streams=[4], num_mixes=[24])  # splits that do not divide

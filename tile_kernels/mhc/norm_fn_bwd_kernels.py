@@ -1,46 +1,48 @@
-"""Kernels of the gradients of the normalised projection. See `norm_fn.py` for the mathematics."""
+"""Kernels of the gradients of the normalized projection. See `norm_fn.py` for the mathematics.
+
+`o` is the gradient of the products, split into two bfloat16 parts. `pull` is the factor of x in dx.
+"""
 
 from tile_kernels.core.gpus import SUM_SMS
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, macro
-from tile_kernels.mhc._cluster import SEND_FOUR, send
-from tile_kernels.mhc.norm_fn_kernels import high_of, padded, round_to_tf32
+from tile_kernels.mhc._macros import SEND_FOUR, high_of, padded, round_to_tf32, send
 
 #: Tokens of a tile, and columns of a block.
 BLOCK_T, BLOCK_K = 64, 128
 
-#: Parts the tokens may be cut into.
+#: Numbers of parts of the tokens.
 PARTS = (1, 2, 3, 4, 6, 8, 16, 32)
 
 #: Blocks that run at a time: two on each SM. They fix the order of a sum, so the choice is the same on every GPU.
 WAVE = 2 * SUM_SMS
 
-#: Of a product that runs on while the next is started; the last one waits for all.
+#: For a wgmma that is not waited for; the last wgmma of a step waits for all.
 UNWAITED = {'wg_wait': -1}
 
 # Config -------------------------------------------------------------------------------------
 
 
 def parts_of(k: int, num_tokens: int) -> int:
-    """Parts of the tokens: what gives the fewest rounds of tiles, then the fewest parts of dfn."""
+    """Parts of the tokens: with the fewest rounds of tiles, then the fewest parts of dfn."""
     tiles = -(-num_tokens // BLOCK_T)
 
     def rounds(parts: int) -> int:
-        return -(-parts * (k // BLOCK_K) // WAVE) * (-(-tiles // parts) + 2)  # a block costs about two tiles more
+        return -(-parts * (k // BLOCK_K) // WAVE) * (-(-tiles // parts) + 2)  # a block costs two tiles more
 
     return min(PARTS, key=rounds)
 
 
 def choose(k: int, num_mixes: int, adds_to: str, applied: int, clusters: bool, num_tokens: int) -> dict:
-    """See `parts_of`; three buffers for a tile where two blocks of them fit on an SM."""
+    """See `parts_of`; three stages if two blocks then fit on an SM."""
     return dict(parts=parts_of(k, num_tokens), num_stages=3 if padded(num_mixes) <= 24 else 2)
 
 
 def sums_itself(parts: int, clusters: bool) -> bool:
-    """Whether `norm_fn_bwd_kernel` sums the parts of dfn: two blocks as a pair, two pairs by adding to zeros.
+    """Whether `norm_fn_bwd_kernel` sums the parts of dfn: two blocks as a cluster, two clusters by atomics on zeros.
 
-    The sum of 0 and two numbers does not depend on their order; subnormal ones count as 0 there. More than two would
-    need larger clusters, which do not all run at a time.
+    The sum of 0 and two numbers does not depend on their order; atomics flush subnormal numbers to 0. More parts would
+    need larger clusters, which do not all run at the same time.
     """
     return parts == 1 or (clusters and parts in (2, 4))
 
@@ -50,7 +52,7 @@ def sums_itself(parts: int, clusters: bool) -> bool:
 
 @macro
 def clear_dfn(dfn, thread, num_threads):
-    """Zeros, four for a thread at a time; dfn in one dimension, a multiple of four."""
+    """Write zeros to dfn, which has one dimension, a multiple of four."""
     for r in T.serial(T.ceildiv(dfn.shape[0] // 4, num_threads)):
         first = (r * num_threads + thread) * 4
         if first < dfn.shape[0]:
@@ -60,7 +62,7 @@ def clear_dfn(dfn, thread, num_threads):
 
 @kernel(choose=lambda *static: dict(num_threads=128), space=dict(num_threads=(128,)))
 def prepare_bwd_kernel(k: int, num_mixes: int, clears: bool, *, num_threads: int):
-    """O in two parts, and the pull on x: what dx has of x itself. Zeros for dfn, if others will add to it."""
+    """Compute o in two parts and pull. With `clears` also write zeros to dfn, for the atomics of the next kernel."""
     columns = padded(num_mixes)
     num_tokens = T.dynamic('num_tokens')
     lanes = 8
@@ -107,29 +109,28 @@ def prepare_bwd_kernel(k: int, num_mixes: int, clears: bool, *, num_threads: int
 def norm_fn_bwd_kernel(
     k: int, num_mixes: int, adds_to: str, applied: int, clusters: bool, *, parts: int, num_stages: int
 ):
-    """128 columns and a share of the tokens for each block: dx of every tile, and the part of dfn of all of them.
+    """Each block has 128 columns and a part of the tokens: it writes dx of its tiles, and their part of dfn.
 
-    `adds_to` is 'dx' or 'before' if the gradient of x is added to what is there. With `applied`, which is hidden, the
-    gradient that reaches x through `apply_mix` is added as well. If it `sums_itself`, what it leaves is dfn, where four
-    parts expect zeros.
+    The gradient of x is added to dx or before, if `adds_to` says so. `applied` is hidden or 0. If it is hidden, the
+    gradient through `apply_mix` is added too. If the kernel `sums_itself`, it writes dfn; four parts need zeros in dfn.
 
-    The first tiles of x and the columns of fn are asked for while o is being prepared. What a step reads was asked
-    for `num_stages - 1` steps before, into buffers whose readers have passed a barrier since. What is added to dx, and
-    dx itself, pass from rows to the layout of the products and back through the place of x, read by then.
+    With PDL the first tiles of x and the columns of fn are loaded while the previous kernel computes o. A step reads
+    tiles that were copied `num_stages - 1` steps before. A barrier separates the readers of a stage from the next copy.
+    Terms added to dx, and dx itself, change between row layout and wgmma layout through the stage of x.
     """
     columns = padded(num_mixes)
-    num_threads = 128 if columns <= 24 else 256  # dfn of eight streams does not fit in the registers of fewer
+    num_threads = 128 if columns <= 24 else 256  # dfn of eight streams needs the registers of 256 threads
     ahead = num_stages - 1
-    copies = 3  # groups of asynchronous copies of a tile
+    copies = 3  # cp.async groups of a tile
     whole = sums_itself(parts, clusters)
     paired = whole and parts > 1
     quads = BLOCK_K // 4
-    spanned = 1 if applied % BLOCK_K == 0 else 2  # streams the columns of a block belong to, at most
+    spanned = 1 if applied % BLOCK_K == 0 else 2  # streams with columns of a block, at most
     num_tokens = T.dynamic('num_tokens')
 
     @macro
-    def ask_for_shares(pre, row, column, pre_shared, slot):
-        """Start to copy the shares of a tile of tokens in the streams of the block."""
+    def copy_pre(pre, row, column, pre_shared, slot):
+        """Start to copy pre of a tile of tokens, for the streams of the block."""
         for r in T.unroll(-(-spanned * BLOCK_T // num_threads)):
             index = r * num_threads + T.get_thread_binding()
             s, i = index // BLOCK_T, index % BLOCK_T
@@ -143,14 +144,14 @@ def norm_fn_bwd_kernel(
 
     @macro
     def load_applied(dlayer_input, row, column, applied_frag):
-        """What reaches the columns of the block through `apply_mix`, but for the shares."""
+        """Load dlayer_input for the columns of the block."""
         for i, j in T.Parallel(BLOCK_T, BLOCK_K):
             channel = (column + j) % applied
             applied_frag[i, j] = T.if_then_else(row + i < dlayer_input.shape[0], dlayer_input[row + i, channel], 0)
 
     @macro
     def add_pairs(dfn_shared, rank, dfn_parts, column):
-        """Of a pair of blocks each sums every other row of dfn, and has what the other found for it from there."""
+        """Sum dfn over a cluster of two blocks: each block sums every other row, with the values of the other block."""
         T.import_source(SEND_FOUR)
         sent_shared = T.alloc_shared(((num_mixes + 1) // 2, BLOCK_K), T.float32)
         all_sent = T.alloc_barrier([1])
@@ -159,11 +160,11 @@ def norm_fn_bwd_kernel(
         if tx == 0:
             T.mbarrier_arrive_expect_tx(all_sent[0], (num_mixes + 1 - rank) // 2 * BLOCK_K * 4)
         T.cluster_arrive()
-        T.cluster_wait()  # the other is done with what was where its sums will be
+        T.cluster_wait()  # the other block no longer uses the memory that `sent_shared` overlaps
         for own in (False, True):
             if own:
                 T.mbarrier_wait_parity(all_sent[0], 0)
-                T.sync_warp()  # nothing that was sent is read before
+                T.sync_warp()  # no lane reads earlier
             for r in T.serial(-(-((num_mixes + 1) // 2) * quads // num_threads)):
                 index = r * num_threads + tx
                 row, first = index // quads, index % quads * 4
@@ -229,13 +230,13 @@ def norm_fn_bwd_kernel(
                 if step < count:
                     row = (first_tile + step) * BLOCK_T
                     if applied > 0:
-                        ask_for_shares(pre, row, column, pre_shared, step)
+                        copy_pre(pre, row, column, pre_shared, step)
                     T.async_copy(o_parts[row : row + BLOCK_T, :], o_shared[step, :, :])
                     T.async_copy(pull[row : row + BLOCK_T], pull_shared[step, :])
                 else:
                     T.ptx_commit_group()
                     T.ptx_commit_group()
-                T.ptx_commit_group()  # in the place of x, asked for above
+                T.ptx_commit_group()  # the group of x, copied above
 
             if applied > 0 and count > 0:
                 load_applied(dlayer_input, first_tile * BLOCK_T, column, applied_frag)
@@ -244,7 +245,7 @@ def norm_fn_bwd_kernel(
                 slot, next_slot = step % num_stages, (step + ahead) % num_stages
                 row, next_row = (first_tile + step) * BLOCK_T, (first_tile + step + ahead) * BLOCK_T
                 T.ptx_wait_group(copies * (ahead - 1))
-                T.fence_proxy_async()  # or products may not see what came by cp.async
+                T.fence_proxy_async()  # makes cp.async writes visible to wgmma
                 T.sync_threads()
                 if adds_to != '':
                     there = dx if adds_to == 'dx' else before
@@ -261,7 +262,7 @@ def norm_fn_bwd_kernel(
                 if step + ahead < count:
                     T.async_copy(x[next_row : next_row + BLOCK_T, column : column + BLOCK_K], x_shared[next_slot, :, :])
                     if applied > 0:
-                        ask_for_shares(pre, next_row, column, pre_shared, next_slot)
+                        copy_pre(pre, next_row, column, pre_shared, next_slot)
                     T.async_copy(o_parts[next_row : next_row + BLOCK_T, :], o_shared[next_slot, :, :])
                     T.async_copy(pull[next_row : next_row + BLOCK_T], pull_shared[next_slot, :])
                 else:
@@ -290,7 +291,7 @@ def norm_fn_bwd_kernel(
                 T.sync_threads()
                 T.copy(x_shared[slot, :, :], dx[row : row + BLOCK_T, column : column + BLOCK_K], disable_tma=True)
 
-            T.sync_threads()  # dfn_shared takes the place of buffers of the loop
+            T.sync_threads()  # dfn_shared overlaps buffers of the loop
             for i, j in T.Parallel(BLOCK_K, 2 * columns):
                 dfn_shared[j, i] = dfn_frag[i, j]
             T.sync_threads()

@@ -1,26 +1,22 @@
-"""Kernels of the normalised projection. See `norm_fn.py` for the mathematics."""
+"""Kernels of the normalized projection where a slice of fn does not fit into registers. See `norm_fn.py`."""
 
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, macro
+from tile_kernels.mhc._macros import high_of, padded, round_to_tf32, rstd_from, sum_parts
 
 #: Channels of k in a step of the projection.
 BLOCK_K = 64
 
 SPLITS = (1, 2, 4, 8, 16, 32, 64)
 
-#: Up to so many tokens leave most of the GPU to their parts, and so many parts are asked for at once.
+#: With at most SPREAD tokens the projection has up to MANY_PARTS parts or more, and a thread loads MANY_PARTS at once.
 SPREAD, MANY_PARTS = 1024, 32
 
-# Config -------------------------------------------------------------------------------------
-
-
-def padded(num_mixes: int) -> int:
-    """Columns of a tile of mixes: tensor cores take multiples of eight."""
-    return -(-num_mixes // 8) * 8
+# Config ------------------------------------------------------------------------------------
 
 
 def choose(k: int, num_mixes: int, num_tokens: int) -> dict:
-    """Large tiles of tokens read fn less often; parts of k fill one wave of blocks, and have two steps at least."""
+    """Large tiles of tokens read fn less often. Parts of k fill one wave of blocks and have at least two steps."""
     block_m, splits = next(
         (
             (m, n)
@@ -32,30 +28,17 @@ def choose(k: int, num_mixes: int, num_tokens: int) -> dict:
     return dict(block_m=block_m, splits=min(splits, max(n for n in SPLITS if n <= k // BLOCK_K // 2)), num_stages=4)
 
 
-# Forward ------------------------------------------------------------------------------------
+def choose_normalise(k: int, num_mixes: int, num_tokens: int) -> dict:
+    """Fewer tokens have more parts; see `choose`."""
+    return dict(num_threads=128, in_flight=MANY_PARTS if num_tokens <= SPREAD else 8)
 
 
-@macro
-def round_to_tf32(value):
-    """The nearest number of 11 significant bits, halves away from zero."""
-    return T.reinterpret(rounded_bits(value) & T.uint32(0xFFFFE000), T.float32)
-
-
-def rounded_bits(value):
-    """Bits of a number of which the first 11 significant ones are those of `round_to_tf32`; a NaN stays one."""
-    bits = T.reinterpret(value, T.uint32)
-    return bits + T.Select((bits & T.uint32(0x7FFFFFFF)) > T.uint32(0x7F800000), T.uint32(0), T.uint32(0x1000))
-
-
-@macro
-def high_of(value):
-    """The first 8 significant bits."""
-    return T.reinterpret(T.reinterpret(value, T.uint32) & T.uint32(0xFFFF0000), T.float32)
+# Kernels -----------------------------------------------------------------------------------
 
 
 @macro
 def split_fn(fn, fn_parts, pid, num_mixes, num_threads):
-    """Eight channels of a row of fn for each thread, as a high and a low part; rows behind the last are 0."""
+    """Split eight channels of a row of fn for each thread into a high and a low part; padding rows are 0."""
     columns, k = fn_parts.shape[0] // 2, fn_parts.shape[1]
     fn_local = T.alloc_local((8,), T.float32)
     high_local = T.alloc_local((8,), T.bfloat16)
@@ -80,7 +63,7 @@ def split_fn(fn, fn_parts, pid, num_mixes, num_threads):
 
 @macro
 def store_parts(mul_shared, square_local, part, first, mul_parts, square_parts):
-    """A part of the products and squares of the tokens from `first` on; eight neighbouring threads share a token."""
+    """Store a part of the products and squares of the tokens from `first` on; eight neighboring threads own a token."""
     block_m, columns, num_tokens = mul_shared.shape[0], mul_parts.shape[2], mul_parts.shape[1]
     rows = block_m // square_local.shape[0]
     tx = T.get_thread_binding()
@@ -99,7 +82,7 @@ def store_parts(mul_shared, square_local, part, first, mul_parts, square_parts):
 
 @kernel(choose=choose, space=dict(block_m=(64, 128), splits=SPLITS, num_stages=(2, 3, 4, 5, 6)))
 def project_kernel(k: int, num_mixes: int, *, block_m: int, splits: int, num_stages: int):
-    """Fn in two parts, then the products and squares of `block_m` tokens over a share of k."""
+    """Split fn, then compute the products and squares of `block_m` tokens over a part of k."""
     columns = padded(num_mixes)
     steps = -(-k // (BLOCK_K * splits))
     num_threads, row_threads = 128, BLOCK_K // 8
@@ -129,7 +112,7 @@ def project_kernel(k: int, num_mixes: int, *, block_m: int, splits: int, num_sta
             T.clear(mul_frag)
             T.clear(square_local)
             for step in T.Pipelined(steps, num_stages=num_stages):
-                first = (step * splits + pid_k) * BLOCK_K  # blocks of the same tokens read neighbours at a time
+                first = (step * splits + pid_k) * BLOCK_K  # blocks of the same tokens read neighboring channels
                 T.copy(x[pid_m * block_m, first], x_shared)
                 T.copy(fn_parts[0, first], fn_shared)
                 for r in T.unroll(block_m // rows):
@@ -138,7 +121,7 @@ def project_kernel(k: int, num_mixes: int, *, block_m: int, splits: int, num_sta
                     for e in T.unroll(8):
                         value = T.cast(vector_local[e], T.float32)
                         square_local[r] = T.ieee_fmaf(value, value, square_local[r])
-                T.fence_proxy_async()  # TileLang leaves it out of the last steps, whose tiles come by cp.async too
+                T.fence_proxy_async()  # TileLang omits it in the last steps, whose tiles also arrive by cp.async
                 T.gemm(x_shared, fn_shared, mul_frag, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
 
             T.copy(mul_frag, mul_shared)
@@ -147,38 +130,9 @@ def project_kernel(k: int, num_mixes: int, *, block_m: int, splits: int, num_sta
     return project
 
 
-@macro
-def rstd_from(square_sum, inverse, eps):
-    """`rsqrt(sum of squares * inverse + eps)`, rounded after each step: the same bits in every kernel."""
-    return T.rsqrt(T.ieee_add(T.ieee_mul(square_sum, inverse), eps))
-
-
-@macro
-def sum_parts(part, count, in_flight):
-    """The sum of `part(0)`, `part(1)`, ... in ascending order, `in_flight` of them asked for at once.
-
-    A last round of fewer asks for the last part again: a loop unrolled for more parts than there are, or with a branch
-    at each, would wait for them one by one.
-    """
-    part_local = T.alloc_local((in_flight,), T.float32)
-    total = T.alloc_var(T.float32)
-    total = 0.0
-    for first in T.serial(T.ceildiv(count, in_flight)):
-        for s in T.unroll(in_flight):
-            part_local[s] = part(T.min(first * in_flight + s, count - 1))
-        for s in T.unroll(in_flight):
-            total = total + T.if_then_else(first * in_flight + s < count, part_local[s], 0.0)
-    return total
-
-
-def choose_normalise(k: int, num_mixes: int, num_tokens: int) -> dict:
-    """The fewer tokens, the more parts; see `choose`."""
-    return dict(num_threads=128, in_flight=MANY_PARTS if num_tokens <= SPREAD else 8)
-
-
 @kernel(choose=choose_normalise, space=dict(num_threads=(64, 128, 256), in_flight=(8, MANY_PARTS)))
 def normalise_kernel(k: int, num_mixes: int, *, num_threads: int, in_flight: int):
-    """Sum the parts and normalise; one thread for each mix."""
+    """Sum the parts and normalize; one thread for each mix."""
     num_tokens, splits = T.dynamic('num_tokens'), T.dynamic('splits')
     rows = num_threads // num_mixes
 

@@ -1,32 +1,32 @@
-"""Kernel between the two sums of `pre_bwd`: from the gradients of coefficients to what the projection's gradient needs.
+"""Kernel of `pre_bwd` between `apply_mix_bwd_kernel` and `norm_fn_bwd_kernel`: gradients of the coefficients.
 
-    dz[t]    = gradients through sigmoid, and through the chain of Sinkhorn     see `split_mixes`, `sinkhorn`
-    o[t]     = dz[t] scale rstd[t], as TF32 takes it, in two parts              see `norm_fn_bwd_device`
-    pull[t]  = what the gradient of the residual has of the residual itself
-    parts    of dscale and dbase: the sums over the tokens of a warp
+    dz[t]    = gradients through sigmoid and Sinkhorn                           see `split_mixes`, `sinkhorn`
+    o[t]     = dz[t] scale rstd[t], rounded to TF32, in two parts               see `norm_fn_bwd_kernels.py`
+    pull[t]  = factor of the residual in its gradient
+    parts of dscale and dbase: sums over the tokens of a warp
 
-The coefficients of a token are 2 + n rows of n: pre, post, and the rows of comb. As for Sinkhorn a token has a few
-lanes, each with the same columns of all rows. Latency bound: the chain.
+The coefficients of a token are 2 + n rows of n: pre, post, and the rows of comb. As in Sinkhorn a few lanes own a
+token, each with the same columns of all rows. Latency bound by Sinkhorn.
 """
 
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import WARP, T
+from tile_kernels.mhc._checks import num_mixes
+from tile_kernels.mhc._macros import affine, high_of, round_to_tf32, sigmoid
 from tile_kernels.mhc.norm_fn_bwd_kernels import clear_dfn
-from tile_kernels.mhc.norm_fn_kernels import high_of, round_to_tf32
-from tile_kernels.mhc.sinkhorn import lanes_for, load_matrix, share_of, sum_lanes, unscale_matrix
-from tile_kernels.mhc.split_mixes import affine, num_mixes, sigmoid
+from tile_kernels.mhc.sinkhorn_kernels import columns_of, lanes_for, load_matrix, sum_lanes, unscale_matrix
 
 
 def tokens_of_a_warp(num_streams: int) -> int:
-    """Tokens whose gradients are summed in a part."""
+    """Tokens of a warp, which sums their gradients into one part."""
     return WARP // lanes_for(num_streams, num_streams)
 
 
 @kernel(choose=lambda *static: dict(num_threads=WARP), space=dict(num_threads=(WARP,)))
 def mixes_bwd_kernel(k: int, num_streams: int, width: int, repeat: int, clears: bool, *, num_threads: int):
-    """A warp for each part, `width` elements in an access to inputs; zeros for dfn, if others will add to it."""
+    """One warp for each part, `width` elements in an access to inputs. `clears` as in `prepare_bwd_kernel`."""
     lanes, rows, columns = lanes_for(num_streams, num_streams), 2 + num_streams, num_mixes(num_streams)
-    held, width = share_of(num_streams, lanes, width)
+    held, width = columns_of(num_streams, lanes, width)
     tokens = tokens_of_a_warp(num_streams)
     num_tokens, num_parts = T.dynamic('num_tokens'), T.dynamic('num_parts')
 

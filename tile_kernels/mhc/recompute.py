@@ -1,17 +1,15 @@
-"""Recompute: the inputs of many layers and the residual streams between them, from what the layers put out.
+"""Recompute: the inputs of many layers and the residual streams between them, from the outputs of the layers.
 
     layer_input[l] = apply_mix(residual, pre[l])
     residual       = post(layer_output[l], residual, post[l], comb[l]), also written to residuals[l]
 
-Between layers the streams stay in registers, rounded as if they had been written and read: the same bits as the two ops
-one after another, with one read of the first residual instead of two for each layer. A launch takes up to `MAX_LAYERS`
-layers, whose tensors are separate parameters; so nothing is copied to the device first, and the call can be captured.
-Memory bound: the floor is reading the first residual and every layer_output, and writing the rest.
+Between layers the streams stay in registers, rounded as in memory: the bits are those of the two ops in turn. The first
+residual is read once, not twice for each layer. A launch takes up to `MAX_LAYERS` layers. Their tensors are separate
+kernel parameters, so nothing is copied to the device first and CUDA graphs can capture the call. Memory bound: the
+minimum is one read of the first residual and of every layer_output, and one write of the rest.
 """
 
-import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,55 +20,43 @@ from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, macro, resident_blocks
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import Out, op
-from tile_kernels.mhc._rows import (
+from tile_kernels.mhc._checks import BF16, F32, STREAMS, check_streams, flat, lead_of, vector_width
+from tile_kernels.mhc._macros import (
     ROW_PASS_CONFIGS,
     ROW_THREADS,
-    STREAMS,
     WARP,
     apply_to_vector,
-    check_streams,
-    flat,
-    lead_of,
     load_streams,
     load_vector,
     part_threads_for,
     post_to_vector,
     store_streams,
     store_vector,
-    vector_width,
 )
-
-BF16, F32 = torch.bfloat16, torch.float32
 
 #: Layers of one launch.
 MAX_LAYERS = 6
 
-#: Outputs of layers a thread has asked for ahead: registers for more would cost threads.
+#: Outputs of layers that a thread loads ahead. More would take registers, so fewer threads would run.
 AHEAD = 4
 
-#: What a layer has, in the order of the parameters.
-SLOTS = ('pre', 'layer_input', 'layer_output', 'post', 'comb', 'residual')
-
-#: The arguments of the public function that fill them.
-LISTS = {name: f'{name}_mix_list' if name in ('pre', 'post', 'comb') else f'{name}_list' for name in SLOTS}
-
-# Config -------------------------------------------------------------------------------------
+# Config ------------------------------------------------------------------------------------
 
 
 def choose(hidden: int, num_streams: int, width: int, num_inputs: int, num_posts: int, num_tokens: int) -> dict:
-    """One vector for each thread: addresses of so many tensors would fill the registers of a second.
+    """One vector for each thread: the addresses of so many tensors take its registers.
 
-    As many threads on an SM as have registers for what they hold between layers.
+    `resident_threads` threads of an SM have enough registers for the streams between layers.
     """
     return dict(num_threads=part_threads_for(hidden // width), resident_threads=576 if num_streams <= 4 else 256)
 
 
-# Kernel -------------------------------------------------------------------------------------
+# Kernel ------------------------------------------------------------------------------------
 
 
 @macro
 def take_coefficients(token, layer, mix, first, mix_shared):
-    """The first threads of a block write the coefficients of a layer to `mix_shared[layer, first:]`."""
+    """The first warp of a block copies the coefficients of a layer to `mix_shared[layer, first:]`."""
     tx = T.get_thread_binding()
     count = mix.shape[1]
     for step in T.unroll(T.ceildiv(count, WARP)):
@@ -80,7 +66,7 @@ def take_coefficients(token, layer, mix, first, mix_shared):
 
 @macro
 def recall(mix_shared, layer, first, mix_local):
-    """Coefficients of a layer from shared memory."""
+    """Load coefficients of a layer from shared memory."""
     for v in T.unroll(mix_local.shape[0] // 2):
         for e in T.vectorized(2):
             mix_local[2 * v + e] = mix_shared[layer, first + 2 * v + e]
@@ -101,7 +87,7 @@ def recompute_kernel(
     num_threads: int,
     resident_threads: int,
 ):
-    """`num_inputs` layers get their input, the first `num_posts` of them end in a residual."""
+    """Inputs of `num_inputs` layers, and residuals after the first `num_posts` of them."""
     num_vectors = hidden // width
     parts = -(-num_vectors // num_threads)
     num_pairs = num_streams * num_streams
@@ -208,89 +194,77 @@ def recompute_kernel(
     return recompute
 
 
-# Ops ----------------------------------------------------------------------------------------
+# Ops ---------------------------------------------------------------------------------------
 
 
-def _with_slots(fn: Callable) -> Callable:
-    """Give a function of (first, **slots) its signature: `first`, and the slots of every layer, which may be None."""
-    kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
-    hints: dict[str, Any] = {'first': Tensor}
-    for layer in range(MAX_LAYERS):
-        for name in SLOTS:
-            hints[f'{name}{layer}'] = (Out if name in ('layer_input', 'residual') else Tensor) | None
-    parameters = [
-        inspect.Parameter(name, kind, default=empty if name == 'first' else None, annotation=hint)
-        for name, hint in hints.items()
-    ]
-    fn.__annotations__ = hints | {'return': None}
-    fn.__signature__ = inspect.Signature(parameters)
-    return fn
+@op()
+def recompute_(
+    initial_residual: Tensor,
+    pre_mix_list: list[Tensor],
+    layer_output_list: list[Tensor],
+    post_mix_list: list[Tensor],
+    comb_mix_list: list[Tensor],
+    layer_input_list: list[Out],
+    residual_list: list[Out],
+) -> None:
+    """Recompute the inputs of L layers and the residual streams after them, into memory of the caller.
 
-
-def _columns(slots: dict[str, Tensor | None]) -> dict[str, list[Tensor]]:
-    """The tensors of every kind of slot, layer after layer."""
-    return {
-        name: [x for layer in range(MAX_LAYERS) if (x := slots.get(f'{name}{layer}')) is not None] for name in SLOTS
-    }
-
-
-@_with_slots
-def _twin(first: Tensor, **slots: Tensor | None) -> None:
-    from tile_kernels.reference.mhc import mhc_multilayer_recompute as twin
-
-    of = _columns(slots)
-    twin(first, of['pre'], of['layer_output'], of['post'], of['comb'], of['layer_input'], of['residual'])
-
-
-@op(twin=_twin)
-@_with_slots
-def recompute_(first: Tensor, **slots: Tensor | None) -> None:
-    """Recompute up to six layers into memory of the caller; see `mhc_multilayer_recompute`.
-
-    Layer l has `pre<l>`, `layer_input<l>` (written), and, except perhaps the last, `layer_output<l>`, `post<l>`,
-    `comb<l>` and `residual<l>` (written).
+    Args:
+        initial_residual: (..., n, hidden) bfloat16, contiguous.
+        pre_mix_list: L tensors (..., n, 1) float32.
+        layer_output_list: L or L - 1 tensors (..., hidden) bfloat16.
+        post_mix_list: as many tensors (..., n, 1) float32.
+        comb_mix_list: as many tensors (..., n, n) float32.
+        layer_input_list: L tensors (..., hidden) bfloat16; overwritten.
+        residual_list: as many tensors (..., n, hidden) bfloat16 as outputs; overwritten.
     """
-    of = _columns(slots)
-    lead, num_streams, hidden = _check(first, of)
-    inner = dict(
-        pre=(num_streams,),
-        layer_input=(1, hidden),
-        layer_output=(1, hidden),
-        post=(num_streams,),
-        comb=(num_streams * num_streams,),
-        residual=(num_streams, hidden),
-    )
-    views = {name: [flat(x, lead, *inner[name]) for x in tensors] for name, tensors in of.items()}
-    rows = [first, *of['layer_input'], *of['layer_output'], *of['residual']]
-    static = (hidden, num_streams, vector_width(*rows), len(of['pre']), len(of['post']))
-    args = [views[name][layer] if layer < len(views[name]) else None for layer in range(MAX_LAYERS) for name in SLOTS]
-    launch(recompute_kernel, static, flat(first, lead, num_streams, hidden), *args)
+    lists = (pre_mix_list, layer_input_list, layer_output_list, post_mix_list, comb_mix_list, residual_list)
+    lead, num_streams, hidden = _check(initial_residual, *lists)
+    row = (1, hidden)
+    inner = ((num_streams,), row, row, (num_streams,), (num_streams**2,), (num_streams, hidden))
+    first = initial_residual
+    for start in range(0, len(pre_mix_list), MAX_LAYERS):
+        pre, inputs, outputs, post, comb, residuals = (tensors[start : start + MAX_LAYERS] for tensors in lists)
+        views = [
+            flat(tensors[layer], lead, *shape) if layer < len(tensors) else None
+            for layer in range(MAX_LAYERS)
+            for tensors, shape in zip((pre, inputs, outputs, post, comb, residuals), inner, strict=True)
+        ]
+        static = (hidden, num_streams, vector_width(first, *inputs, *outputs, *residuals), len(pre), len(post))
+        launch(recompute_kernel, static, flat(first, lead, num_streams, hidden), *views)
+        first = residuals[-1] if residuals else first
 
 
-def _check(first: Tensor, of: dict[str, list[Tensor]]) -> tuple[tuple, int, int]:
+def _check(
+    initial_residual: Tensor,
+    pre: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    post: Sequence[Tensor],
+    comb: Sequence[Tensor],
+    residuals: Sequence[Tensor],
+) -> tuple[tuple[int, ...], int, int]:
     """Check all tensors; returns the leading shape, the number of streams and hidden."""
-    num_layers, num_posts = len(of['pre']), len(of['layer_output'])
-    check.at_least(num_layers, 1, f'the length of {LISTS["pre"]}')
-    check.equal(len(of['layer_input']), num_layers, f'the length of {LISTS["layer_input"]}')
-    check.one_of(num_posts, (num_layers - 1, num_layers), f'the length of {LISTS["layer_output"]}')
-    for name in ('post', 'comb', 'residual'):
-        check.equal(len(of[name]), num_posts, f'the length of {LISTS[name]}')
-    lead = lead_of(first, 'initial_residual', 'num_streams hidden', BF16)
-    num_streams, hidden = first.shape[-2:]
+    check.at_least(len(pre), 1, 'the length of pre_mix_list')
+    check.equal(len(inputs), len(pre), 'the length of layer_input_list')
+    check.one_of(len(outputs), (len(pre) - 1, len(pre)), 'the length of layer_output_list')
+    for name, tensors in dict(post_mix_list=post, comb_mix_list=comb, residual_list=residuals).items():
+        check.equal(len(tensors), len(outputs), f'the length of {name}')
+    lead = lead_of(initial_residual, 'initial_residual', 'num_streams hidden', BF16)
+    num_streams, hidden = initial_residual.shape[-2:]
     check_streams(num_streams, hidden)
-    specs = dict(
-        pre=('num_streams one', F32),
-        layer_input=('hidden', BF16),
-        layer_output=('hidden', BF16),
-        post=('num_streams one', F32),
-        comb=('num_streams outputs', F32),
-        residual=('num_streams hidden', BF16),
-    )
     known = dict(num_streams=num_streams, one=1, outputs=num_streams, hidden=hidden)
-    for name, (spec, dtype) in specs.items():
-        for layer, x in enumerate(of[name]):
-            lead_of(x, f'{LISTS[name]}[{layer}]', spec, dtype, lead, **known)
-            check.same_device(initial_residual=first, **{f'{LISTS[name]}[{layer}]': x})
+    for name, tensors, spec, dtype in (
+        ('pre_mix_list', pre, 'num_streams one', F32),
+        ('layer_input_list', inputs, 'hidden', BF16),
+        ('layer_output_list', outputs, 'hidden', BF16),
+        ('post_mix_list', post, 'num_streams one', F32),
+        ('comb_mix_list', comb, 'num_streams outputs', F32),
+        ('residual_list', residuals, 'num_streams hidden', BF16),
+    ):
+        for layer, x in enumerate(tensors):
+            lead_of(x, f'{name}[{layer}]', spec, dtype, lead, **known)
+            check.same_device(initial_residual=initial_residual, **{f'{name}[{layer}]': x})
     return lead, num_streams, hidden
 
 
@@ -314,42 +288,54 @@ def mhc_multilayer_recompute(
         layer_input_list: L tensors (..., hidden) bfloat16; overwritten.
         residual_list: (..., n, hidden) bfloat16, as many as outputs; overwritten with the residual after each layer.
     """
-    lists = (pre_mix_list, layer_input_list, layer_output_list, post_mix_list, comb_mix_list, residual_list)
-    for name, tensors in zip(SLOTS, lists, strict=True):
+    lists = dict(
+        pre_mix_list=pre_mix_list,
+        layer_output_list=layer_output_list,
+        post_mix_list=post_mix_list,
+        comb_mix_list=comb_mix_list,
+        layer_input_list=layer_input_list,
+        residual_list=residual_list,
+    )
+    for name, tensors in lists.items():
         if not isinstance(tensors, Sequence):
-            check.fail(LISTS[name], 'must be a sequence of tensors', check.describe(tensors))
-    of = dict(zip(SLOTS, (list(tensors) for tensors in lists), strict=True))
-    _check(initial_residual, of)
-    first = initial_residual
-    for start in range(0, len(pre_mix_list), MAX_LAYERS):
-        chunk = {name: tensors[start : start + MAX_LAYERS] for name, tensors in of.items()}
-        slots = {f'{name}{layer}': x for name in SLOTS for layer, x in enumerate(chunk[name])}
-        recompute_(first, **slots)
-        first = chunk['residual'][-1] if chunk['residual'] else first
+            check.fail(name, 'must be a sequence of tensors', check.describe(tensors))
+        for layer, x in enumerate(tensors):
+            check.tensor(x, f'{name}[{layer}]')
+    recompute_(initial_residual, *(list(tensors) for tensors in lists.values()))
 
 
-# Cases --------------------------------------------------------------------------------------
+# Cases -------------------------------------------------------------------------------------
 
 
 def _make(lead: tuple, hidden: int, num_streams: int, num_layers: int, num_posts: int) -> dict:
-    made = dict(first=torch.randn(*lead, num_streams, hidden, dtype=BF16))
+    pre, inputs, outputs, post, comb, residuals = ([] for _ in range(6))
+    initial_residual = torch.randn(*lead, num_streams, hidden, dtype=BF16)
     for layer in range(num_layers):
-        made[f'pre{layer}'] = torch.rand(*lead, num_streams, 1) / num_streams
-        made[f'layer_input{layer}'] = torch.empty(*lead, hidden, dtype=BF16)
+        pre.append(torch.rand(*lead, num_streams, 1) / num_streams)
+        inputs.append(torch.empty(*lead, hidden, dtype=BF16))
         if layer < num_posts:
-            made[f'layer_output{layer}'] = torch.randn(*lead, hidden, dtype=BF16)
-            made[f'post{layer}'] = torch.rand(*lead, num_streams, 1)
-            made[f'comb{layer}'] = torch.randn(*lead, num_streams, num_streams).softmax(-1)
-            made[f'residual{layer}'] = torch.empty(*lead, num_streams, hidden, dtype=BF16)
-    return made
+            outputs.append(torch.randn(*lead, hidden, dtype=BF16))
+            post.append(torch.rand(*lead, num_streams, 1))
+            comb.append(torch.randn(*lead, num_streams, num_streams).softmax(-1))
+            residuals.append(torch.empty(*lead, num_streams, hidden, dtype=BF16))
+    return dict(
+        initial_residual=initial_residual,
+        pre_mix_list=pre,
+        layer_output_list=outputs,
+        post_mix_list=post,
+        comb_mix_list=comb,
+        layer_input_list=inputs,
+        residual_list=residuals,
+    )
 
 
 recompute_.cases(
     make=_make,
-    match=dict(rtol=1e-2, atol=2e-2),  # a stream that rounds to the other neighbour feeds all later layers
+    match=dict(rtol=1e-2, atol=2e-2),  # one stream element rounded differently changes all later layers
     smoke=grid(lead=[(0,), (2, 3)], hidden=[128], num_streams=[4], num_layers=[2], num_posts=[1, 2])
     + grid(lead=[(3,)], hidden=[576], num_streams=STREAMS, num_layers=[1], num_posts=[0, 1])
-    + grid(lead=[(3,)], hidden=[64], num_streams=[4], num_layers=[6], num_posts=[5, 6]),
+    + grid(lead=[(3,)], hidden=[64], num_streams=[4], num_layers=[6], num_posts=[5, 6])
+    + grid(lead=[(3,)], hidden=[64], num_streams=[2], num_layers=[8], num_posts=[7]),  # two launches
     full=grid(lead=[(2001,)], hidden=[2560, 7168], num_streams=[4], num_layers=[4, 5], num_posts=[4]),
     bench=grid(lead=[(8192,)], hidden=[7168], num_streams=[4], num_layers=[6], num_posts=[6])
     + grid(lead=[(64,), (4096,)], hidden=[4096], num_streams=[4], num_layers=[4], num_posts=[3]),

@@ -1,4 +1,4 @@
-"""Sum the parts of a projection and normalise, for callers that bring their own matrix product.
+"""Sum the parts of a projection and normalize, for callers that bring their own matrix product.
 
     mul[t, g, j]  = sum_s mul_parts[s, t, g, j]             square[t, g] = sum_s square_parts[s, t, g]
     rstd[t, g]    = rsqrt(square[t, g] / group + eps)
@@ -7,7 +7,7 @@
     dmul[t, g, j] = dy[t, j] rstd[t, g]
     dsquare[t, g] = -rstd[t, g]^3 / (2 group) sum_j dy[t, j] mul[t, g, j]
 
-One thread owns a column of a token, backward a group of it. Latency bound.
+One thread owns a column of a token, in backward a group of a token. Latency bound.
 """
 
 import torch
@@ -18,12 +18,11 @@ from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T
 from tile_kernels.core.launch import launch
-from tile_kernels.core.op import Out, op
-from tile_kernels.mhc.norm_fn_kernels import rstd_from
+from tile_kernels.core.op import empty, op
+from tile_kernels.mhc._checks import F32, check_first_extent, reshaped
+from tile_kernels.mhc._macros import rstd_from
 
-F32 = torch.float32
-
-# Kernels ------------------------------------------------------------------------------------
+# Kernels -----------------------------------------------------------------------------------
 
 
 @kernel(choose=lambda *static: dict(num_threads=128), space=dict(num_threads=(64, 128, 256)))
@@ -92,11 +91,11 @@ def reduce_parts_bwd_kernel(num_groups: int, num_mixes: int, *, num_threads: int
     return reduce_parts_bwd
 
 
-# Ops ----------------------------------------------------------------------------------------
+# Ops ---------------------------------------------------------------------------------------
 
 
 def _check(**tensors: tuple[Tensor, str]) -> dict[str, int]:
-    """Check contiguous float32 tensors against their shapes in words; returns the extents by name."""
+    """Check contiguous float32 tensors against named extents; returns the extents by name."""
     known: dict[str, int] = {}
     for name, (x, spec) in tensors.items():
         given = {dim: known[dim] for dim in spec.split() if dim in known}
@@ -107,70 +106,117 @@ def _check(**tensors: tuple[Tensor, str]) -> dict[str, int]:
     return known
 
 
-@op()
-def reduce_parts_bwd_(
-    dy: Tensor, mul: Tensor, square: Tensor, dmul: Out, dsquare: Out, group: int, eps: float = 1e-6
-) -> None:
-    """Gradients of the sums of `reduce_parts_`.
+@op(outputs='dmul dsquare', out=True)
+def reduce_parts_bwd(dy: Tensor, mul: Tensor, square: Tensor, group: int, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """Gradients of the sums of `reduce_parts`.
 
     Args:
         dy: (num_tokens, num_mixes) float32, contiguous.
         mul: (num_tokens, num_groups, num_mixes) float32, contiguous.
         square: (num_tokens, num_groups) float32, contiguous.
-        dmul: shape of mul; overwritten.
-        dsquare: shape of square; overwritten.
         group: channels of a group.
         eps: added to the mean square.
+
+    Returns:
+        Gradients of mul and square, in their shapes.
     """
     extents = _check(
         dy=(dy, 'num_tokens num_mixes'),
         mul=(mul, 'num_tokens num_groups num_mixes'),
         square=(square, 'num_tokens num_groups'),
-        dmul=(dmul, 'num_tokens num_groups num_mixes'),
-        dsquare=(dsquare, 'num_tokens num_groups'),
     )
     check.at_least(group, 1, 'group')
+    dmul, dsquare = (empty(name, x.shape, F32, x.device) for name, x in (('dmul', mul), ('dsquare', square)))
     static = (extents['num_groups'], extents['num_mixes'])
     launch(reduce_parts_bwd_kernel, static, dy, mul, square, dmul, dsquare, 1.0 / group, eps)
+    return dmul, dsquare
 
 
-@op()
-def reduce_parts_(
-    mul_parts: Tensor, square_parts: Tensor, mul: Out, square: Out, y: Out, group: int, eps: float = 1e-6
-) -> None:
-    """Sum the parts of a projection and normalise.
+@op(outputs='mul square y', out=True)
+def reduce_parts(
+    mul_parts: Tensor, square_parts: Tensor, group: int, eps: float = 1e-6
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum the parts of a projection and normalize.
 
     Args:
         mul_parts: (splits, num_tokens, num_groups, num_mixes) float32, contiguous; parts of the products.
         square_parts: (splits, num_tokens, num_groups) float32, contiguous; parts of the sums of squares.
-        mul: (num_tokens, num_groups, num_mixes) float32, contiguous; overwritten with the products.
-        square: (num_tokens, num_groups) float32, contiguous; overwritten with the sums of squares.
-        y: (num_tokens, num_mixes) float32, contiguous; overwritten.
         group: channels of a group.
         eps: added to the mean square.
+
+    Returns:
+        The products (num_tokens, num_groups, num_mixes), the sums of squares (num_tokens, num_groups) and the
+        normalized projection (num_tokens, num_mixes), float32.
     """
     extents = _check(
         mul_parts=(mul_parts, 'splits num_tokens num_groups num_mixes'),
         square_parts=(square_parts, 'splits num_tokens num_groups'),
-        mul=(mul, 'num_tokens num_groups num_mixes'),
-        square=(square, 'num_tokens num_groups'),
-        y=(y, 'num_tokens num_mixes'),
     )
     check.at_least(group, 1, 'group')
+    _, num_tokens, num_groups, num_mixes = mul_parts.shape
+    mul = empty('mul', (num_tokens, num_groups, num_mixes), F32, mul_parts.device)
+    square = empty('square', (num_tokens, num_groups), F32, mul_parts.device)
+    y = empty('y', (num_tokens, num_mixes), F32, mul_parts.device)
     static = (extents['num_groups'], extents['num_mixes'])
     launch(reduce_parts_kernel, static, y, mul_parts, square_parts, mul, square, 1.0 / group, eps)
+    return mul, square, y
 
 
-# Cases --------------------------------------------------------------------------------------
+def mhc_reduce_partials_and_rmsnorm_fwd(
+    out_mul_splitted: Tensor,
+    sqrsum_splitted: Tensor,
+    out_mul: Tensor,
+    sqrsum: Tensor,
+    out: Tensor,
+    rms_group_size: int,
+    rms_eps: float,
+    n_splits: int,
+) -> None:
+    """Sum n_splits parts of a projection and its squares, and write the normalized projection into out."""
+    check_first_extent(out_mul_splitted, 'out_mul_splitted', n_splits)
+    num_tokens, num_mixes = check.shape(out, 'out', 'num_tokens num_mixes')
+    num_groups = sqrsum_splitted.shape[-1] if check.tensor(sqrsum_splitted, 'sqrsum_splitted').dim() == 3 else 1
+    reduce_parts.out(
+        reshaped(out_mul_splitted, 'out_mul_splitted', n_splits, num_tokens, num_groups, num_mixes),
+        reshaped(sqrsum_splitted, 'sqrsum_splitted', n_splits, num_tokens, num_groups),
+        rms_group_size,
+        rms_eps,
+        mul=reshaped(out_mul, 'out_mul', num_tokens, num_groups, num_mixes),
+        square=reshaped(sqrsum, 'sqrsum', num_tokens, num_groups),
+        y=out,
+    )
+
+
+def mhc_reduce_partials_and_rmsnorm_bwd(
+    out_grad: Tensor,
+    out_mul: Tensor,
+    sqrsum: Tensor,
+    out_mul_grad: Tensor,
+    sqrsum_grad: Tensor,
+    rms_group_size: int,
+    rms_eps: float,
+) -> None:
+    """Write the gradients of out_mul and sqrsum."""
+    num_tokens, num_mixes = check.shape(out_grad, 'out_grad', 'num_tokens num_mixes')
+    num_groups = sqrsum.shape[-1] if check.tensor(sqrsum, 'sqrsum').dim() == 2 else 1
+    reduce_parts_bwd.out(
+        out_grad,
+        reshaped(out_mul, 'out_mul', num_tokens, num_groups, num_mixes),
+        reshaped(sqrsum, 'sqrsum', num_tokens, num_groups),
+        rms_group_size,
+        rms_eps,
+        dmul=reshaped(out_mul_grad, 'out_mul_grad', num_tokens, num_groups, num_mixes),
+        dsquare=reshaped(sqrsum_grad, 'sqrsum_grad', num_tokens, num_groups),
+    )
+
+
+# Cases -------------------------------------------------------------------------------------
 
 
 def _make(splits: int, num_tokens: int, num_groups: int, num_mixes: int) -> dict:
     return dict(
         mul_parts=torch.randn(splits, num_tokens, num_groups, num_mixes),
         square_parts=torch.rand(splits, num_tokens, num_groups) * 100 + 1,
-        mul=torch.empty(num_tokens, num_groups, num_mixes),
-        square=torch.empty(num_tokens, num_groups),
-        y=torch.empty(num_tokens, num_mixes),
         group=64,
     )
 
@@ -180,21 +226,19 @@ def _make_bwd(num_tokens: int, num_groups: int, num_mixes: int) -> dict:
         dy=torch.randn(num_tokens, num_mixes),
         mul=torch.randn(num_tokens, num_groups, num_mixes),
         square=torch.rand(num_tokens, num_groups) * 100 + 1,
-        dmul=torch.empty(num_tokens, num_groups, num_mixes),
-        dsquare=torch.empty(num_tokens, num_groups),
         group=64,
     )
 
 
 SIZES = dict(num_tokens=[0, 37], num_groups=[1, 3], num_mixes=[24])
 CLOSE = dict(rtol=1e-5, atol=1e-5)
-reduce_parts_.cases(
+reduce_parts.cases(
     make=_make,
     match=CLOSE,
     smoke=grid(splits=[1, 3], **SIZES),
     bench=grid(splits=[16], num_tokens=[4096], num_groups=[1], num_mixes=[24]),
 )
-reduce_parts_bwd_.cases(
+reduce_parts_bwd.cases(
     make=_make_bwd,
     match=CLOSE,
     smoke=grid(**SIZES),

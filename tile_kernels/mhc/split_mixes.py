@@ -5,9 +5,8 @@
     post[t, c]    = sigmoid(z[t, n + c]) post_mult
     comb[t, i, o] = z[t, 2n + i n + o]
 
-The head of a model needs the first part alone (`head_mix`). One thread owns an element. Backward, the sums over tokens
-(dscale, dbase) are taken by `PARTS` blocks, and their results by a second kernel, always in the same order. Latency
-bound.
+The head of a model needs only the first part (`head_mix`). One thread owns an element. In backward `PARTS` blocks sum
+dscale and dbase over tokens, and a second kernel sums their results; the order is fixed. Latency bound.
 """
 
 import torch
@@ -16,42 +15,24 @@ from torch import Tensor
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T, begin_early, macro
+from tile_kernels.core.lang import T, begin_early
 from tile_kernels.core.launch import launch
-from tile_kernels.core.op import Out, op
-from tile_kernels.mhc._rows import STREAMS, WARP, flat, lead_of
+from tile_kernels.core.op import empty, op
+from tile_kernels.mhc._checks import F32, STREAMS, check_scale_and_base, flat, lead_of, num_mixes, reshaped
+from tile_kernels.mhc._macros import WARP, affine, sigmoid
 
-F32 = torch.float32
-
-#: Blocks that sum over tokens, whatever their number: results do not depend on the device.
+#: Blocks that sum over tokens. The number is fixed, so results do not depend on the GPU.
 PARTS = 128
 
-#: Tokens a thread of these has under way.
+#: Tokens a thread of these blocks loads at a time.
 IN_FLIGHT = 4
 
-# Kernels ------------------------------------------------------------------------------------
-
-
-def num_mixes(num_streams: int, head: bool = False) -> int:
-    """Coefficients of a token."""
-    return num_streams if head else num_streams * (2 + num_streams)
+# Kernels -----------------------------------------------------------------------------------
 
 
 def part_of(j, num_streams: int):
     """The part an element belongs to."""
     return T.min(j // num_streams, 2)
-
-
-@macro
-def affine(value, scale, base):
-    """`value scale + base`, rounded once."""
-    return T.ieee_fmaf(value, scale, base)
-
-
-@macro
-def sigmoid(z):
-    """1 / (1 + exp(-z)), every step rounded on its own."""
-    return T.ieee_fdiv(T.float32(1.0), T.ieee_add(T.float32(1.0), T.exp(-z)))
 
 
 @kernel(choose=lambda *static: dict(num_threads=256), space=dict(num_threads=(128, 256, 512)))
@@ -126,7 +107,7 @@ def split_mixes_bwd_kernel(num_streams: int, head: bool, *, num_threads: int):
                 base_j = base[j]
                 for step in T.serial(T.ceildiv(num_tokens, IN_FLIGHT * num_parts * rows)):
                     first = (step * IN_FLIGHT * num_parts + pid) * rows + row
-                    for f in T.unroll(IN_FLIGHT):  # all are asked for before the first is used
+                    for f in T.unroll(IN_FLIGHT):  # all loads are issued before the first use
                         token = first + f * num_parts * rows
                         if token < num_tokens:
                             value_local[f] = mixes[token, j]
@@ -201,81 +182,19 @@ def sum_parts_kernel(num_scales: int, width: int, *, num_threads: int):
     return sum_parts
 
 
-# Ops ----------------------------------------------------------------------------------------
+# Ops ---------------------------------------------------------------------------------------
 
 
-def check_mixes(mixes: Tensor, scale: Tensor, base: Tensor, num_streams: int, head: bool = False) -> tuple:
+def check_mixes(mixes: Tensor, scale: Tensor, base: Tensor, num_streams: int, head: bool = False) -> tuple[int, ...]:
     """Check the inputs; returns the leading shape."""
     check.one_of(num_streams, STREAMS, 'the number of streams')
-    width = num_mixes(num_streams, head)
-    lead = lead_of(mixes, 'mixes', 'num_mixes', F32, num_mixes=width)
-    check.shape(scale, 'scale', 'num_scales', dtype=F32, num_scales=1 if head else 3)
-    check.shape(base, 'base', 'num_mixes', dtype=F32, num_mixes=width)
-    check.contiguous(scale, 'scale')
-    check.contiguous(base, 'base')
+    lead = lead_of(mixes, 'mixes', 'num_mixes', F32, num_mixes=num_mixes(num_streams, head))
+    check_scale_and_base(scale, base, num_streams, head)
     check.same_device(mixes=mixes, scale=scale, base=base)
     return lead
 
 
-def _check_mix(x: Tensor, name: str, lead: tuple, num_streams: int, last: int = 1) -> Tensor:
-    """Check coefficients (..., num_streams, last); returns them as the kernels take them."""
-    lead_of(x, name, 'num_streams last', F32, lead, num_streams=num_streams, last=last)
-    return flat(x, lead, num_streams * last)
-
-
-@op()
-def split_mixes_bwd_(
-    dpre: Tensor,
-    dpost: Tensor,
-    dcomb: Tensor,
-    mixes: Tensor,
-    scale: Tensor,
-    base: Tensor,
-    dmixes: Out,
-    dscale: Out,
-    dbase: Out,
-    post_mult: float = 1.0,
-) -> None:
-    """Gradients of `split_mixes` into memory of the caller; see `split_mixes_bwd`.
-
-    Args:
-        dpre: (..., num_streams, 1) float32, contiguous.
-        dpost: (..., num_streams, 1) float32, contiguous.
-        dcomb: (..., num_streams, num_streams) float32, contiguous.
-        mixes: as given to `split_mixes`.
-        scale: as given to `split_mixes`.
-        base: as given to `split_mixes`.
-        dmixes: shape of mixes; overwritten.
-        dscale: (3,); overwritten.
-        dbase: shape of base; overwritten.
-        post_mult: as given to `split_mixes`.
-    """
-    num_streams = dcomb.shape[-1]
-    lead = check_mixes(mixes, scale, base, num_streams)
-    width = num_mixes(num_streams)
-    lead_of(dmixes, 'dmixes', 'num_mixes', F32, lead, num_mixes=width)
-    check.shape(dscale, 'dscale', 'num_scales', dtype=F32, num_scales=3)
-    check.shape(dbase, 'dbase', 'num_mixes', dtype=F32, num_mixes=width)
-    check.same_device(mixes=mixes, dpre=dpre, dpost=dpost, dcomb=dcomb, dmixes=dmixes, dscale=dscale, dbase=dbase)
-    scale_parts, base_parts = mixes.new_empty(PARTS, 3), mixes.new_empty(PARTS, width)
-    launch(
-        split_mixes_bwd_kernel,
-        (num_streams, False),
-        scale_parts,
-        base_parts,
-        _check_mix(dpre, 'dpre', lead, num_streams),
-        _check_mix(dpost, 'dpost', lead, num_streams),
-        _check_mix(dcomb, 'dcomb', lead, num_streams, num_streams),
-        flat(mixes, lead, width),
-        scale,
-        base,
-        flat(dmixes, lead, width),
-        post_mult,
-    )
-    launch(sum_parts_kernel, (3, width), scale_parts, base_parts, dscale, dbase)
-
-
-@op(outputs='dmixes dscale dbase')
+@op(outputs='dmixes dscale dbase', out=True)
 def split_mixes_bwd(
     dpre: Tensor,
     dpost: Tensor,
@@ -299,52 +218,34 @@ def split_mixes_bwd(
     Returns:
         Gradients of mixes, scale and base, float32; deterministic.
     """
-    dmixes, dscale, dbase = torch.empty_like(mixes), torch.empty_like(scale), torch.empty_like(base)
-    split_mixes_bwd_.fn(dpre, dpost, dcomb, mixes, scale, base, dmixes, dscale, dbase, post_mult)
+    num_streams = dcomb.shape[-1] if dcomb.dim() else 0
+    lead = check_mixes(mixes, scale, base, num_streams)
+    width = num_mixes(num_streams)
+    for name, x, last in (('dpre', dpre, 1), ('dpost', dpost, 1), ('dcomb', dcomb, num_streams)):
+        lead_of(x, name, 'num_streams last', F32, lead, num_streams=num_streams, last=last)
+    check.same_device(mixes=mixes, dpre=dpre, dpost=dpost, dcomb=dcomb)
+    given = (('dmixes', mixes), ('dscale', scale), ('dbase', base))
+    dmixes, dscale, dbase = (empty(name, x.shape, F32, x.device) for name, x in given)
+    scale_parts, base_parts = mixes.new_empty(PARTS, 3), mixes.new_empty(PARTS, width)
+    launch(
+        split_mixes_bwd_kernel,
+        (num_streams, False),
+        scale_parts,
+        base_parts,
+        flat(dpre, lead, num_streams),
+        flat(dpost, lead, num_streams),
+        flat(dcomb, lead, num_streams * num_streams),
+        flat(mixes, lead, width),
+        scale,
+        base,
+        flat(dmixes, lead, width),
+        post_mult,
+    )
+    launch(sum_parts_kernel, (3, width), scale_parts, base_parts, dscale, dbase)
     return dmixes, dscale, dbase
 
 
-@op()
-def split_mixes_(
-    mixes: Tensor,
-    scale: Tensor,
-    base: Tensor,
-    pre: Out,
-    post: Out,
-    comb: Out,
-    post_mult: float = 1.0,
-    pre_eps: float = 1e-6,
-) -> None:
-    """Split mixes into memory of the caller; see `split_mixes`.
-
-    Args:
-        mixes: (..., n (2 + n)) float32, contiguous, for n streams.
-        scale: (3,) float32.
-        base: (n (2 + n),) float32.
-        pre: (..., n, 1) float32, contiguous; overwritten.
-        post: (..., n, 1) float32, contiguous; overwritten.
-        comb: (..., n, n) float32, contiguous; overwritten.
-        post_mult: factor of post.
-        pre_eps: added to pre.
-    """
-    num_streams = comb.shape[-1]
-    lead = check_mixes(mixes, scale, base, num_streams)
-    check.same_device(mixes=mixes, pre=pre, post=post, comb=comb)
-    launch(
-        split_mixes_kernel,
-        (num_streams, False),
-        flat(mixes, lead, num_mixes(num_streams)),
-        scale,
-        base,
-        _check_mix(pre, 'pre', lead, num_streams),
-        _check_mix(post, 'post', lead, num_streams),
-        _check_mix(comb, 'comb', lead, num_streams, num_streams),
-        pre_eps,
-        post_mult,
-    )
-
-
-@op(outputs='pre post comb', backward=split_mixes_bwd)
+@op(outputs='pre post comb', backward=split_mixes_bwd, out=True)
 def split_mixes(
     mixes: Tensor,
     scale: Tensor,
@@ -367,13 +268,94 @@ def split_mixes(
         pre and post (..., n, 1), comb (..., n, n), float32.
     """
     lead = check_mixes(mixes, scale, base, num_streams)
-    pre, post = (mixes.new_empty((*lead, num_streams, 1)) for _ in range(2))
-    comb = mixes.new_empty((*lead, num_streams, num_streams))
-    split_mixes_.fn(mixes, scale, base, pre, post, comb, post_mult, pre_eps)
+    pre, post = (empty(name, (*lead, num_streams, 1), F32, mixes.device) for name in ('pre', 'post'))
+    comb = empty('comb', (*lead, num_streams, num_streams), F32, mixes.device)
+    launch(
+        split_mixes_kernel,
+        (num_streams, False),
+        flat(mixes, lead, num_mixes(num_streams)),
+        scale,
+        base,
+        flat(pre, lead, num_streams),
+        flat(post, lead, num_streams),
+        flat(comb, lead, num_streams * num_streams),
+        pre_eps,
+        post_mult,
+    )
     return pre, post, comb
 
 
-# Cases --------------------------------------------------------------------------------------
+def mhc_mix_split(
+    mixes: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    num_streams: int = 4,
+    *,
+    post_mult: float = 1.0,
+    pre_eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Coefficients of every token from its projection; differentiable.
+
+    Args:
+        mixes: (..., n (2 + n)) float32 for n streams, contiguous.
+        scale: (3,) float32.
+        base: (n (2 + n),) float32.
+        num_streams: n: 2, 4 or 8.
+        post_mult: factor of post.
+        pre_eps: added to pre.
+
+    Returns:
+        pre and post (..., n, 1), comb (..., n, n) before `sinkhorn_normalize`.
+    """
+    return split_mixes(mixes, scale, base, num_streams, post_mult, pre_eps)
+
+
+def _coefficients(input_mixes: Tensor, mhc_base: Tensor, **mixes: Tensor) -> tuple[int, list[Tensor]]:
+    """The number of streams, and coefficients in the shapes of the ops; the last are those of comb."""
+    lead = check.tensor(input_mixes, 'input_mixes').shape[:-1]
+    num_streams = round((check.tensor(mhc_base, 'mhc_base').numel() + 1) ** 0.5) - 1
+    lasts = [1] * (len(mixes) - 1) + [num_streams]
+    shapes = [(*lead, num_streams, last) for last in lasts]
+    return num_streams, [reshaped(x, name, *shape) for (name, x), shape in zip(mixes.items(), shapes, strict=True)]
+
+
+def mhc_pre_split_mixes_fwd(
+    input_mixes: Tensor,
+    mhc_scale: Tensor,
+    mhc_base: Tensor,
+    pre: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    mhc_post_mult_value: float,
+    mhc_pre_eps: float,
+) -> None:
+    """Split mixes (..., n (2 + n)) into pre and post of n and comb of n^2 coefficients."""
+    n, (pre, post, comb) = _coefficients(input_mixes, mhc_base, pre=pre, post=post, comb=comb)
+    options = (n, mhc_post_mult_value, mhc_pre_eps)
+    split_mixes.out(input_mixes, mhc_scale, mhc_base, *options, pre=pre, post=post, comb=comb)
+
+
+def mhc_pre_split_mixes_bwd(
+    pre_grad: Tensor,
+    post_grad: Tensor,
+    comb_grad: Tensor,
+    input_mixes: Tensor,
+    post: Tensor,
+    mhc_scale: Tensor,
+    mhc_base: Tensor,
+    input_mixes_grad: Tensor,
+    mhc_scale_grad: Tensor,
+    mhc_base_grad: Tensor,
+    mhc_post_mult_value: float,
+) -> None:
+    """Write the gradients of mixes, scale and base; `post` has no effect: the mixes determine it."""
+    gradients = dict(pre_grad=pre_grad, post_grad=post_grad, comb_grad=comb_grad)
+    _, upstream = _coefficients(input_mixes, mhc_base, **gradients)
+    outputs = dict(dmixes=input_mixes_grad, dscale=mhc_scale_grad, dbase=mhc_base_grad)
+    split_mixes_bwd.out(*upstream, input_mixes, mhc_scale, mhc_base, mhc_post_mult_value, **outputs)
+
+
+# Cases -------------------------------------------------------------------------------------
 
 
 def _make(lead: tuple, num_streams: int) -> dict:
@@ -382,24 +364,10 @@ def _make(lead: tuple, num_streams: int) -> dict:
     return dict(mixes=mixes, scale=scale, base=base, num_streams=num_streams, post_mult=2.0)
 
 
-def _coefficients(lead: tuple, num_streams: int, *names: str) -> dict:
-    shapes = [(num_streams, 1), (num_streams, 1), (num_streams, num_streams)]
-    return {name: torch.randn(*lead, *shape) for name, shape in zip(names, shapes, strict=True)}
-
-
-def _make_(lead: tuple, num_streams: int) -> dict:
-    made = _make(lead, num_streams) | _coefficients(lead, num_streams, 'pre', 'post', 'comb')
-    return {name: value for name, value in made.items() if name != 'num_streams'}
-
-
 def _make_bwd(lead: tuple, num_streams: int) -> dict:
-    made = _coefficients(lead, num_streams, 'dpre', 'dpost', 'dcomb') | _make(lead, num_streams)
+    shapes = dict(dpre=(num_streams, 1), dpost=(num_streams, 1), dcomb=(num_streams, num_streams))
+    made = {name: torch.randn(*lead, *shape) for name, shape in shapes.items()} | _make(lead, num_streams)
     return {name: value for name, value in made.items() if name != 'num_streams'}
-
-
-def _make_bwd_(lead: tuple, num_streams: int) -> dict:
-    made = _make_bwd(lead, num_streams)
-    return made | {f'd{name}': torch.empty_like(made[name]) for name in ('mixes', 'scale', 'base')}
 
 
 SMOKE = grid(lead=[(0,), (), (2, 3)], num_streams=[4]) + grid(lead=[(67,)], num_streams=STREAMS)
@@ -407,6 +375,4 @@ FULL = grid(lead=[(4001,), (3, 1001)], num_streams=STREAMS) + grid(lead=[(100000
 BENCH = grid(lead=[(64,), (4001,), (16384,)], num_streams=[4])
 CLOSE, SUMMED = dict(rtol=2e-6, atol=1e-6), dict(rtol=1e-5, atol=2e-5)
 split_mixes.cases(make=_make, match=CLOSE, smoke=SMOKE, full=FULL, bench=BENCH)
-split_mixes_.cases(make=_make_, match=CLOSE, smoke=SMOKE[:1] + SMOKE[-1:], bench=BENCH[:1])
 split_mixes_bwd.cases(make=_make_bwd, match=SUMMED, smoke=SMOKE, full=FULL[:-1], bench=BENCH)
-split_mixes_bwd_.cases(make=_make_bwd_, match=SUMMED, smoke=SMOKE[:1] + SMOKE[-1:], bench=BENCH[:1])

@@ -2,8 +2,8 @@
 
     gate -> map -> expand -> gate_up_proj -> SwiGLU -> down_proj -> weighted reduce        (+ shared experts)
 
-Rows travel to their experts in one buffer sorted by expert; where an expert's rows end is known to the device alone,
-so nothing waits for it, and the layer can be compiled, captured in a CUDA graph, exported and checkpointed.
+Rows go to their experts in one buffer sorted by expert. Only the device knows where the rows of an expert end, and the
+host never waits. So the layer can be compiled, captured in a CUDA graph, exported and checkpointed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from tile_kernels.activation.swiglu_backward import swiglu_backward
+from tile_kernels.activation.swiglu_forward import swiglu_forward
 from tile_kernels.core import check
 from tile_kernels.core.formats import QuantFormat
 from tile_kernels.gemm import (
@@ -23,18 +25,17 @@ from tile_kernels.gemm import (
     grouped_gemm_fp8_swiglu_cast,
     grouped_gemm_swiglu,
 )
-from tile_kernels.moe.expand import expand_to_fused, expand_to_fused_bwd
+from tile_kernels.moe._checks import MAX_EXPERTS, MAX_TOPK, check_groups
+from tile_kernels.moe.aux_fi import aux_fi
 from tile_kernels.moe.expand_and_per_token_cast import expand_and_per_token_cast
+from tile_kernels.moe.expand_to_fused import expand_to_fused, expand_to_fused_bwd
 from tile_kernels.moe.gate_logits import gate_logits
-from tile_kernels.moe.group_count import aux_fi, group_count
-from tile_kernels.moe.reduce import reduce_fused
-from tile_kernels.moe.routing import RoutingMap, token_to_expert_map
+from tile_kernels.moe.group_count import group_count
+from tile_kernels.moe.reduce_fused import reduce_fused
 from tile_kernels.moe.scoring import SCORINGS
-from tile_kernels.moe.topk_gate import MAX_EXPERTS, MAX_TOPK
-from tile_kernels.moe.topk_gating import check_groups, topk_gating
+from tile_kernels.moe.token_to_expert_map import RoutingMap, token_to_expert_map
+from tile_kernels.moe.topk_gating import topk_gating
 from tile_kernels.quant.per_block_cast import per_block_cast
-from tile_kernels.quant.swiglu_backward import swiglu_backward
-from tile_kernels.quant.swiglu_forward import swiglu_forward
 
 if TYPE_CHECKING:
     from tile_kernels.distributed import MoEDistributed
@@ -46,10 +47,11 @@ WEIGHTS_FP8 = QuantFormat.parse('e4m3_128x128_f32')
 class MoEGate(nn.Module):
     """Scores of all experts for every token, and the choice of the best.
 
-    `weight` is (num_experts, hidden_dim). `e_score_correction_bias` moves the choice, never the weights; it exists if
-    the layer balances its load by it, and stays float32 whatever the layer is cast to: in bfloat16 its small steps
-    would be lost.
+    `weight` is (num_experts, hidden_dim). `e_score_correction_bias` changes the choice, never the weights. It exists if
+    the layer balances its load. It stays float32 when the layer is cast, because bfloat16 would lose its small steps.
     """
+
+    e_score_correction_bias: Tensor | None
 
     def __init__(
         self, num_experts: int, topk: int, hidden_dim: int, balance: bool, options: dict, factory: dict
@@ -66,14 +68,14 @@ class MoEGate(nn.Module):
         weight = self.weight if weight is None else weight
         logits = gate_logits(x, weight.to(x.dtype))
         bias = self.e_score_correction_bias
-        bias = None if bias is None else bias.float()  # a checkpoint may have brought another dtype (`assign=True`)
+        bias = None if bias is None else bias.float()  # a checkpoint may change the dtype (`assign=True`)
         return topk_gating(logits, self.topk, bias=bias, **self.options)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoEGate:
         bias = self.e_score_correction_bias
         super()._apply(fn, recurse)
         moved = self.e_score_correction_bias
-        if bias is not None and moved.dtype is not torch.float32:
+        if bias is not None and moved is not None and moved.dtype is not torch.float32:
             self.e_score_correction_bias = bias.to(moved.device)
         return self
 
@@ -91,13 +93,13 @@ class Experts(nn.Module):
         """Rows in expert order; those of expert e end before expert_end[e]."""
         gate_up, down = self.gate_up_proj.to(rows.dtype), self.down_proj.to(rows.dtype)
         if torch.is_grad_enabled():
-            hidden = swiglu_forward(grouped_gemm(rows, gate_up, expert_end), dtype=rows.dtype)
+            hidden = swiglu_forward.call(grouped_gemm(rows, gate_up, expert_end), dtype=rows.dtype)
         else:
             hidden = grouped_gemm_swiglu(rows, gate_up, expert_end)
         return grouped_gemm(hidden, down, expert_end)
 
     def forward_fp8(self, tokens: Tensor, routing: RoutingMap) -> Tensor:
-        """The same from tokens, which are quantised on their way to the experts."""
+        """The same from tokens, which are quantized when they are expanded."""
         places = (routing.token_topk_to_pos, routing.pos_to_expert, routing.expert_end)
         if self.prepared is not None and not self.training and not torch.is_grad_enabled():
             return _experts_fp8(tokens, *places, *self.prepared)
@@ -106,13 +108,13 @@ class Experts(nn.Module):
 
     @torch.no_grad()
     def prepare_fp8(self) -> None:
-        """Quantise the weights once, for inference; training, moving the module or loading weights forgets it."""
-        # by way of bfloat16, as every forward without it does
+        """Quantize the weights once, for inference; training, moving the module or loading weights discards them."""
+        # first to bfloat16, as in `forward_fp8`
         weights = (self.gate_up_proj.to(torch.bfloat16), self.down_proj.to(torch.bfloat16))
-        self.prepared = (*_quantise(weights[0]), *_quantise(weights[1]))
+        self.prepared = (*_quantize(weights[0]), *_quantize(weights[1]))
 
     def train(self, mode: bool = True) -> Experts:
-        """As for every module; training changes what was prepared."""
+        """As for every module; training discards prepared weights."""
         self.prepared = None if mode else self.prepared
         return super().train(mode)
 
@@ -126,14 +128,14 @@ class Experts(nn.Module):
 
 
 def _recomputing() -> bool:
-    """Whether a checkpointed layer runs again in the backward pass, when its tokens have been counted already."""
+    """Whether a checkpointed layer runs again in the backward pass; its tokens are already counted then."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def _quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+def _quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scale factors of stacked matrices, in blocks of 128 x 128."""
     num_experts, n, k = weight.shape
-    codes, sf = per_block_cast(weight.reshape(num_experts * n, k), WEIGHTS_FP8)
+    codes, sf = per_block_cast.call(weight.reshape(num_experts * n, k), WEIGHTS_FP8)
     return codes.view(num_experts, n, k), sf.view(num_experts, n // 128, -1)
 
 
@@ -153,7 +155,7 @@ def _experts_fp8(
 
 
 class _Fp8Experts(torch.autograd.Function):
-    """The experts in fp8; gradients pass straight through the casts, as those of the experts in bfloat16."""
+    """The experts in fp8; gradients are straight-through, those of the experts in bfloat16."""
 
     @staticmethod
     def forward(
@@ -167,7 +169,7 @@ class _Fp8Experts(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(tokens, gate_up, down, token_topk_to_pos, pos_to_expert, expert_end)
         places = (token_topk_to_pos, pos_to_expert, expert_end)
-        return _experts_fp8(tokens, *places, *_quantise(gate_up), *_quantise(down))
+        return _experts_fp8(tokens, *places, *_quantize(gate_up), *_quantize(down))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -175,15 +177,15 @@ class _Fp8Experts(torch.autograd.Function):
         tokens, gate_up, down, token_topk_to_pos, pos_to_expert, expert_end = ctx.saved_tensors
         rows = expand_to_fused(tokens, token_topk_to_pos, pos_to_expert)
         hidden = grouped_gemm(rows, gate_up, expert_end)
-        act = swiglu_forward(hidden, dtype=rows.dtype)
+        act = swiglu_forward.call(hidden, dtype=rows.dtype)
         dact, ddown = grouped_gemm_bwd(dy.contiguous(), act, down, expert_end)
-        dhidden = swiglu_backward(dact, hidden)[0]
+        dhidden = swiglu_backward.call(dact, hidden)[0]
         drows, dgate_up = grouped_gemm_bwd(dhidden, rows, gate_up, expert_end)
         return expand_to_fused_bwd(drows, token_topk_to_pos), dgate_up, ddown, None, None, None
 
 
 class SharedExperts(nn.Module):
-    """Experts that see every token, as one SwiGLU of their joint width."""
+    """Experts that process every token, as one SwiGLU of their total width."""
 
     def __init__(self, hidden_dim: int, intermediate_dim: int, factory: dict) -> None:
         super().__init__()
@@ -192,9 +194,9 @@ class SharedExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Rows in, rows out."""
-        with torch.autocast(x.device.type, enabled=False):  # in the same numbers as the other experts
+        with torch.autocast(x.device.type, enabled=False):  # the same precision as the other experts
             hidden = nn.functional.linear(x, self.gate_up_proj.weight.to(x.dtype))
-            return nn.functional.linear(swiglu_forward(hidden, dtype=x.dtype), self.down_proj.weight.to(x.dtype))
+            return nn.functional.linear(swiglu_forward.call(hidden, dtype=x.dtype), self.down_proj.weight.to(x.dtype))
 
 
 @check.names(hidden_states='x')
@@ -206,19 +208,19 @@ class MoELayer(nn.Module):
         topk: experts of a token, up to 64.
         hidden_dim: width of the tokens, a multiple of 8.
         intermediate_dim: width inside an expert, a multiple of 8; `hidden_dim` unless given.
-        num_shared_experts: experts that see every token.
+        num_shared_experts: experts that process every token.
         scoring: 'softmax', 'sigmoid', 'sqrtsoftplus' or 'identity'.
         renormalize: divide the weights of a token by their sum.
         routed_scaling_factor: factor of the weights.
-        num_groups: groups of experts, of which `num_topk_groups` stay in the choice.
+        num_groups: number of groups of experts; a token chooses from `num_topk_groups` of them.
         num_topk_groups: see `num_groups`.
-        balance_rate: step of the bias that `update_bias` moves against the load; 0: no bias.
-        compute: 'bf16', or 'fp8': experts multiply e4m3 codes, of activations with a scale factor for 128 channels and
-            of weights with one for blocks of 128 x 128; gradients are those of bfloat16. Widths must be multiples of
-            128 then.
-        group: process group over which the experts are spread: this rank holds its share of them, and tokens travel;
-            see `tile_kernels.distributed.MoEDistributed`.
-        fp8_payload: quantise tokens before they travel.
+        balance_rate: step by which `update_bias` changes the bias against the load; 0: no bias.
+        compute: 'bf16' or 'fp8'. In fp8, experts multiply e4m3 codes, with scale factors for 128 channels of
+            activations and blocks of 128 x 128 of weights. Gradients are those of bfloat16. Widths must be multiples
+            of 128.
+        group: process group that holds the experts: each rank has some, and tokens are sent to them; see
+            `tile_kernels.distributed.MoEDistributed`.
+        fp8_payload: quantize tokens before they are sent.
         dtype: of the parameters.
         device: of the parameters.
 
@@ -304,15 +306,15 @@ class MoELayer(nn.Module):
 
         Args:
             x: (..., hidden_dim).
-            gate_weight: (num_experts, hidden_dim) to score with instead of the layer's own.
+            gate_weight: (num_experts, hidden_dim), used instead of the weight of the layer.
         """
         if check.tensor(x, 'x').shape[-1:] != (self.hidden_dim,):
             check.fail('x', f'must be (..., {self.hidden_dim})', check.describe(x))
         if not x.is_floating_point():
             check.fail('x', 'must be of floating point', check.describe(x))
         if gate_weight is not None:
-            known = dict(num_experts=self.num_experts, hidden_dim=self.hidden_dim)
-            check.shape(gate_weight, 'gate_weight', 'num_experts hidden_dim', **known)
+            spec = 'num_experts hidden_dim'
+            check.shape(gate_weight, 'gate_weight', spec, num_experts=self.num_experts, hidden_dim=self.hidden_dim)
         tokens = x.reshape(-1, self.hidden_dim).to(torch.bfloat16)
         tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
         weights, indices = self.gate(tokens, gate_weight)
@@ -327,7 +329,7 @@ class MoELayer(nn.Module):
         return y.to(x.dtype).reshape(x.shape)
 
     def _through_ranks(self, router: MoEDistributed, tokens: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-        """The same with experts of other ranks; the shared experts work while tokens travel."""
+        """The same with experts of other ranks; the shared experts run during the exchange."""
         travelling = router.send_tokens(tokens, indices)
         shared = None if self.shared_experts is None else self.shared_experts(tokens)
         routed = travelling.wait()
@@ -335,7 +337,7 @@ class MoELayer(nn.Module):
         return y if shared is None else y + shared
 
     def _through_experts(self, tokens: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-        """The weighted sum of what the chosen experts make of each token."""
+        """The weighted sum of the outputs of the chosen experts."""
         routing = token_to_expert_map(indices, self.num_experts)
         if self.compute == 'fp8':
             rows = self.experts.forward_fp8(tokens, routing)
@@ -346,9 +348,9 @@ class MoELayer(nn.Module):
 
     @torch.no_grad()
     def update_bias(self) -> None:
-        """Move the bias of every expert against its load since the last call, and count anew; call it once a step.
+        """Change the bias of every expert against its load since the last call; call it once a step. Resets the load.
 
-        With a group, all ranks call it together: the load is that of all of them.
+        With a group, all ranks call it together, and the load is summed over them.
         """
         bias = self.gate.e_score_correction_bias
         if bias is not None:
@@ -359,5 +361,5 @@ class MoELayer(nn.Module):
         self.tokens_per_expert.zero_()
 
     def load_fraction(self, indices: Tensor) -> Tensor:
-        """The f of the auxiliary balance loss for a choice of experts: 1 everywhere if the load is even."""
+        """Load fractions f of the auxiliary balance loss: all 1 if the load is even."""
         return aux_fi(indices, self.num_experts, self.gate.topk)

@@ -2,30 +2,26 @@
 
 from typing import TYPE_CHECKING
 
-from tile_kernels.moe.expand import expand_to_fused
+from tile_kernels.moe.aux_fi import aux_fi
 from tile_kernels.moe.expand_and_per_token_cast import expand_and_per_token_cast
-from tile_kernels.moe.expand_with_sf import expand_to_fused_with_sf
-from tile_kernels.moe.front_gates import (
-    moe_topk_gate,
-    moe_topk_gate_backward,
-    moe_topk_gate_forward,
-    top2_sum_gate,
-)
+from tile_kernels.moe.expand_to_fused import expand_to_fused
+from tile_kernels.moe.expand_to_fused_with_sf import expand_to_fused_with_sf
+from tile_kernels.moe.fused_expand_reduce import fused_expand_reduce
 from tile_kernels.moe.fused_mapping import fused_mapping, get_fused_mapping
 from tile_kernels.moe.gate_logits import gate_logits, gate_logits_bwd
-from tile_kernels.moe.group_count import aux_fi, group_count
+from tile_kernels.moe.group_count import group_count
 from tile_kernels.moe.inplace_unique_group_indices import inplace_unique_group_indices
 from tile_kernels.moe.mask_indices_by_tp import mask_indices_by_tp
+from tile_kernels.moe.moe_topk_gate import moe_topk_gate, moe_topk_gate_backward, moe_topk_gate_forward
 from tile_kernels.moe.moe_topk_routing import MoETopKRouting, moe_topk_routing
 from tile_kernels.moe.normalize_weight import normalize_weight, weight_normalize
-from tile_kernels.moe.reduce import reduce_fused
-from tile_kernels.moe.route_topk import route_topk_
-from tile_kernels.moe.route_topk_bwd import route_topk_bwd_
-from tile_kernels.moe.routing import RoutingMap, fused_expand_reduce, token_to_expert_map
+from tile_kernels.moe.reduce_fused import reduce_fused
+from tile_kernels.moe.route_topk import route_topk_, route_topk_bwd_
 from tile_kernels.moe.scoring import ScoringFunc
+from tile_kernels.moe.token_to_expert_map import RoutingMap, token_to_expert_map
+from tile_kernels.moe.top2_sum_gate import top2_sum_gate
 from tile_kernels.moe.topk_gate import topk_gate
-from tile_kernels.moe.topk_gating import topk_gating
-from tile_kernels.moe.topk_gating_bwd import topk_gating_bwd
+from tile_kernels.moe.topk_gating import topk_gating, topk_gating_bwd
 from tile_kernels.moe.topk_sum_and_topk_group_idx import topk_sum_and_topk_group_idx
 
 if TYPE_CHECKING:

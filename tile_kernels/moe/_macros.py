@@ -1,7 +1,7 @@
-"""Rows of experts in a warp: how a gate loads, scores, sums and stores the logits of one token.
+"""The logits of a token in a warp: layout, loads and stores, scores, keys, and sums over lanes.
 
-A warp holds the logits of one or two tokens in registers, `num_slots` of each per lane. What it chooses is spread over
-lanes, too: all of them for one token, one half each for two.
+A warp holds the logits of one or two tokens in registers, `num_slots` of each per lane. The chosen experts are spread
+over lanes, too. One token uses all lanes; two tokens use one half of the warp each.
 """
 
 from __future__ import annotations
@@ -12,16 +12,23 @@ from typing import Any
 from tile_kernels.core.lang import WARP, T, macro
 from tile_kernels.moe.scoring import ScoringFunc
 
-#: Keeps a row of zero scores from dividing by zero.
+#: Avoids division by zero for a row of zero scores.
 EPSILON = 1e-20
 LOG2_E = 1.4426950408889634
 
-#: Warps of a block share nothing, so barriers of the whole block and guards of row ends are left to the code.
+#: Warps of a block are independent: the code itself places barriers and guards row ends.
 WARP_PASS_CONFIGS = {
     'TL_DISABLE_SAFE_MEMORY_ACCESS': True,
     'TL_DISABLE_THREAD_STORAGE_SYNC': True,
     'TL_DISABLE_SHARED_MEMORY_REUSE': True,
 }
+
+# Config -------------------------------------------------------------------------------------
+
+
+def choose_warps(*static_and_size: Any) -> dict:
+    """One token per warp. Few tokens get blocks of one warp, so that they spread over the SMs."""
+    return dict(num_warps=1 if static_and_size[-1] <= 1024 else 4)
 
 
 # Layout -------------------------------------------------------------------------------------
@@ -29,15 +36,15 @@ WARP_PASS_CONFIGS = {
 
 @dataclass(frozen=True)
 class RowLayout:
-    """How the scores of a row lie in a warp: `vec` neighbours per access, a lane's slots in ascending order."""
+    """Layout of a row in a warp: `vec` neighbors per access, the slots of a lane in ascending order."""
 
     num_experts: int
     vec: int
-    float_vec: int  # the same for float32 rows that belong to these: no wider than 16 bytes
+    float_vec: int  # the same for float32 rows: at most 16 bytes
 
     @classmethod
     def of(cls, num_experts: int, elem_size: int, vector_bytes: int) -> RowLayout:
-        """The widest access that divides a row and leaves no lane without work."""
+        """The widest access that divides a row and uses all lanes."""
         vec = max(vector_bytes // elem_size, 1)
         while vec > 1 and (num_experts % vec or num_experts < WARP * vec):
             vec //= 2
@@ -45,7 +52,7 @@ class RowLayout:
 
     @property
     def num_slots(self) -> int:
-        """Scores per lane, those beyond the end of the row included."""
+        """Scores per lane, including those beyond the end of the row."""
         return -(-self.num_experts // (WARP * self.vec)) * self.vec
 
     def expert(self, slot: Any, lane: Any) -> Any:
@@ -55,7 +62,7 @@ class RowLayout:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a thread stands: its warp and lane, and the part of the warp that works for one of its `rows` tokens."""
+    """Warp and lane of a thread. A warp has `rows` tokens and one part (half or all of its lanes) for each."""
 
     num_warps: int
     rows: int
@@ -89,6 +96,29 @@ class Place:
         return self.lane % self.width
 
 
+# Keys ---------------------------------------------------------------------------------------
+
+#: Below every key: the key of a slot without an expert, or of an expert that must not be chosen.
+LOWEST = -(1 << 31)
+NAN_KEY = LOWEST + 1
+
+
+def order_key(x: Any) -> Any:
+    """An int32 in the order of the float `x`, which is not NaN. On the bits, the mapping is its own inverse."""
+    bits = T.reinterpret(x, 'int32')
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def from_order_key(key: Any) -> Any:
+    """The float of an `order_key`."""
+    return T.reinterpret(key ^ ((key >> 31) & 0x7FFFFFFF), 'float32')
+
+
+def rank_key(x: Any) -> Any:
+    """`order_key` with NaN last and both zeros equal."""
+    return T.Select(T.isnan(x), NAN_KEY, T.Select(x == T.float32(0), 0, order_key(x)))
+
+
 # Scores -------------------------------------------------------------------------------------
 
 
@@ -101,7 +131,7 @@ def score(x: Any, scoring: ScoringFunc) -> Any:
     return x
 
 
-#: The functions of the hardware, denormals flushed: what CUDA offers by name adds three instructions for them.
+#: Approximate hardware functions that flush denormals. The CUDA intrinsics add three instructions to handle them.
 FAST_FUNCTIONS = """
 static __device__ __forceinline__ float ex2_approx(float x) {
   float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y;
@@ -114,8 +144,7 @@ static __device__ __forceinline__ float tanh_approx(float x) {
 }
 """
 
-
-#: log(1 + t) / t for t from 0 to 1 within 4e-4 of itself; a third function of the hardware would be what takes longest.
+#: Polynomial for log(1 + t) / t, t from 0 to 1, relative error 4e-4. A third hardware function would be the bottleneck.
 LOG1P_OVER_T = (0.99960702, -0.48641409, 0.25402489, -0.07434303)
 
 
@@ -124,7 +153,7 @@ def _fast(name: str, x: Any) -> Any:
 
 
 def estimate(x: Any, scoring: ScoringFunc, is_sharp: bool) -> Any:
-    """The score of a logit within `estimate_error`, by `FAST_FUNCTIONS`; NaN of NaN alone."""
+    """The score of a logit within `estimate_error`, by `FAST_FUNCTIONS`. It is NaN only for NaN."""
     if scoring == ScoringFunc.SIGMOID and is_sharp:
         return T.fast_rcp(T.float32(1) + _fast('ex2_approx', x * T.float32(-LOG2_E)))
     if scoring == ScoringFunc.SIGMOID:
@@ -137,7 +166,7 @@ def estimate(x: Any, scoring: ScoringFunc, is_sharp: bool) -> Any:
 
 
 def estimate_error(scoring: ScoringFunc, is_sharp: bool) -> float:
-    """What an estimate can be off, with room: 1e-6 of a sigmoid, or half of the 5e-4 of tanh; 2e-4 of a root."""
+    """Upper bound of the error: that of sigmoid is 1e-6, or half of the 5e-4 of tanh; that of the root is 2e-4."""
     if scoring == ScoringFunc.SIGMOID:
         return 2e-6 if is_sharp else 4e-4
     return 4e-4
@@ -158,7 +187,7 @@ def slope(x, value, scoring: ScoringFunc):
 
 @macro
 def load_rows(logits, at: Place, layout: RowLayout, x):
-    """The rows of a warp in registers as float32, -inf beyond their ends."""
+    """Load the rows of a warp into registers as float32, with -inf beyond their ends."""
     raw = T.alloc_local((at.rows, layout.num_slots), logits.dtype)
     for r in T.unroll(at.rows):
         for i in T.unroll(layout.num_slots // layout.vec):
@@ -176,7 +205,7 @@ def load_rows(logits, at: Place, layout: RowLayout, x):
 
 @macro
 def store_rows(x, out, at: Place, layout: RowLayout):
-    """The inverse of `load_rows`; a row of float32 may go with logits of another type."""
+    """Store the rows of a warp, as float32 or in the dtype of the logits."""
     vec = layout.float_vec if out.dtype == 'float32' else layout.vec
     cast = T.alloc_local((at.rows, layout.num_slots), out.dtype)
     for r in T.unroll(at.rows):
@@ -190,17 +219,17 @@ def store_rows(x, out, at: Place, layout: RowLayout):
                     out[at.tokens[r], first + j] = cast[r, i * vec + j]
 
 
-# Sums over the warp ---------------------------------------------------------------------------
+# Sums over the warp -------------------------------------------------------------------------
 
 
 def width_of(num_topk: int) -> int:
-    """How many lanes hold a choice, rounded up to a power of two."""
+    """Number of lanes that hold a chosen expert, rounded up to a power of two."""
     return min(1 << (num_topk - 1).bit_length(), WARP)
 
 
 @macro
 def sum_over(part, width: int):
-    """Sum over groups of `width` neighbouring lanes."""
+    """Sum over groups of `width` neighboring lanes."""
     total = T.alloc_var('float32')
     total = part
     for i in T.unroll(width.bit_length() - 1):
@@ -210,7 +239,7 @@ def sum_over(part, width: int):
 
 @macro
 def max_over(part, width: int):
-    """Maximum over groups of `width` neighbouring lanes; NaN does not take part."""
+    """Maximum over groups of `width` neighboring lanes; NaN is ignored."""
     peak = T.alloc_var('float32')
     peak = part
     for i in T.unroll(width.bit_length() - 1):
@@ -220,7 +249,7 @@ def max_over(part, width: int):
 
 @macro
 def sum_of_chosen(value, at: Place, num_topk: int, width: int):
-    """Sum of the values of all choices, for the first `width` lanes of a part, which must hold all first picks."""
+    """Sum of the values of all chosen experts, over the first `width` lanes of a part, which hold all first picks."""
     total = T.alloc_var('float32')
     total = 0.0
     for p in T.unroll(-(-num_topk // WARP)):
@@ -231,7 +260,7 @@ def sum_of_chosen(value, at: Place, num_topk: int, width: int):
 
 @macro
 def peak_of_chosen(value, at: Place, num_topk: int):
-    """Largest value of all choices, for the lanes that hold a choice."""
+    """Largest value of all chosen experts, in the lanes that hold one."""
     peak = T.alloc_var('float32')
     peak = -T.infinity('float32')
     for p in T.unroll(-(-num_topk // WARP)):
@@ -242,7 +271,7 @@ def peak_of_chosen(value, at: Place, num_topk: int):
 
 @macro
 def exp_of_chosen(value, peak, at: Place, num_topk: int):
-    """Replace the values of all choices by exp(value - peak)."""
+    """Replace the values of all chosen experts by exp(value - peak)."""
     for p in T.unroll(-(-num_topk // WARP)):
         if p * WARP + at.sublane < num_topk:
             value[p] = T.exp(value[p] - peak)
@@ -250,7 +279,7 @@ def exp_of_chosen(value, peak, at: Place, num_topk: int):
 
 @macro
 def sum_of_renormalized(value, scoring: ScoringFunc, at: Place, num_topk: int):
-    """What the values of all choices are divided by to become weights; logits of a softmax become exponentials."""
+    """The divisor that turns the values of all chosen experts into weights. For softmax, logits become exponentials."""
     if scoring == ScoringFunc.SOFTMAX:
         exp_of_chosen(value, peak_of_chosen(value, at, num_topk), at, num_topk)
     return sum_of_chosen(value, at, num_topk, width_of(num_topk)) + T.float32(EPSILON)

@@ -1,13 +1,13 @@
-"""Expand and quantise in one pass: every token is read and quantised once, and written to each of its places.
+"""Expand and quantize in one pass: every token is read and quantized once, and written to each of its positions.
 
     (q, sf)[t] = per-token cast of x[t]                     in groups of fmt.sf_block[1] channels
     y[p], y_sf[p] = q[t], sf[t]                             p = token_topk_to_pos[t, k] >= 0
     y[p], y_sf[p] = 0                                       where pos_to_expert[p] < 0
 
-`row_threads` threads own a part of a token, 8 neighbouring channels are a lane's, and a group is found by shuffles;
-codes stay in registers while they are written num_topk times. Scale factors meet in shared memory, from where they are
-written in rows; column-major ones of many rows go to scratch and are left to a second launch, see `_sf_columns`.
-Padding is everybody's work, as in `expand`.
+`row_threads` threads own a part of a token. A lane owns 8 neighboring channels, and shuffles find the amax of a group.
+Codes stay in registers while they are written num_topk times. Scale factors go to shared memory, which is written out
+in rows. Column-major ones of many rows go to scratch instead, and a second launch gathers them, as in
+`expand_to_fused_with_sf_kernels`. All blocks clear padding, as in `expand_to_fused`.
 Memory bound: the floor is reading x and writing y and y_sf.
 """
 
@@ -20,17 +20,20 @@ from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.formats import QuantFormat, QuantTensor
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T, macro
+from tile_kernels.core.lang import WARP, T, macro
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
-from tile_kernels.moe._rows import (
-    BITS,
+from tile_kernels.device.codes import encode_e2m1
+from tile_kernels.device.reduce import lane_amax, shuffle_steps
+from tile_kernels.device.scales import amax_to_sf, clamp_amax, sf_register_dtype
+from tile_kernels.device.vectors import LANE, load_lane, scale_lane
+from tile_kernels.moe._checks import BITS, check_places
+from tile_kernels.moe._samples import random_places
+from tile_kernels.moe.expand_to_fused_kernels import (
     CONVERTED_ROW_PASS_CONFIGS,
     MAX_SHARE,
     ROW_SPACE,
-    WARP,
     RowSplit,
-    check_places,
     choose_rows,
     clear_places,
     find_padding,
@@ -38,18 +41,13 @@ from tile_kernels.moe._rows import (
     num_shares,
     place_of,
 )
-from tile_kernels.moe._samples import random_places
-from tile_kernels.moe._sf_columns import FEW_PLACES, TILE_PLACES, gather_sf_columns, note_token, sf_type, tile_shape
-from tile_kernels.quant._macros import (
-    LANE,
-    amax_to_sf,
-    clamp_amax,
-    encode_e2m1,
-    lane_amax,
-    load_lane,
-    scale_lane,
-    sf_register_dtype,
-    shuffle_steps,
+from tile_kernels.moe.expand_to_fused_with_sf_kernels import (
+    FEW_PLACES,
+    TILE_PLACES,
+    gather_sf_columns,
+    note_token,
+    sf_type,
+    tile_shape,
 )
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -60,14 +58,14 @@ GROUPS = (16, 32, 64, 128)
 
 
 def choose(hidden: int, fmt: QuantFormat, x_dtype: torch.dtype, piece: int, num_topk: int, num_expanded: int) -> dict:
-    """Many rows: all of a row in flight before it is quantised. Few rows: many small blocks."""
+    """Many rows: read all of a row before quantizing it. Few rows: many small blocks."""
     return choose_rows(hidden // LANE, num_expanded, num_threads=256) | dict(
         gather=fmt.col and num_expanded > FEW_PLACES
     )
 
 
 def _sf_size(fmt: QuantFormat, num_groups: int) -> int:
-    """Bytes of the units in which scale factors are moved: those stored, or words of several in a row."""
+    """Bytes per access to scale factors: one factor, or a word of several neighbors."""
     size = fmt.sf_dtype.itemsize
     return size if fmt.col or size == 4 else math.gcd(num_groups, 4)
 
@@ -77,7 +75,7 @@ def _sf_size(fmt: QuantFormat, num_groups: int) -> int:
 
 @macro
 def quantise_lanes(x_local, fmt, amax_floor, amax, sf, sf_inv, v_local, y_local, code_local):
-    """Codes and scale factors of a thread's lanes; neighbouring lanes of a group share their amax."""
+    """Codes and scale factors of the lanes of a thread; the lanes of a group exchange their amax."""
     vectors, width = code_local.shape
     T.clear(amax)
     for v in T.unroll(vectors):
@@ -100,7 +98,7 @@ def quantise_lanes(x_local, fmt, amax_floor, amax, sf, sf_inv, v_local, y_local,
 
 @macro
 def store_codes(code_local, y, row, first, row_threads):
-    """Write the codes of the lanes first, first + row_threads, ... of a row, in pieces that divide its length."""
+    """Write the codes of the lanes first, first + row_threads, ... of a row, in accesses that divide its length."""
     vectors, width = code_local.shape
     piece = math.gcd(int(width), int(y.shape[1]))
     for v in T.unroll(vectors):
@@ -112,7 +110,7 @@ def store_codes(code_local, y, row, first, row_threads):
 
 @macro
 def clear_codes(which, share, num_tokens, y, first, row_threads, zero_local):
-    """Write zeros as codes of the places of a share whose bit is set."""
+    """Write zeros as codes of the positions whose bit is set."""
     T.clear(zero_local)
     if which != T.uint32(0):
         for i in T.serial(MAX_SHARE):
@@ -135,13 +133,13 @@ def expand_and_per_token_cast_kernel(
 ):
     """Rows of `hidden` channels read `piece` at a time.
 
-    With `gather`, column-major scale factors are written by tiles; `sf_rows` and `pos_to_token` are scratch for that.
+    With `gather`, tiles of column-major scale factors are gathered; `sf_rows` and `pos_to_token` are scratch.
     """
     stored, width = fmt.data.stored(hidden), fmt.data.stored(LANE)
     group_lanes = fmt.sf_block[1] // LANE
     num_groups = -(-hidden // fmt.sf_block[1])
     split = RowSplit.of(num_groups * group_lanes, row_threads, vectors, num_threads)
-    if split.parts > 1:  # so that a part has whole words of scale factors
+    if split.parts > 1:  # a part must have whole words of scale factors
         row_threads = max(row_threads, 4 * group_lanes)
         split = RowSplit.of(num_groups * group_lanes, row_threads, vectors, num_threads)
     vectors = split.vectors
@@ -257,18 +255,18 @@ def expand_and_per_token_cast_kernel(
 def expand_and_per_token_cast(
     x: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor, fmt: QuantFormat
 ) -> QuantTensor:
-    """Quantise every token once and copy its codes and scale factors to each of its places in expert order.
+    """Quantize every token once and copy its codes and scale factors to each of its positions in expert order.
 
-    Bit for bit what `quant.per_token_cast` followed by `expand_to_fused_with_sf` gives, without the way through memory.
+    Same bits as `quant.per_token_cast` followed by `expand_to_fused_with_sf`, without the intermediate tensor.
 
     Args:
-        x: (num_tokens, hidden) bfloat16, float16 or float32; rows may lie apart.
-        token_topk_to_pos: (num_tokens, num_topk) int32, negative where a slot has no place.
-        pos_to_expert: (num_expanded,) int32; its sign says whether a place is taken.
+        x: (num_tokens, hidden) bfloat16, float16 or float32; rows may be strided.
+        token_topk_to_pos: (num_tokens, num_topk) int32, negative where a slot has no position.
+        pos_to_expert: (num_expanded,) int32; negative means padding.
         fmt: e4m3, e5m2 or e2m1 with scale blocks of one token and 16, 32, 64 or 128 channels, in any storage.
 
     Returns:
-        The quantised (num_expanded, hidden) tensor; codes and scale factors are 0 where pos_to_expert is negative.
+        The quantized (num_expanded, hidden) tensor; codes and scale factors are 0 where pos_to_expert is negative.
     """
     num_tokens, hidden = check.shape(x, 'x', 'num_tokens hidden', dtype=DTYPES)
     num_topk, num_expanded = check_places(token_topk_to_pos, pos_to_expert, num_tokens)
@@ -326,7 +324,7 @@ expand_and_per_token_cast.cases(
     + grid(num_tokens=[9], num_topk=[3], hidden=[336], dtype=[torch.bfloat16, torch.float32], fmt=FORMATS)  # tails
     + grid(num_tokens=[5], num_topk=[9], hidden=[66], dtype=[torch.float16], fmt=FORMATS[3:6], pitch=[1])
     + grid(num_tokens=[3], num_topk=[2], hidden=[17408], dtype=[torch.bfloat16], fmt=FORMATS[2:4])  # several parts
-    + grid(  # so many places that tiles are gathered
+    + grid(  # enough positions for the gather of tiles
         num_tokens=[37], num_topk=[6], hidden=[144], dtype=[torch.bfloat16], fmt=[FORMATS[1], FORMATS[3]], padding=[240]
     ),
     full=grid(num_tokens=[4001], num_topk=[2, 8], hidden=[576, 2048, 7168], dtype=[torch.bfloat16], fmt=FORMATS)

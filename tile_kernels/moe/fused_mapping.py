@@ -1,15 +1,15 @@
-"""Map tokens to experts: the place of every slot (token, k) when rows are sorted by expert.
+"""Map tokens to experts: the position of every slot (token, k) when rows are sorted by expert.
 
     count[e] = number of slots of expert e                  slots in the order t * num_topk + k
     end[e]   = sum of align(count[e'], alignment) over e' <= e
-    place    = start[e] + number of earlier slots of e      so inside an expert rows are in the order of tokens
+    position = start[e] + number of earlier slots of e      so inside an expert rows are in the order of tokens
 
-The slots are cut into chunks, a chunk into one run of slots per warp. A first launch counts the experts of each chunk.
-Meanwhile the blocks of the last launch, one per chunk, sort their own slots by expert: lanes with the same expert find
-each other by `match_any`, warps and experts are scanned. Then they sum the counts of the chunks before theirs and of
-all chunks, and write runs of places. With very many counts a launch in between does the sums; few slots need no
-counts, every block looks at all of them. The result does not depend on chunks, warps or SMs.
-Latency bound: the bytes (one read of the choice, one write of the maps) are few.
+The slots are cut into chunks, and a chunk into one run of slots per warp. The first launch counts the experts of each
+chunk. The last launch has one block per chunk and starts at the same time (PDL). Its blocks sort their own slots by
+expert: `match_any` finds lanes with the same expert, and scans go over warps and experts. Then they sum the counts of
+the chunks before theirs and of all chunks, and write runs of positions. With very many counts, a third launch does the
+sums. With few slots, every block counts all of them, and there is one launch. The result does not depend on chunks,
+warps or SMs. Latency bound: it reads the choice once and writes the maps once, which are few bytes.
 """
 
 import torch
@@ -23,7 +23,7 @@ from tile_kernels.moe._samples import random_choice
 from tile_kernels.moe.fused_mapping_kernels import MIN_CHUNK, fused_mapping_kernel
 
 MAX_EXPERTS = 4096
-MAX_PLACES = 2**30  # blocks run past the last slot or place by less than that, in int32
+MAX_PLACES = 2**30  # int32 indices of the last block may exceed the last position by less than that
 
 # Ops ----------------------------------------------------------------------------------------
 
@@ -35,19 +35,19 @@ MAX_PLACES = 2**30  # blocks run past the last slot or place by less than that, 
 def fused_mapping(
     topk_idx: Tensor, num_experts: int, num_expanded: int, alignment: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Place every slot (token, k) among the rows of its expert, experts one after another, rows in token order.
+    """Find the position of every slot (token, k): experts one after another, rows in token order.
 
     Args:
         topk_idx: (num_tokens, num_topk) int64 or int32, contiguous; -1 (or any number that is no expert) = not routed.
         num_experts: up to 4096.
-        num_expanded: number of places; what lies beyond is not placed.
+        num_expanded: number of positions; slots beyond get none.
         alignment: every expert begins at a multiple of it.
 
     Returns:
-        All int32. For each place `pos_to_expert`, `pos_to_token`, `pos_to_token_topk` (token * num_topk + k), all -1
-        in padding; for each slot `token_topk_to_pos`, -1 if it has no place; for each expert `expert_start` and
-        `expert_end` (not beyond num_expanded) and `num_tokens_per_expert`, its aligned number of rows; `overflow` (1,),
-        the number of places that were missing, 0 if everything fits.
+        All int32. For each position `pos_to_expert`, `pos_to_token`, `pos_to_token_topk` (token * num_topk + k), all -1
+        in padding. For each slot `token_topk_to_pos`, -1 if it has no position. For each expert `expert_start` and
+        `expert_end` (at most num_expanded), and `num_tokens_per_expert`, its aligned number of rows. `overflow` (1,) is
+        the number of missing positions, 0 if all fit.
     """
     num_tokens, num_topk = check.shape(topk_idx, 'topk_idx', 'num_tokens num_topk', dtype=(torch.int64, torch.int32))
     check.at_least(num_topk, 1, 'num_topk')
@@ -66,14 +66,14 @@ def fused_mapping(
     experts = (empty(num_experts), empty(num_experts), empty(num_experts), empty(1))
     counts = empty(num_tokens * num_topk // MIN_CHUNK + 2, num_experts)
     static = (num_experts, num_topk, topk_idx.dtype)
-    # without tokens there is still padding to write
+    # without tokens the kernel still writes padding
     size = torch.sym_max(num_tokens * num_topk, 1)
     launch(fused_mapping_kernel, static, topk_idx, counts, *places, *experts, alignment, size=size)
     return *places, *experts
 
 
 def places_for(num_tokens: int, num_topk: int, num_experts: int, alignment: int) -> int:
-    """Places that are enough for any choice."""
+    """Number of positions that any choice of experts fits into."""
     check.integer(num_experts, 'num_experts')
     return (num_tokens * num_topk + (alignment - 1) * num_experts) // alignment * alignment
 
@@ -82,17 +82,17 @@ def places_for(num_tokens: int, num_topk: int, num_experts: int, alignment: int)
 def get_fused_mapping(
     topk_idx: Tensor, num_experts: int, num_expanded_tokens: int, alignment: int, force_no_sync: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[int]]:
-    """Map tokens to experts; the maps are cut to the places in use unless that would need the host to wait.
+    """Map tokens to experts, with maps of the exact size (the host waits) or of a given size (it does not).
 
-    With `num_expanded_tokens` = 0 the maps have as many places as are in use, and the number of rows of each expert is
-    also returned as a list: the host waits for the device. With a number, or with `force_no_sync`, there are exactly
-    that many places, nothing waits and the list is empty; slots beyond are not placed, which shows in
-    `num_tokens_per_expert.sum() > num_expanded_tokens`.
+    With `num_expanded_tokens` = 0 the maps have as many positions as are in use. The numbers of rows of the experts are
+    also returned as a list, so the host waits for the device. With a number, or with `force_no_sync`, the maps have
+    exactly that many positions, the host does not wait, and the list is empty. Slots beyond get no position. This
+    happened if `num_tokens_per_expert.sum() > num_expanded_tokens`.
 
     Args:
         topk_idx: (num_tokens, num_topk) int64 or int32, contiguous; -1 = not routed.
         num_experts: up to 4096.
-        num_expanded_tokens: number of places, 0 for as many as needed.
+        num_expanded_tokens: number of positions, 0 for as many as needed.
         alignment: every expert begins at a multiple of it.
         force_no_sync: never wait for the device.
 
@@ -102,13 +102,13 @@ def get_fused_mapping(
     """
     check.at_least(alignment, 1, 'alignment')
     if num_expanded_tokens or force_no_sync:
-        *maps, _ = fused_mapping(topk_idx, num_experts, num_expanded_tokens, alignment)
-        return *maps, []
+        return *fused_mapping(topk_idx, num_experts, num_expanded_tokens, alignment)[:7], []
     num_tokens, num_topk = check.shape(topk_idx, 'topk_idx', 'num_tokens num_topk')
     num_expanded = places_for(num_tokens, num_topk, num_experts, alignment)
-    *maps, _ = fused_mapping(topk_idx, num_experts, num_expanded, alignment)
-    rows = maps[-1].tolist()
-    return *(pos_map[: sum(rows)] for pos_map in maps[:3]), *maps[3:], rows
+    maps = fused_mapping(topk_idx, num_experts, num_expanded, alignment)
+    rows = maps[6].tolist()
+    used = sum(rows)
+    return maps[0][:used], maps[1][:used], maps[2][:used], *maps[3:7], rows
 
 
 # Cases --------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def _make(
     unrouted: float = 0.2,
     missing: int = 0,
 ) -> dict:
-    """`missing` places fewer than are always enough."""
+    """`missing` positions fewer than any choice fits into."""
     num_expanded = places_for(num_tokens, num_topk, num_experts, alignment) - missing
     topk_idx = random_choice(num_tokens, num_topk, num_experts, unrouted).to(dtype)
     return dict(topk_idx=topk_idx, num_experts=num_experts, num_expanded=num_expanded, alignment=alignment)
@@ -136,7 +136,7 @@ fused_mapping.cases(
     + grid(
         num_tokens=[600], num_topk=[8], num_experts=[32], alignment=[64], dtype=[torch.int64, torch.int32]
     )  # 3 chunks
-    + grid(num_tokens=[40], num_topk=[9], num_experts=[1, 600, 4096], alignment=[2])  # lanes and warps by experts
+    + grid(num_tokens=[40], num_topk=[9], num_experts=[1, 600, 4096], alignment=[2])  # all splits over lanes
     + grid(num_tokens=[50], num_topk=[4], num_experts=[8], alignment=[8], unrouted=[0.0, 1.0])
     + grid(num_tokens=[50], num_topk=[4], num_experts=[8], alignment=[8], unrouted=[0.0], missing=[120]),  # overflow
     full=grid(num_tokens=[4001, 32001], num_topk=[2, 8, 9], num_experts=[4, 32, 72, 256, 4096], alignment=[1, 128])

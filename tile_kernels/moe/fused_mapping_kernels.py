@@ -1,17 +1,17 @@
-"""Kernels of `fused_mapping`; see there for the method."""
+"""Kernels of `fused_mapping`, which describes the method."""
 
 import torch
 
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import WARP, T, macro
 
-#: Slots of the smallest chunk, which bounds the scratch for counts.
+#: Slots of the smallest chunk; this bounds the scratch for counts.
 MIN_CHUNK = 256
 
-#: Places that a block looks after when there are more of them than slots.
+#: Positions per block if there are more positions than slots.
 FILL = 4096
 
-#: Warps own their part of shared memory, so barriers of the whole block are written where they are needed.
+#: Warps own parts of shared memory, so the code itself places block barriers.
 PASS_CONFIGS = {
     'TL_DISABLE_SAFE_MEMORY_ACCESS': True,
     'TL_DISABLE_THREAD_STORAGE_SYNC': True,
@@ -22,9 +22,9 @@ PASS_CONFIGS = {
 
 
 def choose(num_experts: int, num_topk: int, index_dtype: torch.dtype, size: int) -> dict:
-    """Few slots are counted by every block; a block sums the counts of all chunks unless they are very many.
+    """With few slots, every block counts all of them. Otherwise it sums the counts of all chunks, unless very many.
 
-    A block costs as much as it has experts and warps, so few slots get small blocks and many experts get long runs.
+    The cost of a block grows with experts and warps: few slots get small blocks, and many experts get long runs.
     """
     num_threads = next(n for n in (1024, 512, 256) if n * num_experts <= 1 << 20)
     if size <= 1 << 16:
@@ -72,13 +72,13 @@ def rank_slots(expert_local, warp, rank_local, table_shared):
 
 
 def _lanes(num_experts: int, num_warps: int) -> int:
-    """Neighbouring lanes that own an expert: they share the warps to scan."""
+    """Neighboring lanes per expert; each scans some of the warps."""
     return max(n for n in (1, 2, 4, 8, 16, 32) if n == 1 or (n * num_experts <= num_warps * WARP and n <= num_warps))
 
 
 @macro
 def scan_warps(table_shared, count_shared):
-    """Turn the counts of each warp into those of the warps before it; `count` is the sum."""
+    """Exclusive scan of the counts over warps; `count_shared` gets the sums."""
     num_experts = count_shared.shape[0]
     num_warps = table_shared.shape[0]
     lanes = _lanes(int(num_experts), int(num_warps))
@@ -113,7 +113,7 @@ def scan_warps(table_shared, count_shared):
 
 @macro
 def count_all(topk_idx, stop, num_threads, num_experts, before_shared, count_shared):
-    """Count the slots before `stop` and all slots of every expert, one slot after another."""
+    """Count, for every expert, the slots before `stop` and all slots."""
     num_topk = topk_idx.shape[1]
     num_slots = topk_idx.shape[0] * num_topk
     for step in T.serial(T.ceildiv(num_slots, num_threads)):
@@ -130,7 +130,7 @@ def count_all(topk_idx, stop, num_threads, num_experts, before_shared, count_sha
 def sum_chunks(counts, chunk, num_chunks, num_threads, before_shared, count_shared):
     """Sum the counts of the chunks before this one and of all chunks for every expert."""
     num_experts = counts.shape[1]
-    teams = max(1, num_threads // int(num_experts))  # they share the chunks
+    teams = max(1, num_threads // int(num_experts))  # each sums some of the chunks
     before = T.alloc_var(T.int32)
     total = T.alloc_var(T.int32)
     count = T.alloc_var(T.int32)
@@ -151,13 +151,13 @@ def sum_chunks(counts, chunk, num_chunks, num_threads, before_shared, count_shar
 
 
 def _items(num_experts: int, num_warps: int) -> int:
-    """Neighbouring experts of a thread."""
+    """Neighboring experts per thread."""
     return -(-num_experts // (num_warps * WARP))
 
 
 @macro
 def scan_experts(count_shared, alignment, size_shared, start_shared, part_shared):
-    """Sizes of the experts, which are the aligned counts, and the sum of the sizes before each of them."""
+    """Sizes of the experts (the aligned counts), and their exclusive scan."""
     num_experts = count_shared.shape[0]
     items = _items(int(num_experts), int(part_shared.shape[0]))
     tx = T.get_thread_binding()
@@ -191,7 +191,7 @@ def scan_experts(count_shared, alignment, size_shared, start_shared, part_shared
 
 @macro
 def set_place(pos, expert, slot, num_topk, pos_to_expert, pos_to_token, pos_to_token_topk):
-    """Say who is at a place; -1 for nobody."""
+    """Write the three maps of a position; expert and slot are -1 for padding."""
     pos_to_expert[pos] = expert
     pos_to_token[pos] = T.if_then_else(slot >= 0, T.truncdiv(slot, num_topk), -1)
     pos_to_token_topk[pos] = slot
@@ -208,7 +208,7 @@ def set_place(pos, expert, slot, num_topk, pos_to_expert, pos_to_token, pos_to_t
 def fused_mapping_kernel(
     num_experts: int, num_topk: int, index_dtype: torch.dtype, *, launches: int, rounds: int, num_threads: int
 ):
-    """Maps of a (num_tokens, num_topk) choice; `counts` is scratch, its last row for the sums of the others."""
+    """Maps of a (num_tokens, num_topk) choice; `counts` is scratch, and its last row has the sums of the others."""
     num_warps = num_threads // WARP
     chunk_slots = num_threads * rounds
     items = _items(num_experts, num_warps)
@@ -281,7 +281,7 @@ def fused_mapping_kernel(
                     counts[count_rows - 1, expert] = before
 
         with T.Kernel(T.max(num_chunks, T.ceildiv(num_expanded, FILL)), threads=num_threads) as chunk:
-            table_shared = T.alloc_shared((num_warps, num_experts | 1), T.int32)  # odd pitch: warps in different banks
+            table_shared = T.alloc_shared((num_warps, num_experts | 1), T.int32)  # odd: no bank conflicts
             before_shared = T.alloc_shared((num_experts,), T.int32)
             count_shared = T.alloc_shared((num_experts,), T.int32)
             size_shared = T.alloc_shared((num_experts,), T.int32)  # the count, aligned; first that of the chunk
@@ -335,7 +335,7 @@ def fused_mapping_kernel(
             T.sync_threads()
             scan_experts(count_shared, alignment, size_shared, start_shared, part_shared)
             for i in T.unroll(items):
-                if tx * items + i < num_experts:  # from the order of the chunk to that of all slots
+                if tx * items + i < num_experts:  # from positions in the chunk to positions among all slots
                     before_shared[tx * items + i] += start_shared[tx * items + i] - local_shared[tx * items + i]
             T.sync_threads()
 

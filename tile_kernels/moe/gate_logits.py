@@ -4,309 +4,28 @@
     dhidden[t, h] = sum_e dlogits[t, e] gate_weight[e, h]
     dgate_weight[e, h] = sum_t dlogits[t, e] hidden[t, h]
 
-A block owns a tile of the result and walks along the sum. Few tokens make few tiles, so their sum over h is cut into
-parts that several blocks add up on their own; a second launch adds the parts in their order, which keeps the result
-deterministic. Gradients come in float32: each is split into two bfloat16 numbers that together hold 16 of its bits, and
-both are multiplied. Compute bound for many tokens; for few the floor is reading gate_weight.
+A block owns a tile of the result and walks along the sum. Few tokens make few tiles, so their sum over h is split over
+several blocks. A second launch adds these parts in their order, so the result is deterministic. Gradients are float32.
+Each is split into two bfloat16 numbers that together hold 16 of its bits, and both are multiplied.
+Compute bound for many tokens; for few, the floor is reading gate_weight.
 """
-
-import math
 
 import torch
 from torch import Tensor
 
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
-from tile_kernels.core.cost import count_product
-from tile_kernels.core.jit import PLAIN_PRODUCTS, kernel
-from tile_kernels.core.lang import T
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
-from tile_kernels.moe.topk_gate import MAX_EXPERTS
-
-MAX_PARTS = 16
-BLOCK_K = 64
-SUM_THREADS = 128
-
-#: So many tokens are cut into the smallest tiles.
-FEW_TOKENS = 512
-
-BF16 = 'bfloat16'
-
-# Config -------------------------------------------------------------------------------------
-
-
-def num_parts_for(num_tokens: int, hidden: int) -> int:
-    """Parts of the sum over h, a power of two: enough blocks for all SMs, at least four steps for each."""
-    if not isinstance(num_tokens, int) or num_tokens == 0:
-        return 1  # nothing is launched: no tokens, or any number of them in a trace
-    if num_tokens > 2048:
-        return 1
-    wanted = 32 // -(-num_tokens // 64) if num_tokens <= FEW_TOKENS else 64 // -(-num_tokens // 128)
-    parts = 1
-    while 2 * parts <= min(wanted, MAX_PARTS) and hidden >= 8 * parts * BLOCK_K:
-        parts *= 2
-    return parts
-
-
-def choose(num_experts: int, hidden: int, num_parts: int, packed: bool, size: int) -> dict:
-    """Tiles that make a block for every SM, as large as that allows: a step of a large one reads less for a product."""
-    if size <= FEW_TOKENS:
-        return dict(block_m=64, block_n=64, block_k=128, num_stages=4)
-    if 2048 < size <= 4096:
-        return dict(block_m=64, block_n=128, block_k=64, num_stages=6)
-    if size <= 8192 or num_experts <= 128:
-        return dict(block_m=128, block_n=128, block_k=64, num_stages=4)
-    return dict(block_m=128, block_n=256, block_k=64, num_stages=3)
-
-
-def choose_unaligned(num_experts: int, hidden: int, num_parts: int, vec: int, size: int) -> dict:
-    """Tiles of 64 tokens until there are more of them than SMs; then larger ones, which read less."""
-    if size > 8192:
-        return dict(block_m=128, block_n=128, block_k=64, num_stages=3)
-    return dict(block_m=64, block_n=128 if size > 512 else 64, block_k=64, num_stages=4)
-
-
-def choose_halve(size: int) -> dict:
-    """One number for each thread."""
-    return dict(num_threads=256)
-
-
-def choose_dhidden(num_experts: int, hidden: int, size: int) -> dict:
-    """One tile for all sizes: the result is larger than what is read."""
-    return dict(block_m=128, block_n=128, num_stages=3)
-
-
-def choose_dweight(num_experts: int, hidden: int, vec: int, packed: bool, size: int) -> dict:
-    """Long runs of steps between which the loads start anew; short ones for few tokens, which do not fill them."""
-    return dict(block_m=128, block_n=128, num_stages=3, num_steps=4 if size <= 512 else 16)
-
-
-# Kernels ------------------------------------------------------------------------------------
-
-
-TILES = dict(block_m=(64, 128), block_n=(64, 128, 256), num_stages=(2, 3, 4, 5, 6))
-TILES_K = dict(**TILES, block_k=(64, 128))
-#: A warpgroup of its own loads tiles by TMA and the others multiply, where the architecture has such instructions.
-TMA = {'TL_DISABLE_WARP_SPECIALIZED': False}
-
-
-def build_gate_logits(
-    num_experts: int,
-    hidden: int,
-    num_parts: int,
-    vec: int,
-    packed: bool,
-    block_m: int,
-    block_n: int,
-    block_k: int,
-    num_stages: int,
-):
-    """A part of the sum for a tile of tokens and experts; then, of several parts, their sum."""
-    num_threads = 128 if block_m == 64 else 256
-    num_steps = -(-hidden // (block_k * num_parts))
-    sum_width = math.gcd(num_experts, 4)
-    num_tokens = T.dynamic('num_tokens')
-    row_stride = hidden if packed else T.dynamic('row_stride')
-
-    @T.prim_func
-    def gate_logits(
-        x: T.StridedTensor((num_tokens, hidden), (row_stride, 1), BF16),
-        gate_weight: T.Tensor((num_experts, hidden), BF16),
-        parts: T.Tensor((num_parts, num_tokens, num_experts), 'float32'),
-        logits: T.Tensor((num_tokens, num_experts), 'float32'),
-    ):
-        with T.Kernel(
-            T.ceildiv(num_experts, block_n), T.ceildiv(num_tokens, block_m), num_parts, threads=num_threads
-        ) as (pid_n, pid_m, pid_part):
-            T.assume(row_stride % vec == 0)
-            x_shared = T.alloc_shared((block_m, block_k), BF16)
-            weight_shared = T.alloc_shared((block_n, block_k), BF16)
-            sum_frag = T.alloc_fragment((block_m, block_n), 'float32')
-            row, col = pid_m * block_m, pid_n * block_n
-
-            if num_parts > 1:
-                T.pdl_trigger()
-            T.clear(sum_frag)
-            for i in T.Pipelined(num_steps, num_stages=num_stages):
-                k = (pid_part * num_steps + i) * block_k
-                T.copy(x[row : row + block_m, k : k + block_k], x_shared)
-                T.copy(gate_weight[col : col + block_n, k : k + block_k], weight_shared)
-                T.gemm(x_shared, weight_shared, sum_frag, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
-            if num_parts > 1:
-                T.copy(sum_frag, parts[pid_part, row : row + block_m, col : col + block_n])
-            else:
-                T.copy(sum_frag, logits[row : row + block_m, col : col + block_n])
-
-        if num_parts > 1:
-            with T.Kernel(T.ceildiv(num_tokens * num_experts, SUM_THREADS * sum_width), threads=SUM_THREADS) as pid:
-                part_local = T.alloc_local((num_parts, sum_width), 'float32')
-                sum_local = T.alloc_local((sum_width,), 'float32')
-                first = (pid * SUM_THREADS + T.get_thread_binding()) * sum_width
-                T.pdl_sync()
-                if first < num_tokens * num_experts:
-                    token, expert = first // num_experts, first % num_experts
-                    for p in T.unroll(num_parts):
-                        for e in T.vectorized(sum_width):
-                            part_local[p, e] = parts[p, token, expert + e]
-                    T.clear(sum_local)
-                    for p in T.unroll(num_parts):
-                        for e in T.unroll(sum_width):
-                            sum_local[e] = sum_local[e] + part_local[p, e]
-                    for e in T.vectorized(sum_width):
-                        logits[token, expert + e] = sum_local[e]
-
-    return gate_logits
-
-
-@kernel(choose=choose, space=TILES_K, pass_configs=TMA, flops=count_product)
-def gate_logits_kernel(
-    num_experts: int,
-    hidden: int,
-    num_parts: int,
-    packed: bool,
-    *,
-    block_m: int,
-    block_n: int,
-    block_k: int,
-    num_stages: int,
-):
-    """Rows begin at multiples of 16 bytes."""
-    return build_gate_logits(num_experts, hidden, num_parts, 8, packed, block_m, block_n, block_k, num_stages)
-
-
-@kernel(choose=choose_unaligned, space=TILES_K, pass_configs=PLAIN_PRODUCTS, flops=count_product)
-def gate_logits_unaligned_kernel(
-    num_experts: int,
-    hidden: int,
-    num_parts: int,
-    vec: int,
-    *,
-    block_m: int,
-    block_n: int,
-    block_k: int,
-    num_stages: int,
-):
-    """Rows begin at multiples of `vec` elements."""
-    made = build_gate_logits(num_experts, hidden, num_parts, vec, False, block_m, block_n, block_k, num_stages)
-    return made.with_attr('global_symbol', 'gate_logits_unaligned')
-
-
-@kernel(choose=choose_halve, space=dict(num_threads=(128, 256)))
-def gate_logits_halve_kernel(*, num_threads: int):
-    """Every gradient as the sum of two bfloat16 numbers: the nearest one, and the nearest to what is left."""
-    num_logits = T.dynamic('num_logits')
-
-    @T.prim_func
-    def gate_logits_halve(
-        dlogits: T.Tensor((num_logits,), 'float32'),
-        upper: T.Tensor((num_logits,), BF16),
-        lower: T.Tensor((num_logits,), BF16),
-    ):
-        with T.Kernel(T.ceildiv(num_logits, num_threads), threads=num_threads) as pid:
-            i = pid * num_threads + T.get_thread_binding()
-            if i < num_logits:
-                nearest = T.cast(dlogits[i], BF16)
-                upper[i] = nearest
-                lower[i] = T.cast(dlogits[i] - T.cast(nearest, 'float32'), BF16)
-
-    return gate_logits_halve
-
-
-@kernel(
-    choose=choose_dhidden,
-    space=TILES,
-    pass_configs=PLAIN_PRODUCTS,
-    flops=count_product,
+from tile_kernels.moe._checks import MAX_EXPERTS
+from tile_kernels.moe.gate_logits_kernels import (
+    gate_logits_dhidden_kernel,
+    gate_logits_dweight_kernel,
+    gate_logits_halve_kernel,
+    gate_logits_kernel,
+    gate_logits_unaligned_kernel,
+    num_parts_for,
 )
-def gate_logits_dhidden_kernel(num_experts: int, hidden: int, *, block_m: int, block_n: int, num_stages: int):
-    """A tile of tokens and channels, summed over experts."""
-    num_threads = 128 if block_m == 64 else 256
-    num_tokens = T.dynamic('num_tokens')
-
-    @T.prim_func
-    def gate_logits_dhidden(
-        upper: T.Tensor((num_tokens, num_experts), BF16),
-        lower: T.Tensor((num_tokens, num_experts), BF16),
-        gate_weight: T.Tensor((num_experts, hidden), BF16),
-        dhidden: T.Tensor((num_tokens, hidden), BF16),
-    ):
-        with T.Kernel(T.ceildiv(hidden, block_n), T.ceildiv(num_tokens, block_m), threads=num_threads) as (
-            pid_n,
-            pid_m,
-        ):
-            upper_shared = T.alloc_shared((block_m, BLOCK_K), BF16)
-            lower_shared = T.alloc_shared((block_m, BLOCK_K), BF16)
-            weight_shared = T.alloc_shared((BLOCK_K, block_n), BF16)
-            sum_frag = T.alloc_fragment((block_m, block_n), 'float32')
-            row, col = pid_m * block_m, pid_n * block_n
-
-            T.clear(sum_frag)
-            for i in T.Pipelined(T.ceildiv(num_experts, BLOCK_K), num_stages=num_stages):
-                k = i * BLOCK_K
-                T.copy(upper[row : row + block_m, k : k + BLOCK_K], upper_shared)
-                T.copy(lower[row : row + block_m, k : k + BLOCK_K], lower_shared)
-                T.copy(gate_weight[k : k + BLOCK_K, col : col + block_n], weight_shared)
-                T.gemm(upper_shared, weight_shared, sum_frag)
-                T.gemm(lower_shared, weight_shared, sum_frag)
-            T.copy(sum_frag, dhidden[row : row + block_m, col : col + block_n])
-
-    return gate_logits_dhidden
-
-
-@kernel(
-    choose=choose_dweight,
-    space=dict(**TILES, num_steps=(4, 16)),
-    pass_configs=PLAIN_PRODUCTS,
-    flops=count_product,
-)
-def gate_logits_dweight_kernel(
-    num_experts: int,
-    hidden: int,
-    vec: int,
-    packed: bool,
-    *,
-    block_m: int,
-    block_n: int,
-    num_stages: int,
-    num_steps: int,
-):
-    """A tile of experts and channels, summed over tokens; TileLang pipelines a known number of steps only."""
-    num_threads = 128 if block_m == 64 else 256
-    num_tokens = T.dynamic('num_tokens')
-    row_stride = hidden if packed else T.dynamic('row_stride')
-
-    @T.prim_func
-    def gate_logits_dweight(
-        x: T.StridedTensor((num_tokens, hidden), (row_stride, 1), BF16),
-        upper: T.Tensor((num_tokens, num_experts), BF16),
-        lower: T.Tensor((num_tokens, num_experts), BF16),
-        dgate_weight: T.Tensor((num_experts, hidden), BF16),
-    ):
-        with T.Kernel(T.ceildiv(hidden, block_n), T.ceildiv(num_experts, block_m), threads=num_threads) as (
-            pid_n,
-            pid_m,
-        ):
-            T.assume(row_stride % vec == 0)
-            upper_shared = T.alloc_shared((BLOCK_K, block_m), BF16)
-            lower_shared = T.alloc_shared((BLOCK_K, block_m), BF16)
-            x_shared = T.alloc_shared((BLOCK_K, block_n), BF16)
-            sum_frag = T.alloc_fragment((block_m, block_n), 'float32')
-            row, col = pid_m * block_m, pid_n * block_n
-
-            T.clear(sum_frag)
-            for run in T.serial(T.ceildiv(num_tokens, num_steps * BLOCK_K)):
-                for i in T.Pipelined(num_steps, num_stages=num_stages):
-                    k = (run * num_steps + i) * BLOCK_K
-                    T.copy(upper[k : k + BLOCK_K, row : row + block_m], upper_shared)
-                    T.copy(lower[k : k + BLOCK_K, row : row + block_m], lower_shared)
-                    T.copy(x[k : k + BLOCK_K, col : col + block_n], x_shared)
-                    T.gemm(upper_shared, x_shared, sum_frag, transpose_A=True)
-                    T.gemm(lower_shared, x_shared, sum_frag, transpose_A=True)
-            T.copy(sum_frag, dgate_weight[row : row + block_m, col : col + block_n])
-
-    return gate_logits_dweight
-
 
 # Ops ----------------------------------------------------------------------------------------
 
@@ -365,12 +84,11 @@ def gate_logits(hidden_states: Tensor, gate_weight: Tensor) -> Tensor:
     num_parts = num_parts_for(num_tokens, hidden)
     logits = hidden_states.new_empty(num_tokens, num_experts, dtype=torch.float32)
     parts = logits.new_empty(num_parts, num_tokens, num_experts) if num_parts > 1 else None
+    sizes, tensors = (num_experts, hidden, num_parts), (hidden_states, gate_weight, parts, logits)
     if vec == 8:
-        static = (num_experts, hidden, num_parts, hidden_states.is_contiguous())
-        launch(gate_logits_kernel, static, hidden_states, gate_weight, parts, logits)
+        launch(gate_logits_kernel, (*sizes, hidden_states.is_contiguous()), *tensors)
     else:
-        static = (num_experts, hidden, num_parts, vec)
-        launch(gate_logits_unaligned_kernel, static, hidden_states, gate_weight, parts, logits)
+        launch(gate_logits_unaligned_kernel, (*sizes, vec), *tensors)
     return logits
 
 
@@ -378,14 +96,14 @@ def gate_logits(hidden_states: Tensor, gate_weight: Tensor) -> Tensor:
 
 
 def make(num_tokens: int, num_experts: int, hidden: int, is_strided: bool = False) -> dict:
-    """Weights of the size that keeps logits near 1."""
+    """Weights that keep logits near 1."""
     wide = torch.randn(num_tokens, hidden + 8 * is_strided, dtype=torch.bfloat16)
     gate_weight = torch.randn(num_experts, hidden).mul(hidden**-0.5).to(torch.bfloat16)
     return dict(hidden_states=wide[:, :hidden], gate_weight=gate_weight)
 
 
 def make_bwd(num_tokens: int, num_experts: int, hidden: int, is_strided: bool = False) -> dict:
-    """Gradients with zeros, as a choice of experts leaves them."""
+    """Gradients with many zeros, as after top-k."""
     dlogits = torch.randn(num_tokens, num_experts) * (torch.rand(num_tokens, num_experts) < 0.25)
     return dict(dlogits=dlogits, **make(num_tokens, num_experts, hidden, is_strided))
 
@@ -394,11 +112,12 @@ SMOKE = grid(num_tokens=[0, 5], num_experts=[64], hidden=[192]) + grid(
     num_tokens=[70], num_experts=[72], hidden=[1032, 130], is_strided=[True]
 )
 FULL = grid(num_tokens=[1, 65, 1001], num_experts=[8, 72, 256], hidden=[100, 129, 7168])
+
 BENCH = grid(num_tokens=[64, 1000, 4096, 16384], num_experts=[256], hidden=[7168]) + grid(
     num_tokens=[4001], num_experts=[160], hidden=[5124]
 )
-
 gate_logits.cases(make=make, match=dict(rtol=1e-4, atol=2e-4), smoke=SMOKE, full=FULL, bench=BENCH)
+
 gate_logits_bwd.cases(
     make=make_bwd,
     match=dict(rtol=1e-2, atol=1e-2),

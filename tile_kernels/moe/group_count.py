@@ -1,11 +1,10 @@
-"""Count how often each group (or expert) was chosen, as integers or as the load fraction of an auxiliary loss.
+"""Count how often each group (or expert) was chosen.
 
-    count[g] = number of slots with group_idx = g           negative numbers count nowhere
-    f[e]     = count[e] * num_experts / (num_tokens * num_aux_topk)
+    count[g] = number of slots with group_idx = g           negative numbers are not counted
 
-Each block counts a run of slots in shared memory and writes its counts; a second launch, which is made early and waits
-on the device, adds them up. Few slots are one block and one launch. Nothing has to be cleared beforehand, and integers
-make the result independent of any order.
+Each block counts a run of slots in shared memory and writes its counts. A second launch, which overlaps the first
+(PDL), adds them up. Few slots need one block and one launch. Nothing is cleared beforehand. Integer sums do not depend
+on their order, so the result is deterministic. `aux_fi` uses the same kernel.
 """
 
 import torch
@@ -21,19 +20,19 @@ from tile_kernels.moe._samples import random_choice
 
 MAX_BLOCKS = 128
 MAX_GROUPS = 8192
-MAX_SLOTS = 2**31 - 2**20  # so that those of the last, partial step have int32 numbers as well
+MAX_SLOTS = 2**31 - 2**20  # slots of the last, partial step must fit into int32
 
-#: Slots that a thread has in flight.
+#: Loads that a thread has in flight.
 ROUNDS = 8
 
-#: Warps of a block that adds up what the blocks counted.
+#: Warps of a block that adds up the counts of all blocks.
 SUM_WARPS = 16
 
 # Config -------------------------------------------------------------------------------------
 
 
 def choose(num_groups: int, num_topk: int, index_dtype: torch.dtype, fraction: bool, num_slots: int) -> dict:
-    """Eight slots for each thread; the more blocks, the more there is to add up."""
+    """Eight slots per thread. More blocks mean more counts to add up."""
     num_blocks = next((n for n in (1, 16, 64) if num_slots <= n * 4096), 128)
     return dict(num_blocks=min(num_blocks, 128 if num_groups <= 512 else 16), num_threads=512)
 
@@ -43,7 +42,7 @@ def choose(num_groups: int, num_topk: int, index_dtype: torch.dtype, fraction: b
 
 @macro
 def write_count(out, group, count, fraction, even):
-    """The result of a group: the count, or the fraction; `even` slots are an even load of all groups (0: no tokens)."""
+    """Write the result of a group: its count, or the fraction with `even` slots per group as 1 (0: no tokens)."""
     if fraction:
         load = T.cast(count, T.float32) * T.float32(out.shape[0])
         out[group] = T.ieee_fdiv(load, T.cast(T.max(even, 1), T.float32))
@@ -64,7 +63,7 @@ def load_indices(group_idx, first, stride, index_local):
 
 @macro
 def count_indices(index_local, count_shared):
-    """Count those that are groups."""
+    """Count the indices that are groups."""
     for i in T.unroll(index_local.shape[0]):
         if index_local[i] >= 0 and index_local[i] < count_shared.shape[0]:
             T.atomic_add(count_shared[T.cast(index_local[i], T.int32)], 1)
@@ -138,10 +137,10 @@ def group_count_kernel(
     return group_count
 
 
-# Ops ----------------------------------------------------------------------------------------
+# Op -----------------------------------------------------------------------------------------
 
 
-def _count(index: Tensor, name: str, num_groups: int, num_aux_topk: int = 0) -> Tensor:
+def launch_count(index: Tensor, name: str, num_groups: int, num_aux_topk: int = 0) -> Tensor:
     """Counts of the groups of (num_tokens, num_topk) indices, or fractions if `num_aux_topk` is given."""
     num_tokens, num_topk = check.shape(index, name, 'num_tokens num_topk', dtype=(torch.int64, torch.int32))
     check.at_least(num_topk, 1, 'num_topk')
@@ -154,7 +153,7 @@ def _count(index: Tensor, name: str, num_groups: int, num_aux_topk: int = 0) -> 
     out = torch.empty(num_groups, dtype=torch.float32 if fraction else torch.int32, device=index.device)
     partial = torch.empty((MAX_BLOCKS, num_groups), dtype=torch.int32, device=index.device)
     static = (num_groups, num_topk, index.dtype, fraction)
-    size = torch.sym_max(num_tokens * num_topk, 1)  # without slots there are still zeros to write
+    size = torch.sym_max(num_tokens * num_topk, 1)  # without slots the kernel still writes zeros
     launch(group_count_kernel, static, index, partial, out, num_aux_topk, size=size)
     return out
 
@@ -170,52 +169,27 @@ def group_count(group_idx: Tensor, num_groups: int) -> Tensor:
     Returns:
         (num_groups,) int32.
     """
-    return _count(group_idx, 'group_idx', num_groups)
-
-
-@op(outputs='fraction')
-def aux_fi(topk_idx: Tensor, num_experts: int, num_aux_topk: int) -> Tensor:
-    """Load fraction of each expert, f of the auxiliary balance loss; 1 everywhere if the load is even.
-
-    Args:
-        topk_idx: (num_tokens, num_topk) int64 or int32, contiguous; numbers that are no expert are ignored.
-        num_experts: up to 8192.
-        num_aux_topk: choices per token that count as an even load.
-
-    Returns:
-        (num_experts,) float32, count * num_experts / (num_tokens * num_aux_topk); 0 without tokens. Deterministic.
-    """
-    check.at_least(num_aux_topk, 1, 'num_aux_topk')
-    return _count(topk_idx, 'topk_idx', num_experts, num_aux_topk)
+    return launch_count(group_idx, 'group_idx', num_groups)
 
 
 # Cases --------------------------------------------------------------------------------------
 
 
-def _choice(num_tokens: int, num_topk: int, num_groups: int, dtype: torch.dtype = torch.int64) -> Tensor:
+def make_choice(num_tokens: int, num_topk: int, num_groups: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Groups of every token; 30 % of the slots have none."""
     return random_choice(num_tokens, num_topk, num_groups, unrouted=0.3).to(dtype)
 
 
 SMOKE = grid(num_tokens=[0, 1, 77], num_topk=[6], num_groups=[8]) + grid(
     num_tokens=[900], num_topk=[9], num_groups=[72, 600], dtype=[torch.int64, torch.int32]
 )
+FULL = grid(num_tokens=[4001, 100003], num_topk=[2, 9], num_groups=[8, 72, 8192])
 BENCH = grid(num_tokens=[64, 18483, 21839], num_topk=[8], num_groups=[32, 256])
 
 group_count.cases(
-    make=lambda num_groups, **case: dict(group_idx=_choice(num_groups=num_groups, **case), num_groups=num_groups),
+    make=lambda num_groups, **case: dict(group_idx=make_choice(num_groups=num_groups, **case), num_groups=num_groups),
     match='bitwise',
     smoke=SMOKE,
-    full=grid(num_tokens=[4001, 100003], num_topk=[2, 9], num_groups=[8, 72, 8192]),
-    bench=BENCH,
-)
-aux_fi.cases(
-    make=lambda num_groups, num_topk, **case: dict(
-        topk_idx=_choice(num_groups=num_groups, num_topk=num_topk, **case),
-        num_experts=num_groups,
-        num_aux_topk=num_topk,
-    ),
-    match='bitwise',
-    smoke=SMOKE,
-    full=grid(num_tokens=[4001, 100003], num_topk=[2, 9], num_groups=[8, 72, 8192]),
+    full=FULL,
     bench=BENCH,
 )

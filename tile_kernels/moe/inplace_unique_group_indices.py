@@ -1,9 +1,9 @@
-"""Unique indices: of equal indices in a row keep the first, turn the others into -1, in place.
+"""Unique indices: of equal indices in a row keep the first and set the others to -1, in place.
 
     x[t, k] = -1                                            if x[t, k] >= 0 and x[t, k] = x[t, j] for some j < k
 
-A block reads a tile of rows into shared memory once; every slot then compares itself with those before it in its row,
-and only what changes is written. Memory bound: the floor is reading x.
+A block reads a tile of rows into shared memory once. Every slot then compares itself with the slots before it in its
+row. Only changed slots are written. Memory bound: the floor is reading x.
 """
 
 import torch
@@ -21,7 +21,7 @@ MAX_TOPK = 4096
 
 
 def choose(num_topk: int, dtype: torch.dtype, num_tokens: int) -> dict:
-    """About four slots for each thread, all of their loads in flight."""
+    """About four slots per thread, with all loads in flight."""
     return dict(num_threads=256, slots=4)
 
 
@@ -71,10 +71,10 @@ def inplace_unique_group_indices_kernel(num_topk: int, dtype: torch.dtype, *, nu
 
 @op()
 def inplace_unique_group_indices(group_indices: Mut, num_groups: int) -> None:
-    """Keep the first of equal indices in a row, turn the others into -1, in place.
+    """Keep the first of equal indices in a row and set the others to -1, in place.
 
     Args:
-        group_indices: (num_tokens, num_topk) int64 or int32, contiguous; negative numbers are left alone.
+        group_indices: (num_tokens, num_topk) int64 or int32, contiguous; negative numbers stay.
         num_groups: number of groups, any.
     """
     _, num_topk = check.shape(group_indices, 'group_indices', 'num_tokens num_topk', dtype=(torch.int64, torch.int32))

@@ -1,12 +1,12 @@
-"""Mask indices by tensor-parallel rank: local numbers of the experts a rank holds, -1 for all others.
+"""Mask indices by tensor-parallel rank: local numbers of the experts of a rank, -1 for all others.
 
-Experts lie on ranks in runs of `per_gpu = n // num_ep_ranks`; consecutive runs go round the tensor-parallel ranks:
+Ranks hold runs of `per_gpu = n // num_ep_ranks` experts. Consecutive runs go round the tensor-parallel ranks:
 
     q = v // per_gpu                                        the run of expert v
     y = q // num_tp_ranks * per_gpu + v % per_gpu           if v >= 0 and q % num_tp_ranks = tp_rank
     y = -1                                                  otherwise
 
-Element by element, in 32 bits. Memory bound: the floor is reading the indices and writing the result.
+The kernel works element by element, in 32 bits. Memory bound: the floor is reading the indices and writing the result.
 """
 
 import torch
@@ -25,7 +25,7 @@ INT32_MAX = 2**31 - 1
 
 
 def choose(dtype: torch.dtype, width: int, size: int) -> dict:
-    """One access for each thread: there is little to do and many blocks to do it."""
+    """One access per thread, and many blocks."""
     return dict(num_threads=256)
 
 
@@ -34,7 +34,7 @@ def choose(dtype: torch.dtype, width: int, size: int) -> dict:
 
 @macro
 def local_index(index, per_gpu, tp_rank, num_tp_ranks):
-    """Number of an expert on its rank, -1 if the rank is another one."""
+    """Local number of an expert, -1 if another rank holds it."""
     v = T.cast(index, T.int32)
     run = T.truncdiv(v, per_gpu)
     cycle = T.truncdiv(run, num_tp_ranks)
@@ -48,7 +48,7 @@ def local_index(index, per_gpu, tp_rank, num_tp_ranks):
     pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True},
 )
 def mask_indices_by_tp_kernel(dtype: torch.dtype, width: int, *, num_threads: int):
-    """`width` indices in an access."""
+    """`width` indices per access."""
     num_indices = T.dynamic('num_indices')
 
     @T.prim_func
@@ -83,13 +83,13 @@ def mask_indices_by_tp_kernel(dtype: torch.dtype, width: int, *, num_threads: in
 
 @op(outputs='masked')
 def mask_indices_by_tp(indices: Tensor, n: int, num_ep_ranks: int, tp_rank: int, num_tp_ranks: int) -> Tensor:
-    """Turn global expert numbers into local ones of a tensor-parallel rank; -1 where another rank holds the expert.
+    """Turn global expert numbers into local ones of a tensor-parallel rank; -1 if another rank holds the expert.
 
     Args:
-        indices: int64 or int32 of any shape, contiguous; expert numbers below 2^31, negative ones stay out.
+        indices: int64 or int32 of any shape, contiguous; expert numbers below 2^31, negative ones give -1.
         n: number of experts.
-        num_ep_ranks: ranks the experts are spread over, `n // num_ep_ranks` on each.
-        tp_rank: the rank among the tensor-parallel ones.
+        num_ep_ranks: number of ranks that hold the experts, `n // num_ep_ranks` each.
+        tp_rank: the tensor-parallel rank.
         num_tp_ranks: number of tensor-parallel ranks.
 
     Returns:

@@ -1,9 +1,9 @@
-"""Normalise weights: divide the chosen weights of a token by their sum.
+"""Normalize weights: divide the chosen weights of a token by their sum.
 
     denominator[t]   = 1e-20 + w[t, 0] + w[t, 1] + ...      added up in this order
     normalized[t, k] = w[t, k] / denominator[t]
 
-A block reads a tile of rows into shared memory, so that global memory sees whole sectors whatever num_topk is; a thread
+A block reads a tile of rows into shared memory, so that global memory sees whole sectors for any num_topk. One thread
 adds up each row. The gradient is dw[t, k] = (dn[t, k] - sum_j dn[t, j] n[t, j]) / denominator[t] + ddenominator[t].
 Memory bound: the floor is reading the weights and writing the result.
 """
@@ -25,7 +25,7 @@ EPSILON = 1e-20
 
 
 def choose(num_topk: int, num_tokens: int) -> dict:
-    """Small tiles: many blocks hide the latency of few loads each."""
+    """Small tiles: many blocks hide the latency of their few loads."""
     return dict(num_threads=128)
 
 
@@ -33,13 +33,13 @@ def choose(num_topk: int, num_tokens: int) -> dict:
 
 
 def _rows(num_topk: int, num_threads: int) -> int:
-    """Rows of a tile: at most one for each thread, and about eight slots."""
+    """Rows of a tile: at most one row and about eight slots per thread."""
     return max(1, min(num_threads, num_threads * 8 // num_topk))
 
 
 @macro
 def load_tile(x, first, left, num_threads, tile_shared):
-    """Read `left` elements of the rows from `first` on into shared memory; its odd pitch spreads rows over banks."""
+    """Read `left` elements of the rows from `first` on into shared memory; the odd pitch avoids bank conflicts."""
     num_topk = x.shape[1]
     rows = tile_shared.shape[0]
     for i in T.unroll(T.ceildiv(rows * num_topk, num_threads), unroll_factor=8):

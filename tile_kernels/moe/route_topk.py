@@ -1,4 +1,4 @@
-"""Routing by top-k: choose the experts of every token, weigh them, and say where they live.
+"""Routing by top-k: choose the experts of every token, weigh them, and map them to physical experts.
 
     u[t, e] = score of logits[t, e]                 softmax over e, or of one logit: sigmoid, sqrt(softplus), identity
     r[t, e] = u[t, e] + bias[e]                     what ranks; image_bias for image tokens; softmax ranks by logit
@@ -6,9 +6,22 @@
     w[t, k] = s u[t, i[t, k]] / sum_j u[t, i[t, j]]
     p[t, k] = to_physical_map[i[t, k], (ep_rank + 23333 t) mod logical_count[i[t, k]]], then its number on this rank
 
-S shared experts follow in slots K to K + S - 1 as experts E + s of weight 1. Some tokens have their experts given, some
-take them at random, some are masked out. One warp owns one token or two; `_selection` has the choice. Memory bound for
-many tokens: the floor is reading logits and writing weights and indices (and scores, where asked for).
+S shared experts follow in slots K to K + S - 1 as experts E + s of weight 1. The experts of some tokens are given or
+random, and some tokens are masked out. One warp owns one or two tokens; `topk_gate_kernels` finds the experts.
+
+Gradient, with h the gradient of the sums over t of v = u / U, where U[t] = sum_f u[t, f]:
+
+    D[t]    = sum_k u[t, i[t, k]]
+    a[t, e] = sum over k with i[t, k] = e of (s dw[t, k] - sum_j dw[t, j] w[t, j]) / D[t]
+    b[t, e] = (h[e] - sum_f h[f] v[t, f]) / U[t]
+    dlogits[t, e] = u'(logits[t, e]) (a[t, e] + b[t, e])
+
+u' follows from u alone: u (1 - u) for sigmoid, (1 - exp(-u^2)) / 2u for sqrt(softplus), 1 for identity, u for softmax.
+The other term of softmax cancels, because w and v stay the same when all scores grow by one factor.
+One warp owns one token. It writes the gradient of all experts first (mostly zeros), then that of the chosen ones.
+
+Both are memory bound for many tokens. The floor of the forward is reading logits and writing weights and indices (and
+scores, if wanted). The floor of the backward is writing dlogits, and reading scores where all of them have a gradient.
 """
 
 import torch
@@ -16,31 +29,16 @@ from torch import Tensor
 
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
-from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import Mut, Out, op
-from tile_kernels.moe._macros import (
-    FAST_FUNCTIONS,
-    WARP,
-    WARP_PASS_CONFIGS,
-    Place,
-    RowLayout,
-    load_rows,
-    sum_of_renormalized,
-)
-from tile_kernels.moe._selection import Bias, Ranking, select_topk
-from tile_kernels.moe.mask_indices_by_tp import local_index
-from tile_kernels.moe.route_topk_kernels import count_places, draw_if, mix, place_of, store_scores, take_given
+from tile_kernels.moe._checks import DTYPES, MAX_EXPERTS, MAX_TOPK, check_groups
+from tile_kernels.moe.route_topk_kernels import route_topk_bwd_kernel, route_topk_kernel
 from tile_kernels.moe.scoring import SCORINGS, ScoringFunc
-from tile_kernels.moe.topk_gate import DTYPES, MAX_EXPERTS, MAX_TOPK
-from tile_kernels.moe.topk_gating import check_groups, choose
 from tile_kernels.moe.topk_gating import make as make_gating
 
 MAX_SHARED = 16
-#: Stands for the pick after the last: the shared experts.
-SHARED = -1
-#: What a kernel is told about the optional tensors.
+
+#: Names of the optional tensors in the static arguments of the kernel.
 GIVEN = dict(
     bias='bias',
     image_bias='image',
@@ -52,152 +50,7 @@ GIVEN = dict(
     to_physical_map='map',
 )
 
-# Kernel -------------------------------------------------------------------------------------
-
-
-@kernel(choose=choose, space=dict(num_warps=(1, 2, 4, 8), rows=(1, 2)), pass_configs=WARP_PASS_CONFIGS)
-def route_topk_kernel(
-    num_experts: int,
-    num_topk: int,
-    num_shared: int,
-    dtype: torch.dtype,
-    scoring: ScoringFunc,
-    given: tuple[str, ...],
-    num_groups: int,
-    num_topk_groups: int,
-    vector_bytes: int,
-    packed: bool,
-    *,
-    num_warps: int,
-    rows: int,
-):
-    """Choice, weights and places of one or two tokens per warp; `given` names the optional tensors there are."""
-    layout = RowLayout.of(num_experts, dtype.itemsize, vector_bytes)
-    biased = 'bias' in given or 'image' in given
-    ranking = Ranking(layout, num_topk, scoring, biased, num_groups, num_topk_groups)
-    rows = max(ranking.rows_by_cut(rows), 1)
-    num_slots, num_logical = num_topk + num_shared, num_experts + num_shared
-    num_tokens = T.dynamic('num_tokens')
-    num_replicas = T.dynamic('num_replicas') if 'map' in given else 1
-    row_stride = num_experts if packed else T.dynamic('row_stride')
-    unmapped_stride = T.dynamic('unmapped_stride') if 'unmapped' in given else num_topk
-
-    @T.prim_func
-    def route_topk(
-        logits: T.StridedTensor((num_tokens, num_experts), (row_stride, 1), T.dtype(dtype)),
-        topk_idx: T.Tensor((num_tokens, num_slots), 'int64'),
-        topk_weights: T.Tensor((num_tokens, num_slots), 'float32'),
-        bias: T.Tensor((num_experts,), 'float32'),
-        image_bias: T.Tensor((num_experts,), 'float32'),
-        image_token_mask: T.Tensor((num_tokens,), 'uint8'),
-        mask: T.Tensor((num_tokens,), 'uint8'),
-        fix_routing_mask: T.Tensor((num_tokens,), 'uint8'),
-        force_random: T.Tensor((num_tokens,), 'uint8'),
-        to_physical_map: T.Tensor((num_logical, num_replicas), 'int32'),
-        logical_count: T.Tensor((num_logical,), 'int32'),
-        unmapped_topk_idx: T.StridedTensor((num_tokens, num_topk), (unmapped_stride, 1), 'int64'),
-        scores: T.Tensor((num_tokens, num_experts), 'float32'),
-        scale: T.float32,
-        ep_rank: T.int32,
-        per_rank: T.int32,
-        tp_rank: T.int32,
-        num_tp_ranks: T.int32,
-    ):
-        with T.Kernel(T.ceildiv(num_tokens, num_warps * rows), threads=num_warps * WARP) as pid:
-            T.assume(row_stride % layout.vec == 0)
-            T.import_source(FAST_FUNCTIONS)
-            x_local = T.alloc_local((rows, layout.num_slots), 'float32')
-            expert_local = T.alloc_local((ranking.num_picks,), 'int32')
-            value_local = T.alloc_local((ranking.num_picks,), 'float32')
-            tokens_local = T.alloc_local((rows,), 'int32')
-            alive_rows = T.alloc_local((rows,), 'int32')
-            image_rows = T.alloc_local((rows,), 'int32')
-            token = T.alloc_var('int32')
-            alive = T.alloc_var('int32')
-            image_part = T.alloc_var('int32')
-            drawn = T.alloc_var('int32')
-            num_places = T.alloc_var('uint32')
-            seed = T.alloc_var('uint32')
-            total = T.alloc_var('float32')
-            chosen = T.alloc_var('int32')
-            weight = T.alloc_var('float32')
-            tx = T.get_thread_binding()
-            at = Place(num_warps, rows, tx, tokens_local, token)
-            first_token = (pid * num_warps + at.warp) * rows
-
-            if first_token < num_tokens:
-                for r in T.unroll(rows):
-                    tokens_local[r] = T.min(first_token + r, num_tokens - 1)
-                token = T.min(first_token + at.part, num_tokens - 1)
-                load_rows(logits, at, layout, x_local)
-
-                # What kind of tokens these are: of an image, given at random, masked out.
-                image_part = 0
-                drawn = 0
-                alive = 1
-                for r in T.unroll(rows):
-                    image_rows[r] = 0
-                    alive_rows[r] = 1
-                if 'image' in given:
-                    for r in T.unroll(rows):
-                        image_rows[r] = T.cast(image_token_mask[tokens_local[r]], 'int32')
-                    image_part = T.cast(image_token_mask[token], 'int32')
-                if 'mask' in given:
-                    for r in T.unroll(rows):
-                        alive_rows[r] = T.cast(mask[tokens_local[r]], 'int32')
-                    alive = T.cast(mask[token], 'int32')
-                if 'random' in given:
-                    for r in T.unroll(rows):
-                        if force_random[tokens_local[r]] != T.uint8(0):
-                            alive_rows[r] = 0
-                    drawn = T.cast(force_random[token], 'int32')
-                    num_places = T.uint32(num_logical)
-                    if 'map' in given:
-                        num_places = T.cast(count_places(logical_count, num_logical, at.lane), 'uint32')
-                        num_places = T.max(num_places, T.uint32(num_slots))
-                    seed = mix(mix(T.cast(ep_rank, 'uint32')) + T.cast(token, 'uint32'))
-
-                if 'scores' in given:
-                    store_scores(scores, scoring, at, layout, alive_rows, x_local)
-                biases = [b if name in given else None for name, b in (('bias', bias), ('image', image_bias))]
-                select_topk(
-                    ranking, logits, Bias(*biases, image_rows, image_part), at, x_local, expert_local, value_local
-                )
-                if 'fixed' in given:
-                    take_given(
-                        fix_routing_mask, unmapped_topk_idx, logits, scoring, num_topk, at, expert_local, value_local
-                    )
-                total = sum_of_renormalized(value_local, scoring, at, num_topk)
-
-                for p in (*range(ranking.num_picks), SHARED)[: ranking.num_picks + min(num_shared, 1)]:
-                    first_slot, end = (num_topk, num_slots) if p == SHARED else (p * WARP, num_topk)
-                    slot = first_slot + at.sublane
-                    if slot < end and first_token + at.part < num_tokens:
-                        if p == SHARED:
-                            chosen = num_experts + at.sublane
-                            weight = 1.0
-                        else:
-                            chosen = expert_local[p]
-                            weight = value_local[p] / total * scale
-                            if 'unmapped' in given:
-                                unmapped_topk_idx[token, slot] = T.cast(
-                                    T.Select(alive == 0 or drawn != 0, -1, chosen), 'int64'
-                                )
-                        if chosen < 0:
-                            weight = 0.0
-                        elif 'map' in given:
-                            chosen = place_of(chosen, token, to_physical_map, logical_count, ep_rank)
-                        if 'random' in given:
-                            chosen, weight = draw_if(drawn, slot, num_places, seed, chosen, weight)
-                        if 'local' in given:
-                            chosen = local_index(chosen, per_rank, tp_rank, num_tp_ranks)
-                        topk_idx[token, slot] = T.cast(T.Select(alive == 0, -1, chosen), 'int64')
-                        topk_weights[token, slot] = T.Select(alive == 0, T.float32(0), weight)
-
-    return route_topk
-
-
-# Op -----------------------------------------------------------------------------------------
+# Ops ----------------------------------------------------------------------------------------
 
 
 @op()
@@ -225,11 +78,11 @@ def route_topk_(
     tp_rank: int = 0,
     num_tp_ranks: int = 1,
 ) -> None:
-    """Choose the experts of every token, weigh them and say where they live, into memory of the caller.
+    """Choose the experts of every token, weigh them and map them to physical experts; writes into arguments.
 
-    Experts come in descending order of their score (softmax: of their logit) plus bias; equal ones take the smaller
-    expert first and NaN ranks below everything, -inf included. Weights are divided by their sum (plus 1e-20); for
-    softmax this is the softmax over the chosen logits. K = topk_idx.shape[1] - num_shared_experts.
+    Experts are in descending order of score (softmax: of logit) plus bias. Of equal ones the smaller comes first. NaN
+    ranks below everything, including -inf. Weights are divided by their sum plus 1e-20, which makes softmax the
+    softmax over the chosen logits. K = topk_idx.shape[1] - num_shared_experts.
 
     Args:
         topk_idx: (num_tokens, K + num_shared_experts) int64, contiguous; gets the experts.
@@ -238,27 +91,27 @@ def route_topk_(
         scoring: 'softmax' over the experts, or 'sigmoid', 'sqrtsoftplus', 'identity' of every logit.
         routed_scaling_factor: multiplies the weights of routed experts.
         num_shared_experts: experts num_experts, num_experts + 1, ... that every token goes to; up to 16.
-        bias: (num_experts,) float32; moves the choice, not the weights.
-        image_bias: (num_experts,) float32 instead of bias for the tokens of images.
-        image_token_mask: (num_tokens,) bool, tokens of images; comes with image_bias.
-        num_groups: number of equal groups of neighbouring experts; only experts of the best groups are chosen.
-        num_topk_groups: groups that take part: those with the largest sum of their two best scores. Needs num_groups.
-        mask: (num_tokens,) bool; False leaves a token out: experts -1, weights and scores 0.
-        fix_routing_mask: (num_tokens,) bool; True takes the experts from unmapped_topk_idx. One that does not exist
-            there becomes -1 of weight 0.
-        force_random: (num_tokens,) bool; True takes distinct random physical experts and random weights, the same for
-            the same ep_rank and token. Goes before fix_routing_mask, and mask before it.
+        bias: (num_experts,) float32; changes the choice, not the weights.
+        image_bias: (num_experts,) float32, used instead of bias for image tokens.
+        image_token_mask: (num_tokens,) bool, True for image tokens; needs image_bias.
+        num_groups: number of equal groups of neighboring experts; only experts of the best groups are chosen.
+        num_topk_groups: number of groups to choose from: those with the largest top-2 sum. Needs num_groups.
+        mask: (num_tokens,) bool; False masks a token out: experts -1, weights and scores 0.
+        fix_routing_mask: (num_tokens,) bool; True takes the experts from unmapped_topk_idx. A number that is no expert
+            becomes -1 with weight 0.
+        force_random: (num_tokens,) bool; True takes distinct random physical experts and random weights. They depend on
+            ep_rank and token only. It overrides fix_routing_mask, and mask overrides it.
         unmapped_topk_idx: (num_tokens, K) int64, rows may be strided; gets the logical experts, -1 where there are none
             (masked and random tokens).
         scores: (num_tokens, num_experts) float32, contiguous; gets u, 0 for masked and random tokens.
         to_physical_map: (num_experts + num_shared_experts, max_replicas) int32, contiguous; physical experts of a
             logical one.
-        logical_count: (num_experts + num_shared_experts,) int32; how many of them there are. Comes with the map.
-        ep_rank: this rank; ranks and tokens take the replicas of an expert in turns.
-        num_ep_ranks: ranks the physical experts are spread over, num_experts + max_replicas - 1 in all.
-        tp_rank: this rank among the tensor-parallel ones.
-        num_tp_ranks: if more than one, indices become those of the experts on this rank and -1 for all others, as
-            by `mask_indices_by_tp`; weights stay.
+        logical_count: (num_experts + num_shared_experts,) int32; their number. Needs to_physical_map.
+        ep_rank: this rank; ranks and tokens use the replicas of an expert in turn.
+        num_ep_ranks: number of ranks that hold the physical experts, num_experts + max_replicas - 1 in all.
+        tp_rank: this tensor-parallel rank.
+        num_tp_ranks: if more than one, indices become local to this rank, -1 for other ranks, as in
+            `mask_indices_by_tp`; weights stay.
     """
     num_tokens, num_experts = check.shape(logits, 'logits', 'num_tokens num_experts', dtype=DTYPES)
     known = dict(num_tokens=num_tokens)
@@ -329,10 +182,78 @@ def route_topk_(
         logits.is_contiguous(),
     )
     flag_bytes = (None if x is None else x.view(torch.uint8) for x in flags.values())
-    rows = (logits, topk_idx, topk_weights, bias, image_bias, *flag_bytes)
+    rows = (topk_idx, topk_weights, bias, image_bias, *flag_bytes)
     maps = (to_physical_map, logical_count, unmapped_topk_idx, scores)
     ranks = (ep_rank, num_physical // num_ep_ranks, tp_rank, num_tp_ranks)
-    launch(route_topk_kernel, static, *rows, *maps, routed_scaling_factor, *ranks)
+    launch(route_topk_kernel, static, logits, *rows, *maps, routed_scaling_factor, *ranks)
+
+
+@op()
+def route_topk_bwd_(
+    dlogits: Out,
+    scores: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    dtopk_weights: Tensor,
+    scoring: str = 'softmax',
+    routed_scaling_factor: float = 1.0,
+    mask: Tensor | None = None,
+    dscores_sum: Tensor | None = None,
+) -> None:
+    """Gradient of the logits of `route_topk_`, written into an argument. Deterministic.
+
+    Args:
+        dlogits: (num_tokens, num_experts) float32, contiguous; overwritten.
+        scores: (num_tokens, num_experts) float32, contiguous, as written by `route_topk_`.
+        topk_idx: (num_tokens, num_topk) int64, contiguous; logical experts, -1 for none. Experts may repeat.
+        topk_weights: (num_tokens, num_topk) float32, contiguous; weights of these experts.
+        dtopk_weights: (num_tokens, num_topk) float32, contiguous; gradient of the weights.
+        scoring: as given to `route_topk_`.
+        routed_scaling_factor: as given to `route_topk_`.
+        mask: (num_tokens,) bool; True for tokens that dscores_sum covers.
+        dscores_sum: (num_seqs, num_experts) float32, contiguous: gradient of the sums of scores / sum(scores) over the
+            tokens of a sequence; sequences are of equal length, one after another. Needs mask.
+    """
+    num_tokens, num_experts = check.shape(scores, 'scores', 'num_tokens num_experts', dtype=torch.float32)
+    known, experts = dict(num_tokens=num_tokens), dict(num_experts=num_experts)
+    _, num_topk = check.shape(topk_idx, 'topk_idx', 'num_tokens num_topk', dtype=torch.int64, **known)
+    check.contiguous(scores, 'scores')
+    check.contiguous(topk_idx, 'topk_idx')
+    check.packed(dlogits, 'dlogits', 'num_tokens num_experts', torch.float32, **known, **experts)
+    for name, x in (('topk_weights', topk_weights), ('dtopk_weights', dtopk_weights)):
+        check.packed(x, name, 'num_tokens num_topk', torch.float32, num_topk=num_topk, **known)
+    check.packed(mask, 'mask', 'num_tokens', torch.bool, **known)
+    check.packed(dscores_sum, 'dscores_sum', 'num_seqs num_experts', torch.float32, **experts)
+    check.at_least(num_topk, 1, 'num_topk')
+    check.at_most(num_topk, MAX_TOPK, 'num_topk')
+    check.at_most(num_experts, MAX_EXPERTS, 'num_experts')
+    check.one_of(scoring, SCORINGS, 'scoring')
+    seq_len, counted = 1, None
+    if dscores_sum is not None:
+        if mask is None:
+            check.fail('dscores_sum', 'must come with mask', 'no mask')
+        num_seqs = dscores_sum.shape[0]
+        check.at_least(num_seqs, 1, 'num_seqs')
+        check.multiple(num_tokens, num_seqs, 'num_tokens')
+        seq_len, counted = num_tokens // num_seqs, mask.view(torch.uint8)
+    tensors = (scores, topk_idx, topk_weights, dtopk_weights, counted, dscores_sum, dlogits)
+    check.same_device(
+        scores=scores,
+        topk_idx=topk_idx,
+        topk_weights=topk_weights,
+        dtopk_weights=dtopk_weights,
+        mask=mask,
+        dscores_sum=dscores_sum,
+        dlogits=dlogits,
+    )
+    static = (
+        num_experts,
+        num_topk,
+        ScoringFunc.from_str(scoring),
+        dscores_sum is not None,
+        check.vector_bytes(scores, dlogits, dscores_sum),
+    )
+    launch(route_topk_bwd_kernel, static, *tensors, routed_scaling_factor, seq_len)
 
 
 # Cases --------------------------------------------------------------------------------------
@@ -349,7 +270,7 @@ def make(
     ties: bool = True,
     **options: object,
 ) -> dict:
-    """Every optional argument that `given` names; logits as those of `topk_gating`."""
+    """Make every optional argument that `given` names; logits are those of `topk_gating`."""
     names = given.split()
     arguments = make_gating(num_tokens, num_experts, num_topk, dtype, scoring, biased='bias' in names, ties=ties)
     num_slots, num_logical, max_replicas = num_topk + num_shared_experts, num_experts + num_shared_experts, 4
@@ -374,6 +295,29 @@ def make(
         routed_scaling_factor=2.5,
         **{name: tensor() for name, tensor in tensors.items() if name in names},
         **options,
+    )
+
+
+def make_bwd(
+    num_tokens: int, num_experts: int, num_topk: int, scoring: str, num_seqs: int = 0, is_distinct: bool = True
+) -> dict:
+    """Random experts are the chosen ones; a few are missing, and some are repeated unless `is_distinct`."""
+    scores = torch.rand(num_tokens, num_experts) + 0.01
+    scores = scores / scores.sum(-1, keepdim=True) if scoring == 'softmax' else scores
+    topk_idx = torch.rand(num_tokens, num_experts).argsort(-1)[:, :num_topk].contiguous()
+    topk_idx = topk_idx if is_distinct else topk_idx % (num_experts // 2)
+    topk_idx = torch.where(torch.rand(num_tokens, num_topk) < 0.1, -1, topk_idx)
+    chosen = torch.where(topk_idx < 0, 0.0, scores.gather(1, topk_idx.clamp(min=0)))
+    return dict(
+        dlogits=torch.empty(num_tokens, num_experts),
+        scores=scores,
+        topk_idx=topk_idx,
+        topk_weights=chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * 2.5,
+        dtopk_weights=torch.randn(num_tokens, num_topk),
+        scoring=scoring,
+        routed_scaling_factor=2.5,
+        mask=torch.rand(num_tokens) < 0.8 if num_seqs else None,
+        dscores_sum=torch.randn(num_seqs, num_experts) if num_seqs else None,
     )
 
 
@@ -408,4 +352,15 @@ route_topk_.cases(
     bench=grid(num_tokens=[64, 4096, 16384], **PAIR, scoring=['sqrtsoftplus'], given=['bias'], **DISTINCT)
     + grid(num_tokens=[64, 4096, 16384], **PAIR, scoring=['sigmoid'], given=['bias'], **GROUPS, **DISTINCT)
     + grid(num_tokens=[4001], **PAIR, scoring=['sqrtsoftplus'], given=[f'bias {MAP} mask scores'], **DISTINCT),
+)
+
+route_topk_bwd_.cases(
+    make=make_bwd,
+    match=dict(rtol=1e-4, atol=1e-5),
+    smoke=grid(num_tokens=[0, 6], num_experts=[64], num_topk=[6], scoring=SCORINGS, num_seqs=[0, 2])
+    + grid(num_tokens=[5], num_experts=[36], num_topk=[36], scoring=['sigmoid'], num_seqs=[1], is_distinct=[False]),
+    full=grid(num_tokens=[4002], num_experts=[256, 72], num_topk=[8, 40], scoring=SCORINGS, num_seqs=[0, 3])
+    + grid(num_tokens=[501], num_experts=[256], num_topk=[64], scoring=SCORINGS, num_seqs=[3], is_distinct=[False]),
+    bench=grid(num_tokens=[64, 4096, 16384], num_experts=[256], num_topk=[8], scoring=['sqrtsoftplus'])
+    + grid(num_tokens=[4096], num_experts=[256], num_topk=[8], scoring=['sqrtsoftplus'], num_seqs=[4]),
 )

@@ -1,4 +1,4 @@
-"""Scoring functions of routers: how a logit becomes the score of an expert."""
+"""Scoring functions of routers: they turn a logit into the score of an expert."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class ScoringFunc(IntEnum):
-    """What a router makes of its logits; `str()` gives the lower-case name."""
+    """Scoring function of a router; `str()` gives the lower-case name."""
 
     SIGMOID = 0
     SQRTSOFTPLUS = 1
@@ -30,5 +30,5 @@ class ScoringFunc(IntEnum):
             raise ValueError(f'scoring function must be one of {names}, got {label!r}') from None
 
 
-#: The names, as options take them.
+#: Names of all scoring functions.
 SCORINGS = tuple(str(member) for member in ScoringFunc)

@@ -3,8 +3,8 @@
     total[t, g] = sum of the num_topk_sum largest scores[t, g, :]
     group_idx[t, :] = the num_topk_groups groups g of largest total[t, g], best first, the smaller g first among equals
 
-One warp owns one token; `_groups` sums and ranks the groups as for the gates. Memory bound for many tokens: the floor
-is reading scores and writing group_idx.
+One warp owns one token. `topk_gating` sums and ranks its groups with the same macros. Memory bound for many tokens: the
+floor is reading scores and writing group_idx.
 """
 
 import torch
@@ -13,26 +13,78 @@ from torch import Tensor
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T
+from tile_kernels.core.lang import WARP, T, macro
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
-from tile_kernels.moe._groups import rank_of_group, sum_groups
-from tile_kernels.moe._keys import rank_key
-from tile_kernels.moe._macros import WARP, WARP_PASS_CONFIGS, Place, RowLayout, load_rows
-from tile_kernels.moe.topk_gate import DTYPES, MAX_EXPERTS
-
-# Config -------------------------------------------------------------------------------------
-
-
-def choose(*static_and_size: int) -> dict:
-    """Few tokens spread over the SMs."""
-    return dict(num_warps=1 if static_and_size[-1] <= 1024 else 4)
-
+from tile_kernels.moe._checks import DTYPES, MAX_EXPERTS
+from tile_kernels.moe._macros import (
+    LOWEST,
+    WARP_PASS_CONFIGS,
+    Place,
+    RowLayout,
+    choose_warps,
+    from_order_key,
+    load_rows,
+    rank_key,
+)
 
 # Kernel -------------------------------------------------------------------------------------
 
 
-@kernel(choose=choose, space=dict(num_warps=(1, 2, 4, 8)), pass_configs=WARP_PASS_CONFIGS)
+@macro
+def sum_groups(layout: RowLayout, num_groups: int, num_summed: int, at: Place, keys, totals):
+    """The sum of the `num_summed` (1 or 2) best scores of every group, as keys or floats, whichever `keys` holds.
+
+    Neighboring lanes read one group. The pitch of groups in shared memory avoids bank conflicts.
+    """
+    warp, lane, group_size = at.warp, at.lane, layout.num_experts // num_groups
+    sharing = max(WARP // (1 << (num_groups - 1).bit_length()), 1)
+    are_keys = keys.dtype == 'int32'
+    lowest = LOWEST if are_keys else -T.infinity('float32')
+    row = T.alloc_shared((at.num_warps, num_groups * (group_size + sharing)), keys.dtype)
+    first = T.alloc_var(keys.dtype)
+    second = T.alloc_var(keys.dtype)
+    total = T.alloc_var('float32')
+    for s in T.unroll(layout.num_slots):
+        expert = layout.expert(s, lane)
+        if expert < layout.num_experts:
+            row[warp, expert + expert // group_size * sharing] = keys[s]
+    T.sync_warp()
+    for i in T.serial(-(-num_groups * sharing // WARP)):
+        group = i * (WARP // sharing) + lane // sharing
+        first = lowest
+        second = lowest
+        if group < num_groups:
+            for j in T.unroll(-(-group_size // sharing), unroll_factor=16):
+                if j * sharing + lane % sharing < group_size:
+                    key = row[warp, group * (group_size + sharing) + j * sharing + lane % sharing]
+                    second = T.max(second, T.min(first, key))
+                    first = T.max(first, key)
+        for step in T.unroll(sharing.bit_length() - 1):
+            other_first = T.shfl_xor(first, 1 << step)
+            other_second = T.shfl_xor(second, 1 << step)
+            second = T.max(T.max(second, other_second), T.min(first, other_first))
+            first = T.max(first, other_first)
+        if group < num_groups and lane % sharing == 0:
+            total = from_order_key(first) if are_keys else first
+            if num_summed > 1:
+                total = total + (from_order_key(second) if are_keys else second)
+            totals[warp, group] = rank_key(total) if are_keys else total
+    T.sync_warp()
+
+
+@macro
+def rank_of_group(group, num_groups: int, at: Place, totals):
+    """How many groups have a larger total, or an equal one and a smaller number."""
+    rank = T.alloc_var('int32')
+    rank = 0
+    for g in T.unroll(num_groups, unroll_factor=16):
+        if totals[at.warp, g] > totals[at.warp, group] or (totals[at.warp, g] == totals[at.warp, group] and g < group):
+            rank = rank + 1
+    return rank
+
+
+@kernel(choose=choose_warps, space=dict(num_warps=(1, 2, 4, 8)), pass_configs=WARP_PASS_CONFIGS)
 def topk_sum_and_topk_group_idx_kernel(
     num_groups: int,
     group_size: int,
@@ -83,7 +135,7 @@ def topk_sum_and_topk_group_idx_kernel(
 def topk_sum_and_topk_group_idx(scores: Tensor, num_topk_sum: int, num_topk_groups: int) -> Tensor:
     """The groups of experts with the largest sum of their best scores, best first.
 
-    Equal sums take the smaller group first; NaN ranks below everything, among the scores of a group and among sums.
+    Of equal sums the smaller group comes first. NaN ranks below everything, both in scores and in sums.
 
     Args:
         scores: (num_tokens, num_groups, group_size) float32, bfloat16 or float16, contiguous; up to 4096 experts.
@@ -115,7 +167,7 @@ def topk_sum_and_topk_group_idx(scores: Tensor, num_topk_sum: int, num_topk_grou
 def make(
     num_tokens: int, shape: tuple[int, int], num_topk_sum: int, num_topk_groups: int, dtype: torch.dtype = torch.float32
 ) -> dict:
-    """Normal scores, rounded to steps of 1/8, so that sums tie now and then."""
+    """Normal scores, rounded to steps of 1/8, so that some sums tie."""
     scores = torch.randn(num_tokens, *shape).mul(8).round().div(8).to(dtype)
     return dict(scores=scores, num_topk_sum=num_topk_sum, num_topk_groups=num_topk_groups)
 

@@ -1,346 +1,316 @@
-"""Device code shared by the casts: the channels of a lane, scale factors from an amax, codes, scale factor layouts.
+"""Device code of casts whose scale blocks span rows: the tile of a thread block, its maxima, and transposed tiles.
 
-A lane owns `LANE` neighbouring channels of a row: 16 bytes of bf16 in, 8 bytes of fp8 or 4 bytes of fp4 out. Its rows
-are a local buffer `x_local[rows, LANE]`; 16-bit channels are also read as words of two (`pairs`).
-
-Everything is exact, so results can be compared bit for bit:
-- `T.max` and `T.min` return the other operand for a NaN, so a NaN never reaches an amax;
-- divisions are correctly rounded, those by a clamped amax without branches for rare numbers;
-- a power-of-two scale factor is found in the bits of the amax, without a division;
-- fp4 codes come from fused multiply-adds that round once.
+A thread block owns a tile of `TILE_COLS` channels. 16 neighbouring lanes cover a row of the tile, so a warp has two
+groups of `rows` consecutive rows, and a lane holds 8 channels of each row of its group. A scale block that spans rows
+is at least as high as the two groups of a warp: its maximum is found by shuffles, then over warps in shared memory.
 """
 
-import functools
-import math
-import struct
 from typing import Any
 
+from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.formats import QuantFormat
-from tile_kernels.core.lang import T, byte_perm, macro, pick_bytes
+from tile_kernels.core.lang import WARP, T, macro
+from tile_kernels.device.bits import float_of, pick_bytes
+from tile_kernels.device.reduce import shuffle_steps
+from tile_kernels.device.scales import amax_to_sf, clamp_amax, sf_bytes, sf_register_dtype, sf_value
+from tile_kernels.device.vectors import LANE, lane_pairs, load_lane, widen_lane
 
-LANE = 8
-FLOAT_MAX = 3.4028234663852886e38
+TILE_COLS = 128
+ROW_LANES = TILE_COLS // LANE
+
+#: Heights of scale blocks that span rows.
+HEIGHTS = (32, 128)
+
+#: Rows of a transposed result that begin at multiples of so many bytes are written in such pieces.
+VECTOR_BYTES = 16
+
+#: Units of 8 bytes that shared memory moves at a time, to or from as many threads.
+BANK_UNITS = 16
+
+# Tiles --------------------------------------------------------------------------------------
 
 
-def _float_bits(value: float) -> int:
-    return struct.unpack('<I', struct.pack('<f', value))[0]
+def tile_rows(rows: int, num_threads: int, height: int, row_lanes: int = ROW_LANES) -> int:
+    """Height of the tile of a thread block whose lanes hold `rows` rows, if it is made of whole scale blocks."""
+    total = num_threads // row_lanes * rows
+    if total % height:
+        raise ArgumentError(f'a tile of {total} rows cannot hold scale blocks of {height}')
+    return total
 
 
-#: The bits of 1.0.
-_ONE = _float_bits(1.0)
+@macro
+def reduce_block(value, height, lanes, rows, lane, warp, shared):
+    """`value[0]` = its maximum over the scale block of the thread: `height` rows (at least 32) and `lanes` lanes."""
+    for step in T.unroll(shuffle_steps(lanes)):
+        value[0] = T.max(value[0], T.shfl_xor(value[0], 1 << step))
+    value[0] = T.max(value[0], T.shfl_xor(value[0], ROW_LANES))
+    if T.get_thread_binding() % WARP < ROW_LANES and lane % lanes == 0:
+        shared[warp, lane // lanes] = value[0]
+    T.sync_threads()
+    warps = height // (2 * rows)
+    for w in T.unroll(warps):
+        value[0] = T.max(value[0], shared[warp // warps * warps + w, lane // lanes])
 
-#: What the code 0 of fp4 looks like before it is told apart: the bits of 2^23 - 2.
-_E2M1_ZERO = _float_bits(2.0**23 - 2)
+
+@macro
+def load_rows(x, x_sf, pos_to_token, first, source, slot, piece, hidden, x_local, factor):
+    """The channels of a lane of the rows from `first` on, with the rows' factors if `source` is a format.
+
+    With a map the rows are those it names, and rows that do not exist are 0. Without one the last row or lane is read
+    again past the edges, which changes no maximum and costs no branch.
+    """
+    rows, lane = (int(extent) for extent in x_local.shape)
+    last_slot = -(-hidden // lane) - 1
+    read_slot = T.min(slot, last_slot)
+    T.assume(read_slot <= last_slot)
+    if pos_to_token is not None:
+        T.clear(factor)
+        tokens = T.alloc_local((rows,), T.int32)
+        for i in T.unroll(rows):
+            tokens[i] = -1
+            if first + i < pos_to_token.shape[0]:
+                tokens[i] = pos_to_token[first + i]
+    if hidden % lane > 0 if pos_to_token is None else True:
+        T.clear(x_local)
+    for i in T.unroll(rows):
+        if pos_to_token is not None:
+            if T.cast(tokens[i], T.uint32) < T.cast(x.shape[0], T.uint32):  # a negative number is a large one
+                _load_row(x, x_sf, i, tokens[i], source, read_slot, piece, hidden, x_local, factor)
+        else:
+            _load_row(x, x_sf, i, T.min(first + i, x.shape[0] - 1), source, read_slot, piece, hidden, x_local, factor)
 
 
-def bits_of(value: Any) -> Any:
-    """The bits of a float32 as uint32."""
-    return T.reinterpret(value, T.uint32)
-
-
-def float_of(bits: Any) -> Any:
-    """The float32 with these bits."""
-    return T.reinterpret(bits, T.float32)
+@macro
+def _load_row(x, x_sf, i, token, source, slot, piece, hidden, x_local, factor):
+    load_lane(x, x_local, i, token, slot, piece, hidden)
+    if isinstance(source, QuantFormat):
+        factor[i] = sf_value(x_sf, source, token, slot // (source.sf_block[1] // x_local.shape[1]))
 
 
 # Channels -----------------------------------------------------------------------------------
 
 
-def lane_pairs(x_local: Any) -> Any:
-    """A lane's rows as words of two 16-bit channels, the even one in the lower half; wider channels have none."""
-    rows, lane = x_local.shape
-    return T.view(x_local, (rows, lane // 2), T.uint32) if x_local.dtype in ('bfloat16', 'float16') else None
-
-
 @macro
-def load_lane(x, x_local, i, row, slot, piece, hidden, first=0):
-    """Read the channels (or containers of codes) of lane `slot` of a row in pieces that alignment allows.
+def _row_magnitudes(x_local, i, factor, v_local):
+    """The magnitudes of a row of a lane, codes times `factor[i]`.
 
-    Those of the row begin at column `first`, and there are `hidden` (None if the lane is known to be within the row).
+    The sign leaves fp8 codes before they are decoded, so that the compiler sees other numbers.
+    Kept from here until the result is computed, the numbers would take the registers of threads that could load.
     """
     lane = x_local.shape[1]
-    for p in T.unroll(lane // piece):
-        if hidden is None or slot * lane + p * piece < hidden:
-            for e in T.vectorized(piece):
-                x_local[i, p * piece + e] = x[row, first + slot * lane + p * piece + e]
+    if factor is not None:
+        words = T.view(x_local, (x_local.shape[0], lane // 4), T.uint32)
+        unsigned = T.alloc_local((1, lane // 4), T.uint32)
+        for w in T.unroll(lane // 4):
+            unsigned[0, w] = words[i, w] & T.uint32(0x7F7F7F7F)
+        codes = T.view(unsigned, (1, lane), x_local.dtype)
+        for e in T.vectorized(lane):
+            v_local[e] = T.cast(codes[0, e], T.float32)
+        for e in T.unroll(lane):
+            v_local[e] = v_local[e] * factor[i]
+    else:
+        for e in T.vectorized(lane):
+            v_local[e] = T.abs(T.cast(x_local[i, e], T.float32))
 
 
 @macro
-def decode_halves(codes, element, x_local):
-    """The numbers of fp8 or fp4 codes as float16, which holds every one of them."""
-    for i in T.unroll(x_local.shape[0]):
-        if element == 'e2m1':
-            words, pairs = T.view(codes, (codes.shape[0], 1), T.uint32), lane_pairs(x_local)
-            for j in (0, 1, 2, 3):
-                pairs[i, j] = _e2m1_halves(words[i, 0], j)
-        else:
-            for e in T.vectorized(LANE):
-                x_local[i, e] = T.cast(codes[i, e], T.float16)
-
-
-def _e2m1_halves(word: Any, j: int) -> Any:
-    """The float16 of byte `j` of eight fp4 codes: nothing but the upper byte, which is looked up, and the sign."""
-    uppers = byte_perm(T.uint32(0x3E3C3800), T.uint32(0x46444240), word >> T.uint32(j // 2 * 16))  # of four codes
-    signs = pick_bytes(word << T.uint32(4), word, j, j, j + 4, j + 4)
-    first = j % 2 * 2
-    return pick_bytes(uppers, T.uint32(0), 4, first, 4, first + 1) | signs & T.uint32(0x80008000)
-
-
-def lane_max(x_local: Any, *rows: Any) -> Any:
-    """Largest magnitude of the channels of rows of a lane, NaN if none is a number; 16-bit channels two at a time."""
-    if x_local.dtype == 'float32':
-        return functools.reduce(T.max, (T.abs(x_local[i, j]) for i in rows for j in range(LANE)))
-    pairs = (lane_pairs(x_local)[i, j] for i in rows for j in range(LANE // 2))
-    words = (T.abs2(T.reinterpret(pair, f'{x_local.dtype}x2')) for pair in pairs)
-    both = T.reinterpret(functools.reduce(T.max2, words), T.uint32)
+def channel_amax(x_local, amax, factor=None, row_lanes=ROW_LANES):
+    """`amax[e]` = largest magnitude of channel e over the rows of the warp, of which `row_lanes` lanes share each."""
+    rows, lane = x_local.shape
     if x_local.dtype == 'bfloat16':
-        return T.max(float_of(both << T.uint32(16)), float_of(both & T.uint32(0xFFFF0000)))
-    halves = (T.reinterpret(T.cast(both >> T.uint32(shift), T.uint16), T.float16) for shift in (0, 16))
-    return functools.reduce(T.max, (T.cast(half, T.float32) for half in halves))
-
-
-@macro
-def lane_amax(x_local, i, amax):
-    """`amax[i] = max(amax[i], |x|)` over the channels of one lane."""
-    amax[i] = T.max(amax[i], lane_max(x_local, i))
-
-
-@macro
-def scale_lane(x_local, i, sf_inv, v_local):
-    """`v = x * sf_inv` in float32. A bf16 is the upper half of its float32, so it needs no conversion."""
-    pairs = lane_pairs(x_local)
-    if x_local.dtype == 'bfloat16':
-        for j in T.unroll(LANE // 2):
-            v_local[2 * j] = float_of(pairs[i, j] << T.uint32(16)) * sf_inv
-            v_local[2 * j + 1] = float_of(pairs[i, j] & T.uint32(0xFFFF0000)) * sf_inv
+        pairs = lane_pairs(x_local)
+        both = T.alloc_local((lane // 2,), T.uint32)
+        T.clear(both)
+        for i in T.unroll(rows):
+            for j in T.unroll(lane // 2):
+                both[j] = _max_pair(both[j], T.abs2(T.reinterpret(pairs[i, j], 'bfloat16x2')))
+        for j in T.unroll(lane // 2):
+            for step in T.unroll(shuffle_steps(WARP // row_lanes)):
+                both[j] = _max_pair(both[j], T.reinterpret(T.shfl_xor(both[j], row_lanes << step), 'bfloat16x2'))
+            amax[2 * j] = float_of(both[j] << T.uint32(16))
+            amax[2 * j + 1] = float_of(both[j] & T.uint32(0xFFFF0000))
     else:
-        for j in T.unroll(LANE):
-            v_local[j] = T.cast(x_local[i, j], T.float32) * sf_inv
+        v_local = T.alloc_local((lane,), T.float32)
+        T.clear(amax)
+        for i in T.unroll(rows):
+            _row_magnitudes(x_local, i, factor, v_local)
+            for e in T.unroll(lane):
+                amax[e] = T.max(amax[e], v_local[e])
+        for e in T.unroll(lane):
+            for step in T.unroll(shuffle_steps(WARP // row_lanes)):
+                amax[e] = T.max(amax[e], T.shfl_xor(amax[e], row_lanes << step))
 
 
-# Codes --------------------------------------------------------------------------------------
-
-
-def _e2m1_code(v: Any) -> Any:
-    """fp4 magnitude of `v`, round to nearest even and saturating, plus `_E2M1_ZERO`; a NaN has the largest magnitude.
-
-    Codes count in steps of 1/2 up to 2, of 1 up to 4, of 2 up to 6: code(v) = min(2v, v + 2, v/2 + 4), rounded. Floats
-    below 2^23 count in halves and those above in ones, so the bits of v + (2^23 - 2) count as the first two pieces do;
-    those of v/2 + 2^23 count as the third. Both sums round once. Rounding keeps order, and positive floats (NaN last)
-    order like their bits, so the smaller bits are the rounded smaller piece.
-    """
-    v = T.abs(v)
-    halves_and_ones = bits_of(T.ieee_add(v, T.float32(2.0**23 - 2)))
-    twos = bits_of(T.ieee_fmaf(v, T.float32(0.5), T.float32(2.0**23)))
-    return T.min(T.min(halves_and_ones, twos), T.uint32(_E2M1_ZERO + 7))
-
-
-def _sign_bytes(x_local: Any, i: Any, half: int) -> Any:
-    """The bytes of four channels that hold the sign (even -0 and NaN have one) as their upper bit."""
-    if x_local.dtype == 'float32':
-        bits = [bits_of(x_local[i, 4 * half + index]) for index in range(4)]
-        return pick_bytes(pick_bytes(bits[0], bits[2], 3, 7), pick_bytes(bits[1], bits[3], 3, 7), 0, 1, 4, 5)
-    pairs = lane_pairs(x_local)
-    return pick_bytes(pairs[i, 2 * half], pairs[i, 2 * half + 1], 1, 5, 3, 7)
-
-
-def _e2m1_magnitudes(v_local: Any, half: int) -> Any:
-    """Four fp4 magnitudes, each in the upper nibble of a byte."""
-    code = [_e2m1_code(v_local[4 * half + index]) for index in range(4)]
-    shifts = (4, 20, 12, 28)
-    zeros = sum(_E2M1_ZERO << shift for shift in shifts)
-    return sum((c * T.uint32(1 << s) for c, s in zip(code, shifts, strict=True)), T.uint32(-zeros % 2**32))
-
-
-def _bf16_pair(value: float) -> Any:
-    """Two bf16 of the same value."""
-    return T.reinterpret(T.uint32((_float_bits(value) >> 16) * 0x00010001), 'bfloat16x2')
-
-
-def _e2m1_magnitudes_bf16(x_local: Any, i: Any, sf_inv: Any, half: int) -> Any:
-    """The same, two channels at a time: a bf16 times a power of two is exact, and bf16 turn from halves to ones at 2^7.
-
-    Here a product and a sum round together, because the product needs no rounding.
-    """
-    factor = T.reinterpret((bits_of(sf_inv) >> T.uint32(16)) * T.uint32(0x00010001), 'bfloat16x2')
-    words = []
-    for j in (2 * half, 2 * half + 1):
-        x = T.abs2(T.reinterpret(lane_pairs(x_local)[i, j], 'bfloat16x2'))
-        halves_and_ones = T.fma2(x, factor, _bf16_pair(2.0**7 - 2))
-        twos = T.fma2(x, T.mul2(factor, _bf16_pair(0.5)), _bf16_pair(2.0**7))
-        words.append(T.reinterpret(T.min2(T.min2(halves_and_ones, twos), _bf16_pair(2.0**7 + 3)), T.uint32))
-    zero = (_float_bits(2.0**7 - 2) >> 16) * 0x00010001
-    return (words[0] + words[1] * T.uint32(1 << 8)) * T.uint32(16) - T.uint32(zero * 0x1010 % 2**32)
+def _max_pair(word: Any, pair: Any) -> Any:
+    """Larger of two pairs of bf16, one by one, as a word."""
+    return T.reinterpret(T.max2(T.reinterpret(word, 'bfloat16x2'), pair), T.uint32)
 
 
 @macro
-def encode_e2m1(x_local, i, sf_inv, power_of_two, v_local, y_word):
-    """Eight fp4 codes in one word, the even channel of a pair in the lower nibble.
-
-    On the way a code is the upper nibble of a byte, four channels to a word in the order 0, 2, 1, 3.
-    """
-    if x_local.dtype == 'bfloat16' and power_of_two:
-        low = _e2m1_magnitudes_bf16(x_local, i, sf_inv, 0) | _sign_bytes(x_local, i, 0) & T.uint32(0x80808080)
-        high = _e2m1_magnitudes_bf16(x_local, i, sf_inv, 1) | _sign_bytes(x_local, i, 1) & T.uint32(0x80808080)
-    else:
-        scale_lane(x_local, i, sf_inv, v_local)
-        low = _e2m1_magnitudes(v_local, 0) | _sign_bytes(x_local, i, 0) & T.uint32(0x80808080)
-        high = _e2m1_magnitudes(v_local, 1) | _sign_bytes(x_local, i, 1) & T.uint32(0x80808080)
-    even = pick_bytes(low, high, 0, 1, 4, 5)
-    odd = pick_bytes(low, high, 2, 3, 6, 7)
-    y_word[0] = (even >> T.uint32(4)) + odd
+def encode_row(x_local, i, sf_inv, y_local, factor=None):
+    """fp8 codes of a row of a lane, each channel with its own multiplier."""
+    lane = x_local.shape[1]
+    v_local = T.alloc_local((lane,), T.float32)
+    widen_lane(x_local, i, v_local, factor)
+    for e in T.unroll(lane):
+        v_local[e] = v_local[e] * sf_inv[e]
+    for e in T.vectorized(lane):
+        y_local[e] = T.cast(v_local[e], y_local.dtype)
 
 
 @macro
-def store_lane(y, y_local, row, slot, piece, stored, width, first=0):
-    """Write the `width` container elements of lane `slot` in pieces that alignment allows, within the row.
-
-    The `stored` elements of the row begin at column `first`.
-    """
-    for p in T.unroll(width // piece):
-        if slot * width + p * piece < stored:
-            for e in T.vectorized(piece):
-                y[row, first + slot * width + p * piece + e] = y_local[p * piece + e]
-
-
-# Scale factors ------------------------------------------------------------------------------
-
-
-def _rceil_exponent(amax: Any, fmt: QuantFormat) -> Any:
-    """Biased exponent of the least power of two that is not below amax / max(fmt).
-
-    With max(fmt) = m * 2^k and amax = f * 2^e (1 <= f, m < 2) it is e - k, plus one if f > m: adding the distance from
-    m to the end of the binade carries into the exponent exactly then.
-    """
-    top = _float_bits(fmt.data.max)
-    carry, exponent = 0x7FFFFF - (top & 0x7FFFFF), (top >> 23) - 127
-    return ((bits_of(amax) + T.uint32(carry)) >> T.uint32(23)) - T.uint32(exponent)
-
-
-def clamp_amax(amax: Any, amax_floor: Any) -> Any:
-    """An amax that can be divided by: at least the floor, and an infinity counts as the largest finite float."""
-    return T.min(T.max(amax, amax_floor), T.float32(FLOAT_MAX))
-
-
-@macro
-def _over_top(amax, top):
-    """`amax / top`, correctly rounded: the quotient is corrected by its remainder, which is exact."""
-    inverse = T.float32(1.0 / top)
-    quotient = T.ieee_mul(amax, inverse)
-    return T.ieee_fmaf(T.ieee_fmaf(-quotient, T.float32(top), amax), inverse, quotient)
-
-
-@macro
-def _inverse(value):
-    """`1 / value`, correctly rounded for e4m3 numbers: a Newton step from a guess that may be two units off."""
-    guess = T.fast_rcp(value)
-    return T.ieee_fmaf(T.ieee_fmaf(-value, guess, T.float32(1.0)), guess, guess)
-
-
-@macro
-def _top_over(amax, top):
-    """`top / amax`, correctly rounded for the largest number of every format.
-
-    The significand is divided by, so that nothing overflows, the quotient corrected by its exact remainder, and the
-    exponent subtracted.
-    """
-    significand = float_of(bits_of(amax) & T.uint32(0x7FFFFF) | T.uint32(_ONE))
-    inverse = _inverse(significand)
-    quotient = T.ieee_mul(T.float32(top), inverse)
-    rounded = T.ieee_fmaf(T.ieee_fmaf(-significand, quotient, T.float32(top)), inverse, quotient)
-    return float_of(bits_of(rounded) - (bits_of(amax) & T.uint32(0x7F800000)) + T.uint32(_ONE))
-
-
-@macro
-def amax_to_sf(amax, fmt, sf, sf_inv, i):
-    """The stored scale factor of an amax (exponent byte if packed) and the float32 multiplier that quantises.
-
-    `amax` must be clamped: finite and at least top * 2^-126, so that factor and multiplier are normal numbers.
-    """
-    if fmt.power_of_two:
-        exponent = _rceil_exponent(amax, fmt)
-        sf[i] = T.cast(exponent, T.uint8) if fmt.sf == 'ue8m0x4' else float_of(exponent << T.uint32(23))
-        sf_inv[i] = float_of((T.uint32(254) - exponent) << T.uint32(23))
-    elif fmt.sf == 'e4m3':
-        sf[i] = T.cast(_over_top(amax, fmt.data.max), T.float8_e4m3fn)
-        sf_inv[i] = _inverse(T.cast(sf[i], T.float32))
-    else:
-        sf[i] = _over_top(amax, fmt.data.max)
-        sf_inv[i] = _top_over(amax, fmt.data.max)
-
-
-def sf_register_dtype(fmt: QuantFormat) -> Any:
-    """Type of one scale factor in a register: what is stored, a byte for each exponent of a packed format."""
-    return T.uint8 if fmt.sf == 'ue8m0x4' else T.dtype(fmt.sf_dtype)
-
-
-def sf_tensor(fmt: QuantFormat, num_tokens: Any, num_groups: int) -> Any:
-    """Parameter type of per-token scale factors: row-major, or column-major with a pitch known at run time."""
-    shape = (num_tokens, -(-num_groups // fmt.sf_pack))
-    if fmt.col:
-        return T.StridedTensor(shape, (1, T.dynamic('sf_pitch')), T.dtype(fmt.sf_dtype))
-    return T.Tensor(shape, T.dtype(fmt.sf_dtype))
-
-
-def sf_bytes(sf: Any) -> Any:
-    """Packed scale factors as bytes [row, word, byte of the word]."""
-    rows, words = sf.shape
-    row_pitch, word_pitch = sf.strides if len(sf.strides) else (words, 1)
-    return T.view(sf, (rows, words, 4), T.uint8, strides=(4 * row_pitch, 4 * word_pitch, 1))
-
-
-@macro
-def store_sf(y_sf, fmt, num_groups, row, group, value, first=0):
-    """Write the scale factor of one group; the last group also clears the bytes of groups that do not exist.
-
-    The groups of the row begin at column `first`.
-    """
+def store_channel_sf(y_sf, fmt, num_groups, group, channel, value):
+    """Write the scale factor of a group of one channel; the last group also clears the bytes of missing groups."""
     if fmt.sf == 'ue8m0x4':
         packed = sf_bytes(y_sf)
-        packed[row, first + group // 4, group % 4] = value
-        if group == num_groups - 1:
-            for b in T.unroll(-num_groups % 4):
-                packed[row, first + group // 4, num_groups % 4 + b] = T.uint8(0)
+        packed[group // 4, channel, group % 4] = value
+        for b in T.unroll(3):
+            if group == num_groups - 1 and group % 4 + 1 + b < 4:
+                packed[group // 4, channel, group % 4 + 1 + b] = T.uint8(0)
     else:
-        y_sf[row, first + group] = value
+        y_sf[group, channel] = value
+
+
+def _factors_of_thread(fmt: QuantFormat, groups: int) -> int:
+    """Groups of a channel whose scale factors one thread finds: those of a word if a tile holds them all."""
+    return 4 if fmt.sf == 'ue8m0x4' and groups % 4 == 0 else 1
 
 
 @macro
-def load_sf_inv(sf, fmt, row, group, sf_inv, i):
-    """The float32 multiplier that quantises with a given scale factor; the exponent byte 0 stands for 2^-127."""
-    if fmt.sf == 'ue8m0x4':
-        packed = sf_bytes(sf)
-        exponent = T.cast(packed[row, group // 4, group % 4], T.uint32)
-        sf_inv[i] = T.ieee_fdiv(T.float32(1.0), float_of(T.max(exponent << T.uint32(23), T.uint32(1 << 22))))
-    else:
-        sf_inv[i] = T.ieee_fdiv(T.float32(1.0), T.cast(sf[row, group], T.float32))
+def channel_factors(amax_shared, warps, parts, num_parts, y_sf, fmt, height, num_rows, row, col, amax_floor):
+    """Scale factors of the channels of a tile, whose first row and channel are `row` and `col`.
 
-
-def shuffle_steps(lanes: int) -> int:
-    """Butterfly steps that reduce over `lanes` neighbouring lanes."""
-    return int(math.log2(lanes))
-
-
-def group_lanes(width: int, fmt: QuantFormat) -> int:
-    """Lanes that share a scale factor of a row of `width` channels; a whole row counts as its next power of two."""
-    group = fmt.sf_block[1]
-    return group // LANE if group else 1 << (-(-width // LANE) - 1).bit_length()
-
-
-@macro
-def scatter_max(amax, count, lane, step, lanes):
-    """Maxima over `lanes` neighbouring lanes of `count` rows, each row to be known by some lanes only.
-
-    While a lane holds several rows it keeps every second one and hands its partner the others; from then on both keep
-    the same. In the end `amax[k]` of a lane is the maximum of row k * lanes + lane % lanes (modulo `count`).
+    `amax_shared` has a row for each warp, `warps` neighbouring ones for each group. The multipliers of a group replace
+    the maxima of its first warp, which only the thread that computes them reads. If there are `parts`, they hold the
+    maxima of one group of all rows.
     """
-    if step < lanes and count > 1:
-        for m in T.unroll(count // 2):
-            odd = lane // step % 2 == 1
-            kept = T.if_then_else(odd, amax[2 * m + 1], amax[2 * m])
-            given = T.if_then_else(odd, amax[2 * m], amax[2 * m + 1])
-            amax[m] = T.max(kept, T.shfl_xor(given, step))
-        scatter_max(amax, count // 2, lane, 2 * step, lanes)
-    elif step < lanes:
-        amax[0] = T.max(amax[0], T.shfl_xor(amax[0], step))
-        scatter_max(amax, count, lane, 2 * step, lanes)
+    num_warps, tile_n = (int(extent) for extent in amax_shared.shape)
+    thread, num_threads, groups = T.get_thread_binding(), num_warps * WARP, num_warps // warps
+    group_amax = T.alloc_var(T.float32)
+    word = T.alloc_var(T.uint32)
+    sf = T.alloc_local((1,), sf_register_dtype(fmt))
+    own_inv = T.alloc_local((1,), T.float32)
+    owned = _factors_of_thread(fmt, groups)
+    for k in T.unroll(-(-groups // owned * tile_n // num_threads)):
+        index = k * num_threads + thread
+        group, channel = index // tile_n * owned, index % tile_n
+        if index < groups // owned * tile_n:
+            word = T.uint32(0)
+            for b in T.unroll(owned):
+                group_amax = T.float32(0.0)
+                if parts is not None:
+                    if col + channel < y_sf.shape[1]:
+                        for part in T.unroll(num_parts, unroll_factor=8):
+                            group_amax = T.max(group_amax, parts[part, col + channel])
+                else:
+                    for w in T.unroll(warps):
+                        group_amax = T.max(group_amax, amax_shared[(group + b) * warps + w, channel])
+                amax_to_sf(clamp_amax(group_amax, amax_floor), fmt, sf, own_inv, 0)
+                amax_shared[(group + b) * warps, channel] = own_inv[0]
+                if owned > 1 and row + (group + b) * height < num_rows:
+                    word = word | T.cast(sf[0], T.uint32) << T.cast(8 * b, T.uint32)
+            if col + channel < y_sf.shape[1] and row + group * height < num_rows:
+                if owned > 1:
+                    y_sf[row // (4 * height) + group // 4, col + channel] = T.reinterpret(word, T.int32)
+                else:
+                    num_groups = T.ceildiv(num_rows, height)
+                    store_channel_sf(y_sf, fmt, num_groups, row // height + group, col + channel, sf[0])
+
+
+@macro
+def scale_channels(x_local, amax, amax_shared, sf_inv, y_sf, fmt, num_rows, row, col, amax_floor, row_lanes):
+    """Store the scale factors of the tile at (`row`, `col`); `sf_inv[e]` = multiplier of channel e for a thread's rows.
+
+    `x_local` are those rows; `row_lanes` threads share a row of the tile, whose maxima meet in `amax_shared`.
+    """
+    thread, rows, height = T.get_thread_binding(), int(x_local.shape[0]), fmt.sf_block[0]
+    warps = height * row_lanes // (rows * WARP)
+    lane, team, warp = thread % row_lanes, thread // row_lanes, thread // WARP
+    channel_amax(x_local, amax, None, row_lanes)
+    if thread % WARP < row_lanes:
+        for e in T.vectorized(LANE):
+            amax_shared[warp, lane * LANE + e] = amax[e]
+    T.sync_threads()
+    channel_factors(amax_shared, warps, None, 0, y_sf, fmt, height, num_rows, row, col, amax_floor)
+    T.sync_threads()
+    for e in T.vectorized(LANE):
+        sf_inv[e] = amax_shared[team * rows // height * warps, lane * LANE + e]
+
+
+# Transposed tiles ---------------------------------------------------------------------------
+
+
+def _turn(words: Any, row: Any, col: Any) -> tuple:
+    """Four words of one byte of each channel `4 * col + j`, from four rows of four channels."""
+    first, second, third, fourth = (words[4 * row + i, col] for i in range(4))
+    upper = [pick_bytes(first, second, *pairs) for pairs in ((0, 4, 1, 5), (2, 6, 3, 7))]
+    lower = [pick_bytes(third, fourth, *pairs) for pairs in ((0, 4, 1, 5), (2, 6, 3, 7))]
+    return tuple(pick_bytes(upper[j // 2], lower[j // 2], *((2, 3, 6, 7) if j % 2 else (0, 1, 4, 5))) for j in range(4))
+
+
+@macro
+def turn(words, turned):
+    """Eight codes of each of 8 channels, two words each, from eight rows of 8 channels."""
+    for half in T.unroll(2):
+        for quarter in T.unroll(2):
+            column = _turn(words, half, quarter)
+            turned[4 * quarter, half] = column[0]
+            turned[4 * quarter + 1, half] = column[1]
+            turned[4 * quarter + 2, half] = column[2]
+            turned[4 * quarter + 3, half] = column[3]
+
+
+def spread(tile_shared: Any, channel: Any, unit: Any) -> Any:
+    """Where a unit of a channel lies in its row of shared memory.
+
+    Threads that write at a time are all lanes of one row group or some: their places differ by the number of the lane,
+    counted in row groups.
+    """
+    lanes = tile_shared.shape[0] // LANE
+    return unit ^ channel // LANE * (BANK_UNITS // lanes)
+
+
+@macro
+def turn_to_shared(codes, turned, tile_shared, lane, unit):
+    """Codes of eight rows and 8 channels of a thread, turned, as unit `unit` of the channels of `lane`."""
+    turn(T.view(codes, (8, 2), T.uint32), turned)
+    for e in T.unroll(LANE):
+        for w in T.vectorized(2):
+            place = spread(tile_shared, lane * LANE + e, unit)
+            tile_shared[lane * LANE + e, place, w] = turned[e, w]
+
+
+def _vector_of_tile(tile_shared: Any, k: int) -> tuple:
+    """Channel and number of the k-th vector of a thread.
+
+    If two channels are read at a time, they are channels of neighbouring lanes, whose units lie in different banks.
+    """
+    vectors = tile_shared.shape[1] // 2
+    index = k * _turning_threads(tile_shared) + T.get_thread_binding()
+    channel = index // vectors
+    if 2 * vectors == BANK_UNITS:
+        channel = channel // (2 * LANE) * 2 * LANE + channel % 2 * LANE + channel // 2 % LANE
+    return channel, index % vectors
+
+
+def _turning_threads(tile_shared: Any) -> int:
+    """Threads of a tile, each with a unit of each of 8 channels."""
+    return tile_shared.shape[0] // LANE * tile_shared.shape[1]
+
+
+@macro
+def store_vectors(y, tile_shared, pid_m, pid_n):
+    """Write a turned tile to rows that begin at multiples of 16 bytes."""
+    channels, units, _ = tile_shared.shape
+    out_words = T.alloc_local((VECTOR_BYTES // 4,), T.uint32)
+    out = T.view(out_words, (VECTOR_BYTES,), y.dtype)
+    for k in T.unroll(channels * units // 2 // _turning_threads(tile_shared)):
+        channel, vector = _vector_of_tile(tile_shared, k)
+        if pid_n * channels + channel < y.shape[0] and pid_m * units * 8 + vector * VECTOR_BYTES < y.shape[1]:
+            for half in T.unroll(2):
+                for w in T.vectorized(2):
+                    unit = spread(tile_shared, channel, 2 * vector + half)
+                    out_words[2 * half + w] = tile_shared[channel, unit, w]
+            for e in T.vectorized(VECTOR_BYTES):
+                # written out: through a variable its divisibility, hence the vector store, would be lost
+                y[pid_n * channels + channel, pid_m * units * 8 + vector * VECTOR_BYTES + e] = out[e]

@@ -1,4 +1,4 @@
-"""Per-block cast: quantise a matrix in blocks of rows and channels.
+"""Per-block cast: quantize a matrix in blocks of rows and channels.
 
     amax[i, j] = max |x[iM : (i+1)M, jN : (j+1)N]|          M, N = fmt.sf_block, blocks at the edges may be smaller
     a[i, j]    = min(max(amax[i, j], amax_floor), FLT_MAX)
@@ -22,20 +22,13 @@ from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import WARP, T, resident_blocks
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
-from tile_kernels.quant._blocks import HEIGHTS, ROW_LANES, TILE_COLS, reduce_block, tile_rows
-from tile_kernels.quant._macros import (
-    LANE,
-    amax_to_sf,
-    clamp_amax,
-    lane_amax,
-    load_sf_inv,
-    sf_register_dtype,
-    sf_tensor,
-    store_sf,
-)
-from tile_kernels.quant.per_channel_cast_kernels import load_rows
-from tile_kernels.quant.per_token_cast import DTYPES, _check_floor
-from tile_kernels.quant.per_token_cast_kernels import code_registers, encode_and_store
+from tile_kernels.device.codes import code_registers, encode_and_store
+from tile_kernels.device.reduce import lane_amax
+from tile_kernels.device.scales import amax_to_sf, clamp_amax, load_sf_inv, sf_register_dtype, sf_tensor, store_sf
+from tile_kernels.device.vectors import LANE
+from tile_kernels.quant._checks import Block, Pair, block_format, check_floor, check_matrix, pair_into
+from tile_kernels.quant._macros import HEIGHTS, ROW_LANES, TILE_COLS, load_rows, reduce_block, tile_rows
+from tile_kernels.quant._samples import random_matrix
 
 WIDTHS = (32, 128)
 
@@ -133,109 +126,74 @@ def per_block_cast_kernel(
     return per_block_cast
 
 
-# Ops ----------------------------------------------------------------------------------------
+# Op -----------------------------------------------------------------------------------------
 
 
-def _launch(x: Tensor, y: Tensor | None, y_sf: Tensor, fmt: QuantFormat, amax_floor: float, task: str) -> None:
+def launch_block_cast(
+    x: Tensor, y: Tensor | None, y_sf: Tensor, fmt: QuantFormat, amax_floor: float, task: str
+) -> None:
+    """Launch the kernel; `task` as there."""
     static = (x.shape[1], fmt, x.dtype, check.vector_bytes(x), task)
     launch(per_block_cast_kernel, static, x, y, y_sf, amax_floor)
 
 
-def _check_input(x: Tensor, fmt: QuantFormat) -> tuple[int, int]:
+def check_block_cast(x: Tensor, fmt: QuantFormat) -> tuple[int, int]:
     """Shape of `x`, once it is something a per-block format can hold."""
-    num_tokens, hidden = check.shape(x, 'x', 'num_tokens hidden', dtype=DTYPES)
-    check.unit_stride(x, 'x')
-    check.at_least(hidden, 1, 'hidden')
     check.one_of(fmt.data.name, ('e4m3', 'e5m2', 'e2m1'), 'fmt.data')
     check.one_of(fmt.sf_block[0], HEIGHTS, 'fmt.sf_block[0]')
     check.one_of(fmt.sf_block[1], WIDTHS, 'fmt.sf_block[1]')
-    check.multiple(hidden, fmt.data.pack, 'hidden')
-    return num_tokens, hidden
+    return check_matrix(x, fmt.data.pack)
 
 
 @op(outputs='y y_sf')
-def per_block_cast(x: Tensor, fmt: QuantFormat, amax_floor: float | None = None) -> QuantTensor:
-    """Quantise `x` in blocks of `fmt.sf_block` rows and channels.
+def _per_block_cast(x: Tensor, fmt: QuantFormat, amax_floor: float | None = None) -> QuantTensor:
+    """Quantize `x` in blocks of `fmt.sf_block` rows and channels; no scale uses an amax below `amax_floor`.
 
-    Args:
-        x: (num_tokens, hidden) bfloat16, float16 or float32, rows dense, any row stride; hidden even for e2m1.
-        fmt: what to store, e.g. ``QuantFormat.parse('e4m3_128x128_f32')``: data e4m3, e5m2 or e2m1, blocks of 32 or
-            128 rows by 32 or 128 channels.
-        amax_floor: smallest amax a block is scaled by; the format's own if None. Not a compile-time constant.
-
-    Returns:
-        ``QuantTensor``: data (num_tokens, hidden), e2m1 two to a byte with the even channel in the lower nibble, and
-        sf (ceil(num_tokens / rows), ceil(hidden / channels)) in the layout of `fmt`; packed bytes without a block are
-        0.
-
-    Blocks at the edges use their own elements only. Rounding and numbers that are not finite are as in
-    `per_token_cast`. No rows give empty results.
+    Blocks at the edges use their own elements only. No rows give empty results.
     """
-    num_tokens, hidden = _check_input(x, fmt)
-    floor = _check_floor(amax_floor, fmt)
+    num_tokens, hidden = check_block_cast(x, fmt)
+    floor = check_floor(amax_floor, fmt)
     y = fmt.empty(num_tokens, hidden, x.device)
-    _launch(x, y.data, y.sf, fmt, floor, 'cast')
+    launch_block_cast(x, y.data, y.sf, fmt, floor, 'cast')
     return y
 
 
-@op(outputs='y_sf')
-def per_block_cast_with_sf_only(x: Tensor, fmt: QuantFormat, amax_floor: float | None = None) -> Tensor:
-    """The scale factors `per_block_cast` would return, without writing data; arguments as there."""
-    num_tokens, hidden = _check_input(x, fmt)
-    floor = _check_floor(amax_floor, fmt)
-    y_sf = fmt.empty_sf(num_tokens, hidden, x.device)
-    _launch(x, None, y_sf, fmt, floor, 'sf')
-    return y_sf
-
-
-@op(outputs='y')
-def per_block_cast_with_precomputed_sf(x: Tensor, sf: Tensor, fmt: QuantFormat) -> Tensor:
-    """Quantise `x` with given scale factors: round(x * (1 / sf)).
+@_per_block_cast.public
+def per_block_cast(
+    x: Tensor,
+    fmt: str | QuantFormat,
+    block_size: Block | None = None,
+    use_tma_aligned_col_major_sf: bool = False,
+    round_sf: bool = False,
+    use_packed_ue8m0: bool = False,
+    out: Pair | None = None,
+) -> QuantTensor:
+    """Quantize `x` in blocks of rows and channels.
 
     Args:
-        x: (num_tokens, hidden) as for `per_block_cast`.
-        sf: scale factors in the shape and layout of `fmt`, e.g. from `per_block_cast_with_sf_only`.
-        fmt: the format of the result and of `sf`.
+        x: (num_tokens, hidden) bfloat16, float16 or float32, rows dense, any shape and row stride (hidden even for
+            e2m1).
+        fmt: 'e4m3', 'e5m2' or 'e2m1' with the arguments below, or a whole format such as 'e4m3_128x128_f32' without
+            them.
+        block_size: rows and channels that share a scale factor, each 32 or 128.
+        use_tma_aligned_col_major_sf: column-major scale factors with 16-byte aligned columns.
+        round_sf: scale factors are rounded up to powers of two.
+        use_packed_ue8m0: four exponent bytes in an int32; needs `round_sf`.
+        out: data and scale factors to write the result to.
 
     Returns:
-        The data tensor of `fmt`.
+        `QuantTensor`, which unpacks as (data, sf) with x ~= data * sf.
     """
-    num_tokens, hidden = _check_input(x, fmt)
-    check_sf(sf, 'sf', fmt, num_tokens, hidden)
-    check.same_device(x=x, sf=sf)
-    y = fmt.empty_data(num_tokens, hidden, x.device)
-    _launch(x, y, sf, fmt, fmt.amax_floor, 'data')
-    return y
-
-
-def check_sf(sf: Tensor, name: str, fmt: QuantFormat, num_tokens: int, hidden: int) -> None:
-    """`sf` must have the shape, dtype and layout of the scale factors of a (num_tokens, hidden) tensor."""
-    height, width = fmt.sf_shape(num_tokens, hidden)
-    check.shape(sf, name, 'sf_rows sf_cols', dtype=fmt.sf_dtype, sf_rows=height, sf_cols=width)
-    if not fmt.col:
-        check.contiguous(sf, name)
-    elif height > 1 and sf.stride(0) != 1:
-        check.fail(name, 'must be column-major (stride 1 between rows)', check.describe(sf))
+    layout = block_format(fmt, block_size, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
+    return pair_into(out, per_block_cast.call(x, layout))
 
 
 # Cases --------------------------------------------------------------------------------------
 
 
-def _matrix(num_tokens: int, hidden: int, dtype: torch.dtype, pitch: int | None = None) -> Tensor:
-    """Random rows of many magnitudes with a zero block; `pitch` makes the rows strided."""
-    magnitude = torch.exp2(torch.randint(-12, 12, (num_tokens, 1))).to(dtype)
-    x = torch.randn(num_tokens, pitch or hidden, dtype=dtype) * magnitude
-    x[:128, : min(128, hidden // 2)] = 0
-    return x.narrow(1, 0, hidden)
-
-
-def _make(num_tokens: int, hidden: int, dtype: torch.dtype, fmt: str, pitch: int | None = None) -> dict:
-    return dict(x=_matrix(num_tokens, hidden, dtype, pitch), fmt=QuantFormat.parse(fmt))
-
-
-def _make_with_sf(num_tokens: int, hidden: int, dtype: torch.dtype, fmt: str, pitch: int | None = None) -> dict:
-    x, layout = _matrix(num_tokens, hidden, dtype, pitch), QuantFormat.parse(fmt)
-    return dict(x=x, sf=per_block_cast_with_sf_only(x, layout), fmt=layout)
+def make_case(num_tokens: int, hidden: int, dtype: torch.dtype, fmt: str, pitch: int | None = None) -> dict:
+    """Arguments of a case."""
+    return dict(x=random_matrix(num_tokens, hidden, dtype, pitch), fmt=QuantFormat.parse(fmt))
 
 
 BF16, F16, F32 = [torch.bfloat16], [torch.float16], [torch.float32]
@@ -269,8 +227,4 @@ BENCH = (
     + grid(num_tokens=[32001], hidden=[1344, 576], dtype=BF16, fmt=['e4m3_128x128_f32'])
     + grid(num_tokens=[8001], hidden=[4096], dtype=F32, fmt=['e4m3_128x128_f32'])
 )
-per_block_cast.cases(make=_make, match='bitwise', smoke=SMOKE, full=FULL, bench=BENCH)
-per_block_cast_with_sf_only.cases(make=_make, match='bitwise', smoke=SMOKE, full=FULL[::5], bench=BENCH[:2])
-per_block_cast_with_precomputed_sf.cases(
-    make=_make_with_sf, match='bitwise', smoke=SMOKE, full=FULL[::5], bench=BENCH[:2]
-)
+per_block_cast.cases(make=make_case, match='bitwise', smoke=SMOKE, full=FULL, bench=BENCH)

@@ -4,7 +4,7 @@
     y^T[h, t]  = y[t, h]                                    what is stored, rows of any number of bytes
 
 A thread block owns a strip of rows of some neighbouring channels and walks down it in tiles of 128 rows, which it
-quantises in registers, turns in pieces of 8 x 8 and puts together in shared memory. Rows of the result begin at any
+quantizes in registers, turns in pieces of 8 x 8 and puts together in shared memory. Rows of the result begin at any
 byte, but a block writes whole sectors of 32 bytes: what a sector lacks at the end of a tile comes with the next tile.
 Only the two ends of the strip are written byte by byte, a channel by a warp at a time.
 Memory bound: the floor is reading x and writing y and sf once.
@@ -22,17 +22,11 @@ from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import WARP, T, macro, resident_blocks
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
-from tile_kernels.quant._blocks import HEIGHTS
-from tile_kernels.quant._macros import LANE, byte_perm
-from tile_kernels.quant.per_channel_cast import _check_format, _make
-from tile_kernels.quant.per_channel_cast_kernels import (
-    encode_row,
-    load_rows,
-    scale_channels,
-    spread,
-    turn_to_shared,
-)
-from tile_kernels.quant.per_token_cast import DTYPES
+from tile_kernels.device.bits import byte_perm
+from tile_kernels.device.vectors import LANE
+from tile_kernels.quant._checks import channel_format, check_channel_format, check_matrix
+from tile_kernels.quant._macros import HEIGHTS, encode_row, load_rows, scale_channels, spread, turn_to_shared
+from tile_kernels.quant.per_channel_cast import make_case
 
 #: A lane turns 8 rows of 8 channels; a tile has 16 such rows of lanes.
 ROWS = 8
@@ -220,19 +214,10 @@ def per_channel_cast_and_transpose_kernel(
 
 
 @op(outputs='y y_sf')
-def per_channel_cast_and_transpose(x: Tensor, fmt: QuantFormat) -> tuple[Tensor, Tensor]:
-    """Quantise each channel of `x` in groups of rows and store the codes transposed.
-
-    Args:
-        x: (num_tokens, hidden) bfloat16, float16 or float32, rows dense, any row stride.
-        fmt: as for `per_channel_cast`, with groups of 32 or 128 rows.
-
-    Returns:
-        Codes (hidden, num_tokens), contiguous, and sf (ceil(num_tokens / group), hidden) as of `per_channel_cast`.
-    """
-    num_tokens, hidden = check.shape(x, 'x', 'num_tokens hidden', dtype=DTYPES)
-    check.unit_stride(x, 'x')
-    _check_format(fmt, hidden)
+def _per_channel_cast_and_transpose(x: Tensor, fmt: QuantFormat) -> tuple[Tensor, Tensor]:
+    """Quantize each channel in groups of 32 or 128 rows and store the codes transposed."""
+    num_tokens, hidden = check_matrix(x)
+    check_channel_format(fmt)
     check.one_of(fmt.sf_block[0], HEIGHTS, 'fmt.sf_block[0]')
     y, y_sf = fmt.empty_data(hidden, num_tokens, x.device), fmt.empty_sf(num_tokens, hidden, x.device)
     static = (hidden, fmt, x.dtype, check.vector_bytes(x))
@@ -240,17 +225,34 @@ def per_channel_cast_and_transpose(x: Tensor, fmt: QuantFormat) -> tuple[Tensor,
     return y, y_sf
 
 
+@_per_channel_cast_and_transpose.public
+def per_channel_cast_and_transpose(
+    x: Tensor, fmt: str, num_per_tokens: int, round_sf: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Quantize each channel of `x` in groups of rows and store the codes transposed.
+
+    Args:
+        x: (num_tokens, hidden) bfloat16, float16 or float32 of any shape.
+        fmt: 'e4m3' or 'e5m2'.
+        num_per_tokens: rows that share a scale factor, 32 or 128.
+        round_sf: scale factors are rounded up to powers of two.
+
+    Returns:
+        Codes (hidden, num_tokens), contiguous, and scale factors (ceil(num_tokens / num_per_tokens), hidden).
+    """
+    return per_channel_cast_and_transpose.call(x, channel_format(fmt, num_per_tokens, round_sf))
+
+
 # Cases --------------------------------------------------------------------------------------
 
 
-def _make_plain(num_tokens: int, hidden: int, dtype: torch.dtype, fmt: str) -> dict:
-    x = _make(num_tokens, hidden, dtype, fmt)['x']
-    return dict(x=x, fmt=QuantFormat.parse(fmt))
+def _make(num_tokens: int, hidden: int, dtype: torch.dtype, fmt: str) -> dict:
+    return {name: value for name, value in make_case(num_tokens, hidden, dtype, fmt).items() if name != 'pos_to_token'}
 
 
 BF16, F16, F32 = [torch.bfloat16], [torch.float16], [torch.float32]
 per_channel_cast_and_transpose.cases(
-    make=_make_plain,
+    make=_make,
     match='bitwise',
     smoke=grid(num_tokens=[0, 1, 128, 135], hidden=[136], dtype=BF16, fmt=['e4m3_128x1_f32'])
     + grid(num_tokens=[144], hidden=[99], dtype=F32, fmt=['e4m3_32x1_ue8m0x4', 'e5m2_128x1_f32p2'])

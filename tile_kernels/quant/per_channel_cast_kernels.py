@@ -1,299 +1,288 @@
-"""Device code of the per-channel casts: rows of a lane, maxima and codes of channels, the turned tile."""
+"""Kernels of the per-channel cast; see `per_channel_cast` for the maths.
 
+A thread block owns a tile of 128 channels in registers (256 of codes), so a row is read once. Warps meet in shared
+memory twice: for the amax of a channel, and for the multiplier that one thread computes from it for all.
+One group of all rows needs two passes unless a tile holds them all: strips of rows find their maxima, then the tiles
+are scaled, last ones first, because they are what the L2 cache still holds. Gathered rows are read as often as the map
+names them: the tiles of a panel of channels run one after the other, so that all but the first read find the row in the
+L2 cache.
+"""
+
+import math
 from typing import Any
 
-from tile_kernels.core.formats import QuantFormat
-from tile_kernels.core.lang import T, macro
-from tile_kernels.quant._blocks import ROW_LANES, WARP, sf_value
+import torch
+from torch import Tensor
+
+from tile_kernels.core import check
+from tile_kernels.core.errors import ArgumentError
+from tile_kernels.core.formats import QuantFormat, QuantTensor
+from tile_kernels.core.jit import kernel
+from tile_kernels.core.lang import WARP, T, resident_blocks
+from tile_kernels.core.launch import launch
+from tile_kernels.device.scales import sf_tensor
+from tile_kernels.device.vectors import LANE, store_lane
 from tile_kernels.quant._macros import (
-    LANE,
-    amax_to_sf,
-    clamp_amax,
-    float_of,
-    lane_pairs,
-    load_lane,
-    pick_bytes,
-    sf_bytes,
-    sf_register_dtype,
-    shuffle_steps,
+    ROW_LANES,
+    TILE_COLS,
+    channel_amax,
+    channel_factors,
+    encode_row,
+    load_rows,
+    tile_rows,
 )
 
-#: Rows of a transposed result that begin at multiples of so many bytes are written in such pieces.
-VECTOR_BYTES = 16
+#: One group of all rows takes one pass if it has no more rows than the smallest tile that is chosen for it.
+TILE_ROWS = 128
 
-#: Units of 8 bytes that shared memory moves at a time, to or from as many threads.
-BANK_UNITS = 16
+#: Thread blocks that find maxima of all rows: about as many as an H200 runs together.
+AMAX_BLOCKS = 512
 
 
-@macro
-def load_rows(x, x_sf, pos_to_token, first, source, slot, piece, hidden, x_local, factor):
-    """The channels of a lane of the rows from `first` on, with the rows' factors if `source` is a format.
+# Config -------------------------------------------------------------------------------------
 
-    With a map the rows are those it names, and rows that do not exist are 0. Without one the last row or lane is read
-    again past the edges, which changes no maximum and costs no branch.
+
+def choose(
+    hidden: int,
+    fmt: QuantFormat,
+    source: torch.dtype | QuantFormat,
+    vector_bytes: int,
+    gathered: bool,
+    task: str,
+    num_tokens: int,
+) -> dict:
+    """Eight rows for each lane, so that many loads are in flight; flat groups of a small problem get flat tiles.
+
+    Rows in pieces, float16 and float32 rows need more registers than 1024 threads leave.
     """
-    rows, lane = (int(extent) for extent in x_local.shape)
-    last_slot = -(-hidden // lane) - 1
-    read_slot = T.min(slot, last_slot)
-    T.assume(read_slot <= last_slot)
-    if pos_to_token is not None:
-        T.clear(factor)
-        tokens = T.alloc_local((rows,), T.int32)
-        for i in T.unroll(rows):
-            tokens[i] = -1
-            if first + i < pos_to_token.shape[0]:
-                tokens[i] = pos_to_token[first + i]
-    if hidden % lane > 0 if pos_to_token is None else True:
-        T.clear(x_local)
-    for i in T.unroll(rows):
-        if pos_to_token is not None:
-            if T.cast(tokens[i], T.uint32) < T.cast(x.shape[0], T.uint32):  # a negative number is a large one
-                _load_row(x, x_sf, i, tokens[i], source, read_slot, piece, hidden, x_local, factor)
-        else:
-            _load_row(x, x_sf, i, T.min(first + i, x.shape[0] - 1), source, read_slot, piece, hidden, x_local, factor)
+    x_dtype = source.data.torch if isinstance(source, QuantFormat) else source
+    in_pieces = vector_bytes < LANE * x_dtype.itemsize or hidden % LANE > 0
+    kept_as_float32 = x_dtype in (torch.float16, torch.float32)
+    resident_threads = 512 if kept_as_float32 else 768 if in_pieces else 1024
+    flat = fmt.sf_block[0] == 32 and num_tokens * hidden < 1 << 22
+    rows, num_threads, row_lanes = (4, 128, 16) if flat else (8, 128, 8) if gathered else (8, 256, 16)
+    lane, panel = LANE, 8 if gathered else 0
+    if gathered and isinstance(source, QuantFormat):  # longer pieces of rows cost more registers
+        lane, resident_threads = 2 * LANE, 768
+    return dict(
+        rows=rows,
+        num_threads=num_threads,
+        resident_threads=resident_threads,
+        row_lanes=row_lanes,
+        lane=lane,
+        panel=panel,
+    )
 
 
-@macro
-def _load_row(x, x_sf, i, token, source, slot, piece, hidden, x_local, factor):
-    load_lane(x, x_local, i, token, slot, piece, hidden)
-    if isinstance(source, QuantFormat):
-        factor[i] = sf_value(x_sf, source, token, slot // (source.sf_block[1] // x_local.shape[1]))
+def _strips(hidden: int) -> int:
+    """Most strips of rows that find their maxima at a time: about as many thread blocks as run together."""
+    return min(max(AMAX_BLOCKS // -(-hidden // TILE_COLS), 1), 32)
 
 
-@macro
-def _row_numbers(x_local, i, factor, v_local):
-    """The numbers of a row of a lane in float32; codes are worth `factor[i]` times what they say."""
-    lane = x_local.shape[1]
-    if x_local.dtype == 'bfloat16':
-        pairs = lane_pairs(x_local)
-        for j in T.unroll(lane // 2):
-            v_local[2 * j] = float_of(pairs[i, j] << T.uint32(16))
-            v_local[2 * j + 1] = float_of(pairs[i, j] & T.uint32(0xFFFF0000))
+def _strip_rows(num_rows: Any, hidden: int) -> Any:
+    """Rows of a strip: whole tiles."""
+    return T.ceildiv(T.ceildiv(num_rows, TILE_ROWS), _strips(hidden)) * TILE_ROWS
+
+
+# Kernels ------------------------------------------------------------------------------------
+
+
+@kernel(
+    choose=choose,
+    space=dict(
+        rows=(4, 8),
+        num_threads=(128, 256, 512),
+        resident_threads=(512, 768, 1024),
+        row_lanes=(8, 16),
+        lane=(8, 16),
+        panel=(0, 8),
+    ),
+    pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True, 'TL_DISABLE_SHARED_MEMORY_REUSE': True},
+)
+def per_channel_cast_kernel(
+    hidden: int,
+    fmt: QuantFormat,
+    source: torch.dtype | QuantFormat,
+    vector_bytes: int,
+    gathered: bool,
+    task: str,
+    *,
+    rows: int,
+    num_threads: int,
+    resident_threads: int,
+    row_lanes: int,
+    lane: int,
+    panel: int,
+):
+    """One tile for each thread block, those of `panel` neighbouring tiles of channels (0: all) before the next ones.
+
+    `source` is what x holds. `task`: 'cast', or 'scale' with the maxima of all rows.
+    """
+    if fmt.sf_block[0] and fmt.sf_block[0] * row_lanes < rows * WARP:
+        raise ArgumentError(f'a warp of {rows * WARP // row_lanes} rows holds several groups of {fmt.sf_block[0]}')
+    quantized = isinstance(source, QuantFormat)
+    x_dtype = source.data.torch if quantized else source
+    tile_m = tile_rows(rows, num_threads, fmt.sf_block[0] or (TILE_ROWS if task == 'cast' else 1), row_lanes)
+    if task == 'scale' and tile_m != TILE_ROWS:
+        raise ArgumentError(f'strips are made of tiles of {TILE_ROWS} rows, not of {tile_m}')
+    height = fmt.sf_block[0] or tile_m
+    tile_n = row_lanes * lane
+    warps, tiles_n = height * row_lanes // (rows * WARP), -(-hidden // tile_n)
+    piece = math.gcd(lane, vector_bytes // x_dtype.itemsize, hidden)
+    num_tokens, sf_rows, x_pitch = T.dynamic('num_tokens'), T.dynamic('sf_rows'), T.dynamic('x_pitch')
+    num_rows = T.dynamic('num_rows') if gathered else num_tokens
+    source_groups = -(-hidden // source.sf_block[1]) if quantized else 1
+    x_sf_type = sf_tensor(source, num_tokens, source_groups) if quantized else T.Tensor((num_tokens, 1), T.float32)
+
+    @T.prim_func
+    def per_channel_cast(
+        x: T.StridedTensor((num_tokens, hidden), (x_pitch, 1), T.dtype(x_dtype)),
+        x_sf: x_sf_type,
+        pos_to_token: T.Tensor((num_rows,), T.int32),
+        y: T.Tensor((num_rows, hidden), T.dtype(fmt.data.torch)),
+        y_sf: T.Tensor((sf_rows, hidden), T.dtype(fmt.sf_dtype)),
+        parts: T.Tensor((_strips(hidden), hidden), T.float32),
+        amax_floor: T.float32,
+    ):
+        # what is scaled is counted in strips of tiles, which may end behind the last row
+        counted = T.ceildiv(num_rows, _strip_rows(num_rows, hidden)) * _strip_rows(num_rows, hidden)
+        with T.Kernel(
+            T.ceildiv(counted if task == 'scale' else num_rows, tile_m) * tiles_n, threads=num_threads
+        ) as pid:
+            T.assume(x_pitch % piece == 0)
+            T.annotate_min_blocks_per_sm(resident_blocks(resident_threads, num_threads))
+            pid_m = T.alloc_var(T.int32)
+            pid_n = T.alloc_var(T.int32)
+            x_local = T.alloc_local((rows, lane), T.dtype(x_dtype))
+            factor = T.alloc_local((rows,), T.float32)
+            amax = T.alloc_local((lane,), T.float32)
+            amax_shared = T.alloc_shared((num_threads // WARP, tile_n), T.float32)
+            sf_inv = T.alloc_local((lane,), T.float32)
+            row_local = T.alloc_local((lane,), T.dtype(fmt.data.torch))
+            thread = T.get_thread_binding()
+            place, team, warp = thread % row_lanes, thread // row_lanes, thread // WARP
+            if task == 'cast' and 0 < panel < tiles_n:
+                per_panel = T.ceildiv(num_rows, tile_m) * panel
+                pid_n = pid // per_panel * panel
+                width = T.min(tiles_n - pid_n, panel)
+                pid_m = pid % per_panel // width
+                pid_n += pid % per_panel % width
+            elif task == 'scale':  # last tiles of all strips first
+                strip_tiles = _strip_rows(num_rows, hidden) // tile_m
+                num_strips = T.ceildiv(num_rows, _strip_rows(num_rows, hidden))
+                pid_m = pid // tiles_n % num_strips * strip_tiles + strip_tiles - 1 - pid // (num_strips * tiles_n)
+                pid_n = pid % tiles_n
+            else:
+                pid_m = pid // tiles_n
+                pid_n = pid % tiles_n
+            row, col = pid_m * tile_m, pid_n * tile_n
+            slot = pid_n * row_lanes + place
+
+            positions = pos_to_token if gathered else None
+            load_rows(x, x_sf, positions, row + team * rows, source, slot, piece, hidden, x_local, factor)
+
+            if task == 'cast':
+                channel_amax(x_local, amax, factor if quantized else None, row_lanes)
+                if thread % WARP < row_lanes:
+                    for e in T.vectorized(lane):
+                        amax_shared[warp, place * lane + e] = amax[e]
+                T.sync_threads()
+                channel_factors(amax_shared, warps, None, 0, y_sf, fmt, height, num_rows, row, col, amax_floor)
+            else:
+                T.pdl_sync()
+                num_parts = T.ceildiv(num_rows, _strip_rows(num_rows, hidden))
+                channel_factors(amax_shared, warps, parts, num_parts, y_sf, fmt, height, height, row, col, amax_floor)
+            T.sync_threads()
+            for e in T.vectorized(lane):
+                sf_inv[e] = amax_shared[team * rows // height * warps, place * lane + e]
+            for i in T.unroll(rows):
+                encode_row(x_local, i, sf_inv, row_local, factor if quantized else None)
+                if row + team * rows + i < num_rows:
+                    store_lane(y, row_local, row + team * rows + i, slot, math.gcd(lane, hidden), hidden, lane)
+
+    return per_channel_cast
+
+
+@kernel(pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True})
+def channel_amax_of_strips_kernel(hidden: int, source: torch.dtype | QuantFormat, vector_bytes: int, gathered: bool):
+    """The largest magnitude of each channel in each strip of rows, one strip of a tile of channels a thread block."""
+    quantized = isinstance(source, QuantFormat)
+    x_dtype = source.data.torch if quantized else source
+    rows, num_threads, tiles_n = 8, 256, -(-hidden // TILE_COLS)
+    piece = math.gcd(LANE, vector_bytes // x_dtype.itemsize, hidden)
+    num_tokens, x_pitch = T.dynamic('num_tokens'), T.dynamic('x_pitch')
+    num_rows = T.dynamic('num_rows') if gathered else num_tokens
+    source_groups = -(-hidden // source.sf_block[1]) if quantized else 1
+    x_sf_type = sf_tensor(source, num_tokens, source_groups) if quantized else T.Tensor((num_tokens, 1), T.float32)
+
+    @T.prim_func
+    def channel_amax_of_strips(
+        x: T.StridedTensor((num_tokens, hidden), (x_pitch, 1), T.dtype(x_dtype)),
+        x_sf: x_sf_type,
+        pos_to_token: T.Tensor((num_rows,), T.int32),
+        parts: T.Tensor((_strips(hidden), hidden), T.float32),
+    ):
+        with T.Kernel(T.ceildiv(num_rows, _strip_rows(num_rows, hidden)) * tiles_n, threads=num_threads) as pid:
+            T.assume(x_pitch % piece == 0)
+            T.annotate_min_blocks_per_sm(resident_blocks(1024 if x_dtype is torch.bfloat16 else 512, num_threads))
+            x_local = T.alloc_local((rows, LANE), T.dtype(x_dtype))
+            factor = T.alloc_local((rows,), T.float32)
+            amax = T.alloc_local((LANE,), T.float32)
+            strip_amax = T.alloc_local((LANE,), T.float32)
+            amax_shared = T.alloc_shared((num_threads // WARP, TILE_COLS), T.float32)
+            total = T.alloc_var(T.float32)
+            first = T.alloc_var(T.int32)
+            thread = T.get_thread_binding()
+            place, team = thread % ROW_LANES, thread // ROW_LANES
+            slot, col = pid % tiles_n * ROW_LANES + place, pid % tiles_n * TILE_COLS
+            first = pid // tiles_n * _strip_rows(num_rows, hidden)
+            T.pdl_trigger()
+            T.clear(strip_amax)
+            for step in T.serial(T.ceildiv(T.min(num_rows - first, _strip_rows(num_rows, hidden)), TILE_ROWS)):
+                positions = pos_to_token if gathered else None
+                row = first + step * TILE_ROWS + team * rows
+                load_rows(x, x_sf, positions, row, source, slot, piece, hidden, x_local, factor)
+                channel_amax(x_local, amax, factor if quantized else None)
+                for e in T.unroll(LANE):
+                    strip_amax[e] = T.max(strip_amax[e], amax[e])
+            if thread % WARP < ROW_LANES:
+                for e in T.vectorized(LANE):
+                    amax_shared[thread // WARP, place * LANE + e] = strip_amax[e]
+            T.sync_threads()
+            if thread < TILE_COLS and col + thread < hidden:
+                total = T.float32(0.0)
+                for w in T.unroll(num_threads // WARP):
+                    total = T.max(total, amax_shared[w, thread])
+                parts[pid // tiles_n, col + thread] = total
+
+    return channel_amax_of_strips
+
+
+# Launch -------------------------------------------------------------------------------------
+
+
+def _check_map(pos_to_token: Tensor | None, x: Tensor) -> int:
+    """Rows of the result: those of the map, if there is one."""
+    if pos_to_token is None:
+        return x.shape[0]
+    (num_rows,) = check.shape(pos_to_token, 'pos_to_token', 'num_rows', dtype=torch.int32)
+    check.contiguous(pos_to_token, 'pos_to_token')
+    check.same_device(x=x, pos_to_token=pos_to_token)
+    return num_rows
+
+
+def launch_channel_cast(
+    x: Tensor, x_sf: Tensor | None, source: torch.dtype | QuantFormat, pos_to_token: Tensor | None, fmt: QuantFormat
+) -> QuantTensor:
+    """Allocate the result and launch the one pass, or the two of a group of all rows."""
+    hidden, num_rows = x.shape[1], _check_map(pos_to_token, x)
+    y = fmt.empty(num_rows, hidden, x.device)
+    static = (hidden, fmt, source, check.vector_bytes(x), pos_to_token is not None)
+    rows, floor = (x, x_sf, pos_to_token), fmt.amax_floor
+    if fmt.sf_block[0] or (type(num_rows) is int and num_rows <= TILE_ROWS):
+        launch(per_channel_cast_kernel, (*static, 'cast'), *rows, *y, None, floor, size=num_rows)
     else:
-        for e in T.vectorized(lane):
-            v_local[e] = T.cast(x_local[i, e], T.float32)
-    if factor is not None:
-        for e in T.unroll(lane):
-            v_local[e] = v_local[e] * factor[i]
-
-
-@macro
-def _row_magnitudes(x_local, i, factor, v_local):
-    """Their magnitudes. The sign leaves fp8 codes before they are decoded, so that the compiler sees other numbers.
-
-    Kept from here until the result is computed, the numbers would take the registers of threads that could load.
-    """
-    lane = x_local.shape[1]
-    if factor is not None:
-        words = T.view(x_local, (x_local.shape[0], lane // 4), T.uint32)
-        unsigned = T.alloc_local((1, lane // 4), T.uint32)
-        for w in T.unroll(lane // 4):
-            unsigned[0, w] = words[i, w] & T.uint32(0x7F7F7F7F)
-        codes = T.view(unsigned, (1, lane), x_local.dtype)
-        for e in T.vectorized(lane):
-            v_local[e] = T.cast(codes[0, e], T.float32)
-        for e in T.unroll(lane):
-            v_local[e] = v_local[e] * factor[i]
-    else:
-        for e in T.vectorized(lane):
-            v_local[e] = T.abs(T.cast(x_local[i, e], T.float32))
-
-
-@macro
-def channel_amax(x_local, amax, factor=None, row_lanes=ROW_LANES):
-    """`amax[e]` = largest magnitude of channel e over the rows of the warp, of which `row_lanes` lanes share each."""
-    rows, lane = x_local.shape
-    if x_local.dtype == 'bfloat16':
-        pairs = lane_pairs(x_local)
-        both = T.alloc_local((lane // 2,), T.uint32)
-        T.clear(both)
-        for i in T.unroll(rows):
-            for j in T.unroll(lane // 2):
-                both[j] = _max_pair(both[j], T.abs2(T.reinterpret(pairs[i, j], 'bfloat16x2')))
-        for j in T.unroll(lane // 2):
-            for step in T.unroll(shuffle_steps(WARP // row_lanes)):
-                both[j] = _max_pair(both[j], T.reinterpret(T.shfl_xor(both[j], row_lanes << step), 'bfloat16x2'))
-            amax[2 * j] = float_of(both[j] << T.uint32(16))
-            amax[2 * j + 1] = float_of(both[j] & T.uint32(0xFFFF0000))
-    else:
-        v_local = T.alloc_local((lane,), T.float32)
-        T.clear(amax)
-        for i in T.unroll(rows):
-            _row_magnitudes(x_local, i, factor, v_local)
-            for e in T.unroll(lane):
-                amax[e] = T.max(amax[e], v_local[e])
-        for e in T.unroll(lane):
-            for step in T.unroll(shuffle_steps(WARP // row_lanes)):
-                amax[e] = T.max(amax[e], T.shfl_xor(amax[e], row_lanes << step))
-
-
-def _max_pair(word: Any, pair: Any) -> Any:
-    """Larger of two pairs of bf16, one by one, as a word."""
-    return T.reinterpret(T.max2(T.reinterpret(word, 'bfloat16x2'), pair), T.uint32)
-
-
-@macro
-def encode_row(x_local, i, sf_inv, y_local, factor=None):
-    """fp8 codes of a row of a lane, each channel with its own multiplier."""
-    lane = x_local.shape[1]
-    v_local = T.alloc_local((lane,), T.float32)
-    _row_numbers(x_local, i, factor, v_local)
-    for e in T.unroll(lane):
-        v_local[e] = v_local[e] * sf_inv[e]
-    for e in T.vectorized(lane):
-        y_local[e] = T.cast(v_local[e], y_local.dtype)
-
-
-@macro
-def store_channel_sf(y_sf, fmt, num_groups, group, channel, value):
-    """Write the scale factor of a group of one channel; the last group also clears the bytes of missing groups."""
-    if fmt.sf == 'ue8m0x4':
-        packed = sf_bytes(y_sf)
-        packed[group // 4, channel, group % 4] = value
-        for b in T.unroll(3):
-            if group == num_groups - 1 and group % 4 + 1 + b < 4:
-                packed[group // 4, channel, group % 4 + 1 + b] = T.uint8(0)
-    else:
-        y_sf[group, channel] = value
-
-
-def _factors_of_thread(fmt: QuantFormat, groups: int) -> int:
-    """Groups of a channel whose scale factors one thread finds: those of a word if a tile holds them all."""
-    return 4 if fmt.sf == 'ue8m0x4' and groups % 4 == 0 else 1
-
-
-@macro
-def channel_factors(amax_shared, warps, parts, num_parts, y_sf, fmt, height, num_rows, row, col, amax_floor):
-    """Scale factors of the channels of a tile, whose first row and channel are `row` and `col`.
-
-    `amax_shared` has a row for each warp, `warps` neighbouring ones for each group. The multipliers of a group replace
-    the maxima of its first warp, which only the thread that computes them reads. If there are `parts`, they hold the
-    maxima of one group of all rows.
-    """
-    num_warps, tile_n = (int(extent) for extent in amax_shared.shape)
-    thread, num_threads, groups = T.get_thread_binding(), num_warps * WARP, num_warps // warps
-    group_amax = T.alloc_var(T.float32)
-    word = T.alloc_var(T.uint32)
-    sf = T.alloc_local((1,), sf_register_dtype(fmt))
-    own_inv = T.alloc_local((1,), T.float32)
-    owned = _factors_of_thread(fmt, groups)
-    for k in T.unroll(-(-groups // owned * tile_n // num_threads)):
-        index = k * num_threads + thread
-        group, channel = index // tile_n * owned, index % tile_n
-        if index < groups // owned * tile_n:
-            word = T.uint32(0)
-            for b in T.unroll(owned):
-                group_amax = T.float32(0.0)
-                if parts is not None:
-                    if col + channel < y_sf.shape[1]:
-                        for part in T.unroll(num_parts, unroll_factor=8):
-                            group_amax = T.max(group_amax, parts[part, col + channel])
-                else:
-                    for w in T.unroll(warps):
-                        group_amax = T.max(group_amax, amax_shared[(group + b) * warps + w, channel])
-                amax_to_sf(clamp_amax(group_amax, amax_floor), fmt, sf, own_inv, 0)
-                amax_shared[(group + b) * warps, channel] = own_inv[0]
-                if owned > 1 and row + (group + b) * height < num_rows:
-                    word = word | T.cast(sf[0], T.uint32) << T.cast(8 * b, T.uint32)
-            if col + channel < y_sf.shape[1] and row + group * height < num_rows:
-                if owned > 1:
-                    y_sf[row // (4 * height) + group // 4, col + channel] = T.reinterpret(word, T.int32)
-                else:
-                    num_groups = T.ceildiv(num_rows, height)
-                    store_channel_sf(y_sf, fmt, num_groups, row // height + group, col + channel, sf[0])
-
-
-@macro
-def scale_channels(x_local, amax, amax_shared, sf_inv, y_sf, fmt, num_rows, row, col, amax_floor, row_lanes):
-    """Store the scale factors of the tile at (`row`, `col`); `sf_inv[e]` = multiplier of channel e for a thread's rows.
-
-    `x_local` are those rows; `row_lanes` threads share a row of the tile, whose maxima meet in `amax_shared`.
-    """
-    thread, rows, height = T.get_thread_binding(), int(x_local.shape[0]), fmt.sf_block[0]
-    warps = height * row_lanes // (rows * WARP)
-    lane, team, warp = thread % row_lanes, thread // row_lanes, thread // WARP
-    channel_amax(x_local, amax, None, row_lanes)
-    if thread % WARP < row_lanes:
-        for e in T.vectorized(LANE):
-            amax_shared[warp, lane * LANE + e] = amax[e]
-    T.sync_threads()
-    channel_factors(amax_shared, warps, None, 0, y_sf, fmt, height, num_rows, row, col, amax_floor)
-    T.sync_threads()
-    for e in T.vectorized(LANE):
-        sf_inv[e] = amax_shared[team * rows // height * warps, lane * LANE + e]
-
-
-def _turn(words: Any, row: Any, col: Any) -> tuple:
-    """Four words of one byte of each channel `4 * col + j`, from four rows of four channels."""
-    first, second, third, fourth = (words[4 * row + i, col] for i in range(4))
-    upper = [pick_bytes(first, second, *pairs) for pairs in ((0, 4, 1, 5), (2, 6, 3, 7))]
-    lower = [pick_bytes(third, fourth, *pairs) for pairs in ((0, 4, 1, 5), (2, 6, 3, 7))]
-    return tuple(pick_bytes(upper[j // 2], lower[j // 2], *((2, 3, 6, 7) if j % 2 else (0, 1, 4, 5))) for j in range(4))
-
-
-@macro
-def turn(words, turned):
-    """Eight codes of each of 8 channels, two words each, from eight rows of 8 channels."""
-    for half in T.unroll(2):
-        for quarter in T.unroll(2):
-            column = _turn(words, half, quarter)
-            turned[4 * quarter, half] = column[0]
-            turned[4 * quarter + 1, half] = column[1]
-            turned[4 * quarter + 2, half] = column[2]
-            turned[4 * quarter + 3, half] = column[3]
-
-
-def spread(tile_shared: Any, channel: Any, unit: Any) -> Any:
-    """Where a unit of a channel lies in its row of shared memory.
-
-    Threads that write at a time are all lanes of one row group or some: their places differ by the number of the lane,
-    counted in row groups.
-    """
-    lanes = tile_shared.shape[0] // LANE
-    return unit ^ channel // LANE * (BANK_UNITS // lanes)
-
-
-@macro
-def turn_to_shared(codes, turned, tile_shared, lane, unit):
-    """Codes of eight rows and 8 channels of a thread, turned, as unit `unit` of the channels of `lane`."""
-    turn(T.view(codes, (8, 2), T.uint32), turned)
-    for e in T.unroll(LANE):
-        for w in T.vectorized(2):
-            place = spread(tile_shared, lane * LANE + e, unit)
-            tile_shared[lane * LANE + e, place, w] = turned[e, w]
-
-
-def _vector_of_tile(tile_shared: Any, k: int) -> tuple:
-    """Channel and number of the k-th vector of a thread.
-
-    If two channels are read at a time, they are channels of neighbouring lanes, whose units lie in different banks.
-    """
-    vectors = tile_shared.shape[1] // 2
-    index = k * _turning_threads(tile_shared) + T.get_thread_binding()
-    channel = index // vectors
-    if 2 * vectors == BANK_UNITS:
-        channel = channel // (2 * LANE) * 2 * LANE + channel % 2 * LANE + channel // 2 % LANE
-    return channel, index % vectors
-
-
-def _turning_threads(tile_shared: Any) -> int:
-    """Threads of a tile, each with a unit of each of 8 channels."""
-    return tile_shared.shape[0] // LANE * tile_shared.shape[1]
-
-
-@macro
-def store_vectors(y, tile_shared, pid_m, pid_n):
-    """Write a turned tile to rows that begin at multiples of 16 bytes."""
-    channels, units, _ = tile_shared.shape
-    out_words = T.alloc_local((VECTOR_BYTES // 4,), T.uint32)
-    out = T.view(out_words, (VECTOR_BYTES,), y.dtype)
-    for k in T.unroll(channels * units // 2 // _turning_threads(tile_shared)):
-        channel, vector = _vector_of_tile(tile_shared, k)
-        if pid_n * channels + channel < y.shape[0] and pid_m * units * 8 + vector * VECTOR_BYTES < y.shape[1]:
-            for half in T.unroll(2):
-                for w in T.vectorized(2):
-                    unit = spread(tile_shared, channel, 2 * vector + half)
-                    out_words[2 * half + w] = tile_shared[channel, unit, w]
-            for e in T.vectorized(VECTOR_BYTES):
-                # written out: through a variable its divisibility, hence the vector store, would be lost
-                y[pid_n * channels + channel, pid_m * units * 8 + vector * VECTOR_BYTES + e] = out[e]
+        parts = torch.empty((_strips(hidden), hidden), dtype=torch.float32, device=x.device)
+        launch(channel_amax_of_strips_kernel, (hidden, source, *static[3:]), *rows, parts, size=num_rows)
+        launch(per_channel_cast_kernel, (*static, 'scale'), *rows, *y, parts, floor, size=num_rows)
+    return y

@@ -1,4 +1,4 @@
-"""Per-token cast and back, in place: what quantisation does to a matrix, without keeping the codes.
+"""Per-token cast and back, in place: what quantization does to a matrix, without keeping the codes.
 
     x[t, h] <- round(x[t, h] * sf_inv[t, h // G]) * sf[t, h // G]       G = fmt.sf_block[1]
 
@@ -18,24 +18,11 @@ from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, macro
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import Mut, op
-from tile_kernels.quant._blocks import decode
-from tile_kernels.quant._macros import (
-    LANE,
-    amax_to_sf,
-    clamp_amax,
-    encode_e2m1,
-    lane_amax,
-    load_lane,
-    scale_lane,
-    sf_register_dtype,
-    shuffle_steps,
-    store_lane,
-)
-from tile_kernels.quant.per_token_cast import DTYPES
-from tile_kernels.quant.per_token_cast_kernels import code_registers
-
-GROUPS = (16, 32, 64, 128)
-
+from tile_kernels.device.codes import code_registers, decode, encode_e2m1
+from tile_kernels.device.reduce import lane_amax, shuffle_steps
+from tile_kernels.device.scales import amax_to_sf, clamp_amax, sf_register_dtype
+from tile_kernels.device.vectors import LANE, load_lane, scale_lane, store_lane
+from tile_kernels.quant._checks import GROUPS, check_matrix
 
 # Config -------------------------------------------------------------------------------------
 
@@ -136,39 +123,47 @@ def per_token_cast_and_cast_back_kernel(
 # Op -----------------------------------------------------------------------------------------
 
 
-def check_input(x: Tensor, fmt: QuantFormat) -> None:
+def check_there_and_back(x: Tensor, fmt: QuantFormat) -> None:
     """`x` and `fmt` must be what the kernel can cast there and back."""
-    _, hidden = check.shape(x, 'x', 'num_tokens hidden', dtype=DTYPES)
-    check.unit_stride(x, 'x')
-    check.at_least(hidden, 1, 'hidden')
     check.one_of(fmt.data.name, ('e4m3', 'e5m2', 'e2m1'), 'fmt.data')
     check.equal(fmt.sf_block[0], 1, 'fmt.sf_block[0]')
     check.one_of(fmt.sf_block[1], GROUPS, 'fmt.sf_block[1]')
     check.one_of(fmt.sf, ('f32', 'f32p2', 'e4m3'), 'fmt.sf')
-    check.multiple(hidden, fmt.data.pack, 'hidden')
+    check_matrix(x, fmt.data.pack)
 
 
 @op()
-def per_token_cast_and_cast_back(x: Mut, fmt: QuantFormat) -> None:
-    """Replace every number of `x` by what quantising it per token and dequantising it again gives.
-
-    Args:
-        x: (num_tokens, hidden) bfloat16, float16 or float32, rows dense, any row stride; hidden even for e2m1.
-            Overwritten.
-        fmt: e4m3, e5m2 or e2m1 with groups of 16, 32, 64 or 128 channels and scale factors f32, f32p2 or e4m3; their
-            layout does not matter, they are not stored.
-
-    Codes and scale factors are those of `per_token_cast`.
-    """
-    check_input(x, fmt)
+def _per_token_cast_and_cast_back(x: Mut, fmt: QuantFormat) -> None:
+    """Replace every number of `x` as the public function does; the layout of the scale factors does not matter."""
+    check_there_and_back(x, fmt)
     static = (x.shape[1], fmt, x.dtype, check.vector_bytes(x), True)
     launch(per_token_cast_and_cast_back_kernel, static, x, None, fmt.amax_floor)
+
+
+@_per_token_cast_and_cast_back.public
+def per_token_cast_and_cast_back(
+    x: Tensor, fmt: str, num_per_channels: int, round_sf: bool = False, use_e4m3_sf: bool = False
+) -> None:
+    """Replace every number of `x` by what quantizing it per token and dequantizing it again gives.
+
+    Args:
+        x: (num_tokens, hidden) bfloat16, float16 or float32, rows dense; overwritten.
+        fmt: 'e4m3', 'e5m2' or 'e2m1'.
+        num_per_channels: channels that share a scale factor: 16, 32, 64 or 128.
+        round_sf: scale factors are rounded up to powers of two.
+        use_e4m3_sf: e4m3 scale factors; excludes `round_sf`.
+    """
+    check.one_of(fmt, ('e4m3', 'e5m2', 'e2m1'), 'fmt')
+    check.one_of(num_per_channels, GROUPS, 'num_per_channels')
+    layout = QuantFormat.from_flags(fmt, (1, num_per_channels), False, round_sf, use_e4m3_sf=use_e4m3_sf)
+    per_token_cast_and_cast_back.call(x, layout)
 
 
 # Cases --------------------------------------------------------------------------------------
 
 
-def _make(num_tokens: int, hidden: int, dtype: torch.dtype, fmt: str, pitch: int | None = None) -> dict:
+def make_case(num_tokens: int, hidden: int, dtype: torch.dtype, fmt: str, pitch: int | None = None) -> dict:
+    """Arguments of a case."""
     x = (
         torch.randn(num_tokens, pitch or hidden, dtype=dtype)
         * torch.exp2(torch.arange(num_tokens) % 9).to(dtype)[:, None]
@@ -177,18 +172,18 @@ def _make(num_tokens: int, hidden: int, dtype: torch.dtype, fmt: str, pitch: int
 
 
 BF16, F16, F32 = [torch.bfloat16], [torch.float16], [torch.float32]
-per_token_cast_and_cast_back.cases(
-    make=_make,
-    match='bitwise',
-    smoke=grid(num_tokens=[0, 5], hidden=[128], dtype=BF16, fmt=['e4m3_1x128_f32'])
+SMOKE = (
+    grid(num_tokens=[0, 5], hidden=[128], dtype=BF16, fmt=['e4m3_1x128_f32'])
     + grid(num_tokens=[5], hidden=[104], dtype=F32, fmt=['e2m1_1x32_f32p2', 'e2m1_1x16_e4m3', 'e5m2_1x64_f32'])
-    + grid(num_tokens=[3], hidden=[102], dtype=F16, fmt=['e4m3_1x32_f32p2', 'e2m1_1x32_f32'], pitch=[105]),
-    full=grid(
-        num_tokens=[4001],
-        hidden=[7168, 1090],
-        dtype=BF16 + F16 + F32,
-        fmt=[f'{d}_1x{g}_{sf}' for d in ('e4m3', 'e2m1') for g in GROUPS for sf in ('f32', 'f32p2', 'e4m3')],
-    ),
-    bench=grid(num_tokens=[64, 4096, 16384], hidden=[7168], dtype=BF16, fmt=['e4m3_1x128_f32'])
-    + grid(num_tokens=[4096], hidden=[7168], dtype=BF16, fmt=['e2m1_1x32_f32p2', 'e2m1_1x16_e4m3']),
+    + grid(num_tokens=[3], hidden=[102], dtype=F16, fmt=['e4m3_1x32_f32p2', 'e2m1_1x32_f32'], pitch=[105])
 )
+FULL = grid(
+    num_tokens=[4001],
+    hidden=[7168, 1090],
+    dtype=BF16 + F16 + F32,
+    fmt=[f'{d}_1x{g}_{sf}' for d in ('e4m3', 'e2m1') for g in GROUPS for sf in ('f32', 'f32p2', 'e4m3')],
+)
+BENCH = grid(num_tokens=[64, 4096, 16384], hidden=[7168], dtype=BF16, fmt=['e4m3_1x128_f32']) + grid(
+    num_tokens=[4096], hidden=[7168], dtype=BF16, fmt=['e2m1_1x32_f32p2', 'e2m1_1x16_e4m3']
+)
+per_token_cast_and_cast_back.cases(make=make_case, match='bitwise', smoke=SMOKE, full=FULL, bench=BENCH)

@@ -1,4 +1,4 @@
-"""Device code of the per-token cast: loads of plain or quantised rows, codes, and the kernels.
+"""Device code of the per-token cast: loads of plain or quantized rows, codes, and the kernels.
 
 A lane owns vectors of 8 channels; a group of channels that share a scale factor is a group of lanes, or all of a block.
 """
@@ -6,32 +6,28 @@ A lane owns vectors of 8 channels; a group of channels that share a scale factor
 import math
 
 import torch
+from torch import Tensor
 
+from tile_kernels.core import check
 from tile_kernels.core.formats import QuantFormat
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import WARP, T, macro
-from tile_kernels.quant._blocks import sf_value
-from tile_kernels.quant._e5m6 import WORDS, encode_e5m6, store_e5m6
-from tile_kernels.quant._macros import (
+from tile_kernels.core.launch import launch
+from tile_kernels.device.codes import code_registers, decode_halves, encode_and_store
+from tile_kernels.device.reduce import lane_max, scatter_max, shuffle_steps
+from tile_kernels.device.scales import (
     FLOAT_MAX,
-    LANE,
     amax_to_sf,
     clamp_amax,
-    decode_halves,
-    encode_e2m1,
     group_lanes,
-    lane_max,
-    load_lane,
     load_sf_inv,
-    scale_lane,
-    scatter_max,
     sf_register_dtype,
     sf_tensor,
-    shuffle_steps,
-    store_lane,
+    sf_value,
     store_sf,
 )
-from tile_kernels.quant._stochastic import encode_at_random
+from tile_kernels.device.stochastic import MANTISSA
+from tile_kernels.device.vectors import LANE, load_lane
 
 # Config -------------------------------------------------------------------------------------
 
@@ -128,36 +124,6 @@ def multiplier(x_factor, source, i, sf_inv):
     return T.Select(product > T.float32(FLOAT_MAX), T.float32(FLOAT_MAX), product)
 
 
-@macro
-def encode_and_store(x_local, i, fmt, task, sf_inv, v_local, y_local, y, row, slot, hidden):
-    """Quantise the channels of a lane with `sf_inv` and, if the row exists, write their codes."""
-    width, stored = fmt.data.stored(LANE), fmt.data.stored(hidden)
-    if task == 'stochastic':
-        scale_lane(x_local, i, sf_inv, v_local)
-        encode_at_random(x_local, i, v_local, slot, fmt.data, y_local)
-    elif fmt.data.name == 'e2m1':
-        # a caller's float32 factors may be any number, whatever the format says
-        power_of_two = fmt.power_of_two and (task != 'data' or fmt.sf == 'ue8m0x4')
-        encode_e2m1(x_local, i, sf_inv, power_of_two, v_local, y_local)
-    elif fmt.data.name == 'e5m6':
-        scale_lane(x_local, i, sf_inv, v_local)
-        encode_e5m6(v_local, y_local)
-        store_e5m6(y, y_local, row, slot, hidden)
-    else:
-        scale_lane(x_local, i, sf_inv, v_local)
-        for e in T.vectorized(LANE):
-            y_local[e] = T.cast(v_local[e], T.dtype(fmt.data.torch))
-    if fmt.data.name != 'e5m6' and row < y.shape[0]:
-        codes = T.view(y_local, (width,), T.int8) if fmt.data.name == 'e2m1' else y_local
-        store_lane(y, codes, row, slot, math.gcd(width, stored), stored, width)
-
-
-def code_registers(fmt: QuantFormat) -> tuple:
-    """Shape and type of the registers that hold the codes of a lane."""
-    words = {'e2m1': 1, 'e5m6': WORDS}.get(fmt.data.name)
-    return ((words,), T.uint32) if words else ((LANE,), T.dtype(fmt.data.torch))
-
-
 @kernel(
     choose=choose_grouped,
     space=dict(vectors=(2, 4, 8), num_threads=(128, 256)),
@@ -182,7 +148,7 @@ def per_token_cast_kernel(
     num_groups = -(-num_lanes(hidden) // lanes)
     row_lanes = num_groups * lanes
     owned = -(-vectors // lanes)
-    quantised = isinstance(source, QuantFormat)
+    quantized = isinstance(source, QuantFormat)
     piece, (x_dtype, width) = _piece(hidden, source, vector_bytes), _storage(source, LANE)
     along = _along_row(hidden, fmt, vectors)
     band_rows, band_lanes = vectors // along, row_lanes // along
@@ -204,7 +170,7 @@ def per_token_cast_kernel(
             thread = T.get_thread_binding()
             row = T.alloc_var(T.int32)
             slot = T.alloc_var(T.int32)
-            x_local = T.alloc_local((vectors, LANE), T.float16 if quantised else T.dtype(x_dtype))
+            x_local = T.alloc_local((vectors, LANE), T.float16 if quantized else T.dtype(x_dtype))
             x_codes = T.alloc_local((vectors, width), T.dtype(x_dtype))
             x_factor = T.alloc_local((vectors,), T.float32)
             amax = T.alloc_local((vectors,), T.float32)
@@ -219,14 +185,14 @@ def per_token_cast_kernel(
             slot = lane // WARP * (WARP * along) + lane % WARP if along > 1 else lane
 
             if hidden % (lanes * LANE) != 0:
-                T.clear(x_codes if quantised else x_local)
+                T.clear(x_codes if quantized else x_local)
                 T.clear(x_factor)
             for i in T.unroll(vectors):  # rows past the end repeat the last one and are not stored
                 at = slot + i % along * WARP
                 T.assume(at < row_lanes)
                 token = T.min(row + i // along, num_tokens - 1)
                 load_vector(x, x_sf, source, x_local, x_codes, x_factor, i, token, at, piece, hidden)
-            if quantised:
+            if quantized:
                 decode_halves(x_codes, source.data.name, x_local)
 
             if task == 'data':
@@ -264,18 +230,18 @@ def per_token_cast_row_kernel(
     num_threads = min(1024, -(-num_lanes(hidden) // (vectors * WARP)) * WARP)
     num_passes = -(-num_lanes(hidden) // (vectors * num_threads))
     num_warps = num_threads // WARP
-    quantised = isinstance(source, QuantFormat)
+    quantized = isinstance(source, QuantFormat)
     piece, (x_dtype, width) = _piece(hidden, source, vector_bytes), _storage(source, LANE)
     num_tokens, x_pitch = T.dynamic('num_tokens'), T.dynamic('x_pitch')
 
     @macro
     def load_row(x, x_sf, x_local, x_codes, x_factor, row, turn, thread):
-        T.clear(x_codes if quantised else x_local)
+        T.clear(x_codes if quantized else x_local)
         T.clear(x_factor)
         for i in T.unroll(vectors):
             slot = (turn * vectors + i) * num_threads + thread
             load_vector(x, x_sf, source, x_local, x_codes, x_factor, i, row, slot, piece, hidden)
-        if quantised:
+        if quantized:
             decode_halves(x_codes, source.data.name, x_local)
 
     @T.prim_func
@@ -290,7 +256,7 @@ def per_token_cast_row_kernel(
             T.assume(x_pitch % piece == 0)
             T.annotate_min_blocks_per_sm(1024 // num_threads)
             thread = T.get_thread_binding()
-            x_local = T.alloc_local((vectors, LANE), T.float16 if quantised else T.dtype(x_dtype))
+            x_local = T.alloc_local((vectors, LANE), T.float16 if quantized else T.dtype(x_dtype))
             x_codes = T.alloc_local((vectors, width), T.dtype(x_dtype))
             x_factor = T.alloc_local((vectors,), T.float32)
             amax = T.alloc_local((vectors,), T.float32)
@@ -334,3 +300,30 @@ def per_token_cast_row_kernel(
                         encode_and_store(x_local, i, fmt, task, factor, v_local, y_local, y, row, slot, hidden)
 
     return per_token_cast_row
+
+
+# Launch -------------------------------------------------------------------------------------
+
+
+def cast_task(fmt: QuantFormat, stochastic: bool) -> str:
+    """The task of a cast: stochastic rounding needs a format that has it."""
+    if stochastic and fmt.data.name not in MANTISSA:
+        check.fail('stochastic', f'must be False for {fmt.data.name}', 'True')
+    return 'stochastic' if stochastic else 'cast'
+
+
+def launch_cast(
+    x: Tensor,
+    x_sf: Tensor | None,
+    source: torch.dtype | QuantFormat,
+    hidden: int,
+    y: Tensor | None,
+    y_sf: Tensor,
+    fmt: QuantFormat,
+    amax_floor: float,
+    task: str,
+) -> None:
+    """Launch the kernel that owns groups of this width."""
+    wide = fmt.sf_block[1] == 0 and num_lanes(hidden) > WARP
+    static = (hidden, fmt, source, check.vector_bytes(x), task)
+    launch(per_token_cast_row_kernel if wide else per_token_cast_kernel, static, x, x_sf, y, y_sf, amax_floor)

@@ -1,4 +1,4 @@
-"""Per-token cast of what is quantised already: other codes, other groups, other scale factors, in one pass.
+"""Per-token cast of what is quantized already: other codes, other groups, other scale factors, in one pass.
 
     amax[t, g] = max |code[t, h] * x_sf[t // M, h // N]|    h of group g; M, N = x.fmt.sf_block
     y[t, h]    = round(code[t, h] * (x_sf[t // M, h // N] * sf_inv[t, h // G]))
@@ -9,35 +9,31 @@ overflows only where all codes are zero; there it counts as the largest float, s
 Memory bound: the floor is reading codes and scale factors and writing both again.
 """
 
+from typing import Any
+
 import torch
-from torch import Tensor
 
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.formats import QuantFormat, QuantTensor
 from tile_kernels.core.op import op
-from tile_kernels.quant._macros import LANE
-from tile_kernels.quant.dequantise import random_quantised
-from tile_kernels.quant.per_block_cast import check_sf
-from tile_kernels.quant.per_token_cast import _cast_task, _check_floor, _check_format, run
+from tile_kernels.device.vectors import LANE
+from tile_kernels.quant._checks import check_floor, check_quantized, check_token_format
+from tile_kernels.quant._samples import random_quantized
+from tile_kernels.quant.per_token_cast_kernels import cast_task, launch_cast
 
 SOURCES = ('e4m3', 'e5m2', 'e2m1')
 
 
-# Ops ----------------------------------------------------------------------------------------
+# Op -----------------------------------------------------------------------------------------
 
 
-def _check_input(x: QuantTensor, fmt: QuantFormat) -> tuple[int, int]:
+def check_recast(x: QuantTensor, fmt: QuantFormat) -> tuple[int, int]:
     """Shape of `x`, once it is something that the kernels can read and the format can hold."""
-    num_tokens, _ = check.shape(x.data, 'x', 'num_tokens stored', dtype=x.fmt.data.torch)
-    hidden = x.shape[1]
-    check.unit_stride(x.data, 'x')
     check.one_of(x.fmt.data.name, SOURCES, 'x.fmt.data')
     check.multiple(x.fmt.sf_block[1], LANE, 'x.fmt.sf_block[1]')
-    check.at_least(hidden, 1, 'hidden')
-    check_sf(x.sf, 'x.sf', x.fmt, num_tokens, hidden)
-    check.same_device(x=x.data, x_sf=x.sf)
-    _check_format(fmt)
+    num_tokens, hidden = check_quantized(x)
+    check_token_format(fmt)
     check.multiple(hidden, fmt.data.pack, 'hidden')
     return num_tokens, hidden
 
@@ -46,7 +42,7 @@ def _check_input(x: QuantTensor, fmt: QuantFormat) -> tuple[int, int]:
 def per_token_recast(
     x: QuantTensor, fmt: QuantFormat, amax_floor: float | None = None, stochastic: bool = False
 ) -> QuantTensor:
-    """`per_token_cast` of a quantised `x`.
+    """`per_token_cast` of a quantized `x`.
 
     Args:
         x: (num_tokens, hidden) e4m3, e5m2 or e2m1 with dense rows and any row stride; blocks of any number of rows and
@@ -57,62 +53,28 @@ def per_token_recast(
 
     Returns:
         As `per_token_cast`: the amax is that of code * sf, and a code is multiplied by the product of its own scale
-        factor and the new multiplier. With powers of two that is exactly the cast of the dequantised tensor.
+        factor and the new multiplier. With powers of two that is exactly the cast of the dequantized tensor.
     """
-    num_tokens, hidden = _check_input(x, fmt)
-    floor, task = _check_floor(amax_floor, fmt), _cast_task(fmt, stochastic)
+    num_tokens, hidden = check_recast(x, fmt)
+    floor, task = check_floor(amax_floor, fmt), cast_task(fmt, stochastic)
     y = fmt.empty(num_tokens, hidden, x.device)
-    run(x.data, x.sf, x.fmt, hidden, y.data, y.sf, fmt, floor, task)
-    return y
-
-
-@op(outputs='y_sf')
-def per_token_recast_with_sf_only(x: QuantTensor, fmt: QuantFormat, amax_floor: float | None = None) -> Tensor:
-    """The scale factors `per_token_recast` would return, without writing data; arguments as there."""
-    num_tokens, hidden = _check_input(x, fmt)
-    floor = _check_floor(amax_floor, fmt)
-    y_sf = fmt.empty_sf(num_tokens, hidden, x.device)
-    run(x.data, x.sf, x.fmt, hidden, None, y_sf, fmt, floor, 'sf')
-    return y_sf
-
-
-@op(outputs='y')
-def per_token_recast_with_precomputed_sf(x: QuantTensor, sf: Tensor, fmt: QuantFormat) -> Tensor:
-    """Quantise each row of a quantised `x` with given scale factors: round(code * (x_sf * (1 / sf))).
-
-    Args:
-        x: as for `per_token_recast`.
-        sf: scale factors in the shape and layout of `fmt`.
-        fmt: the format of the result and of `sf`.
-
-    Returns:
-        The data tensor of `fmt`.
-    """
-    num_tokens, hidden = _check_input(x, fmt)
-    check_sf(sf, 'sf', fmt, num_tokens, hidden)
-    check.same_device(x=x.data, sf=sf)
-    y = fmt.empty_data(num_tokens, hidden, x.device)
-    run(x.data, x.sf, x.fmt, hidden, y, sf, fmt, fmt.amax_floor, 'data')
+    launch_cast(x.data, x.sf, x.fmt, hidden, y.data, y.sf, fmt, floor, task)
     return y
 
 
 # Cases --------------------------------------------------------------------------------------
 
 
-def _quantised(num_tokens: int, hidden: int, source: str, pad: int) -> QuantTensor:
+def codes_after_zeros(num_tokens: int, hidden: int, source: str, pad: int) -> QuantTensor:
     """Random codes that begin with zeros."""
-    x = random_quantised(num_tokens, hidden, source, pad)
+    x = random_quantized(num_tokens, hidden, source, pad)
     x.data[:, : min(40, x.data.shape[1] // 2)].view(torch.uint8).zero_()
     return x
 
 
-def _make(num_tokens: int, hidden: int, source: str, fmt: str, pad: int = 0, **options) -> dict:
-    return dict(x=_quantised(num_tokens, hidden, source, pad), fmt=QuantFormat.parse(fmt), **options)
-
-
-def _make_with_sf(num_tokens: int, hidden: int, source: str, fmt: str, pad: int = 0) -> dict:
-    x, layout = _quantised(num_tokens, hidden, source, pad), QuantFormat.parse(fmt)
-    return dict(x=x, sf=per_token_recast_with_sf_only(x, layout), fmt=layout)
+def make_case(num_tokens: int, hidden: int, source: str, fmt: str, pad: int = 0, **options: Any) -> dict:
+    """Arguments of a case."""
+    return dict(x=codes_after_zeros(num_tokens, hidden, source, pad), fmt=QuantFormat.parse(fmt), **options)
 
 
 SMOKE = (
@@ -135,8 +97,4 @@ BENCH = (
     + grid(num_tokens=[32001], hidden=[1344], source=['e4m3_1x128_f32'], fmt=['e4m3_1x32_f32p2'])
 )
 STOCHASTIC = dict(num_tokens=5, hidden=200, source='e4m3_1x128_f32', fmt='e2m1_1x32_f32', stochastic=True)
-per_token_recast.cases(make=_make, match='bitwise', smoke=[*SMOKE, STOCHASTIC], full=FULL, bench=BENCH)
-per_token_recast_with_sf_only.cases(make=_make, match='bitwise', smoke=SMOKE, full=FULL[::5], bench=BENCH[:2])
-per_token_recast_with_precomputed_sf.cases(
-    make=_make_with_sf, match='bitwise', smoke=SMOKE, full=FULL[::5], bench=BENCH[:2]
-)
+per_token_recast.cases(make=make_case, match='bitwise', smoke=[*SMOKE, STOCHASTIC], full=FULL, bench=BENCH)

@@ -15,7 +15,7 @@ from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, macro
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
-from tile_kernels.quant._macros import bits_of
+from tile_kernels.device.bits import bits_of
 
 BLOCKS = (32, 128)
 NUM_THREADS = 256

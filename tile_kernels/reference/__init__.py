@@ -4,6 +4,9 @@ The same names, arguments and results as the public functions, on any device; th
 instead of flags, are in one module per family.
 """
 
+from tile_kernels.reference.activation import fused_swiglu_quant_fp8, get_mapping_from_psum
+from tile_kernels.reference.activation.swiglu_backward import swiglu_backward_reference as swiglu_backward
+from tile_kernels.reference.activation.swiglu_forward import swiglu_forward_reference as swiglu_forward
 from tile_kernels.reference.engram import (
     engram_gate_backward,
     engram_gate_forward,
@@ -60,6 +63,7 @@ from tile_kernels.reference.moe import (
     weight_normalize,
 )
 from tile_kernels.reference.moe import topk_sum_and_topk_group_idx_reference as topk_sum_and_topk_group_idx
+from tile_kernels.reference.norm import norm_backward_ref, norm_forward_ref
 from tile_kernels.reference.per_channel_cast_fused import per_channel_cast_fused
 from tile_kernels.reference.quant import (
     batched_transpose_weight_sf,
@@ -67,17 +71,11 @@ from tile_kernels.reference.quant import (
     cast_back,
     cast_back_from_e5m6,
     cast_to_e5m6,
-    fused_swiglu_quant_fp8,
-    get_mapping_from_psum,
-    norm_backward_ref,
-    norm_forward_ref,
     per_block_cast_fp8,
     per_channel_cast_fp8,
     per_token_cast_fp8,
     unpack_from_e2m1fn_x2,
 )
-from tile_kernels.reference.quant.swiglu import swiglu_backward_reference as swiglu_backward
-from tile_kernels.reference.quant.swiglu import swiglu_forward_reference as swiglu_forward
 from tile_kernels.reference.transform import rotary_embedding_ref
 from tile_kernels.reference.transpose import batched_transpose, transpose
 

@@ -53,7 +53,7 @@ def run_case(case: ContractCase, device: str | torch.device, arguments: dict[str
     with case.choosing():
         result = op.call(**arguments)
     results = () if result is None else result if isinstance(result, tuple) else (result,)
-    written = [arguments[p.name] for p in op.params if p.mutated and arguments.get(p.name) is not None]
+    written = [x for x in tree_leaves([arguments.get(name) for name in op.written]) if x is not None]
     outputs = [*results, *written]
     if cases_of(op).match == 'bitwise':
         return {'inputs': inputs, 'outputs': digest(outputs)}

@@ -74,8 +74,9 @@ def rotate(
     cache_width = math.gcd(4, width, check.vector_bytes(cos_sin_cache) // 4)
     batched = query.dim() == 4
     num_tokens = query.shape[0] * query.shape[1] if batched else query.shape[0]
-    static = (query.dtype, rotary, width, cache_width, tail, interleaved, batched)
-    static += (None if positions is None else positions.dtype, key is not None, in_place)
+    position_dtype = None if positions is None else positions.dtype
+    layout = (query.dtype, rotary, width, cache_width, tail, interleaved, batched)
+    static = (*layout, position_dtype, key is not None, in_place)
     num_heads = query.shape[-2] + (0 if key is None else key.shape[-2])
     launch(
         rotary_kernel,

@@ -54,9 +54,6 @@ README_DEVICE = 'H200'
 #: The ops whose cases `docs/status.md` lists next to each other.
 README_OPS = ('engram.gate', 'engram.gate_bwd_partial')
 
-#: Ops without a backward op whose public function has a gradient.
-OTHER_GRADIENTS = {'quant.fake_quantise': 'in the public function: the gradient passes straight through'}
-
 #: Smaller problems are bound by latency, so their % of copy says little.
 LARGE_BYTES = 32 << 20
 
@@ -165,10 +162,10 @@ def relations(op: Op) -> str:
         'Operator': f'`torch.ops.tile_kernels.{op.schema}`',
         'Plain PyTorch': f'`{op.twin.__module__}.{op.twin.__name__}`',
     }
-    if op.backward is not None:
+    if op.backward == 'identity':
+        found['Backward'] = 'the gradient passes straight through'
+    elif op.backward is not None:
         found['Backward'] = f'[{op.backward.name}]({op.backward.name}.md)'
-    elif op.name in OTHER_GRADIENTS:
-        found['Backward'] = OTHER_GRADIENTS[op.name]
     return '\n\n'.join(f'**{name}** {value}' for name, value in found.items())
 
 
@@ -275,7 +272,7 @@ def index_page(ops: Sequence[Op], records: Sequence[Record]) -> str:
             f'[{op.name}]({op.name}.md)',
             headline(op),
             'itself' if is_public(op) else ', '.join(map(link, callers(op))) or 'internal',
-            'yes' if op.backward is not None or op.name in OTHER_GRADIENTS else '',
+            'yes' if op.backward is not None else '',
             *shares([op], records),
         )
         for op in ops

@@ -1,4 +1,4 @@
-"""What happens to the residual streams at the ends of a model and before each of its layers."""
+"""Functions on the residual streams: at both ends of a model and before each of its layers."""
 
 from typing import Any
 
@@ -8,9 +8,10 @@ from torch import Tensor
 from tile_kernels.core import check
 from tile_kernels.mhc.apply_mix import apply_mix_bwd_
 from tile_kernels.mhc.big_fuse import big_fuse
+from tile_kernels.mhc.merge_norm_weight import merge_norm_weight, merge_norm_weight_bwd
 from tile_kernels.mhc.norm_fn import norm_fn_bwd_
-from tile_kernels.mhc.norm_weight import merge_norm_weight, merge_norm_weight_bwd
-from tile_kernels.mhc.post_pre import post_pre, post_pre_bwd, pre, pre_bwd
+from tile_kernels.mhc.post_pre import post_pre, post_pre_bwd
+from tile_kernels.mhc.pre import pre, pre_bwd
 from tile_kernels.mhc.sinkhorn import sinkhorn_bwd
 from tile_kernels.mhc.split_mixes import split_mixes, split_mixes_bwd
 from tile_kernels.modeling._parameters import into_main_grad
@@ -24,7 +25,7 @@ from tile_kernels.modeling.mhc.ops.post import handed_over
 
 
 class _Pre(torch.autograd.Function):
-    """`pre` of a residual, or `post_pre` of what a layer has left, with gradients that go where they are wanted."""
+    """`pre` or `post_pre`; backward adds to `main_grad` and to a gradient that `mhc_post` has left."""
 
     @staticmethod
     def forward(
@@ -37,13 +38,13 @@ class _Pre(torch.autograd.Function):
         *streams: Tensor,
     ) -> tuple[Tensor, ...]:
         merged = fn if norm_weight is None else merge_norm_weight(fn, norm_weight)
-        run = pre if len(streams) == 1 else post_pre
+        run = pre.call if len(streams) == 1 else post_pre.call
         *results, pre_mix, mixes, rstd = run(*streams, merged, scale, base, *options)
         made = streams if len(streams) == 1 else (*streams, results[0])
         ctx.save_for_backward(fn, scale, base, norm_weight, merged, pre_mix, mixes, rstd, *made)
         repeat, _, _, sinkhorn_eps, post_mult = options
         ctx.options = (repeat, sinkhorn_eps, post_mult)
-        ctx.parameters = (fn, norm_weight)  # saved tensors come back without their attributes
+        ctx.parameters = (fn, norm_weight)  # saved tensors lose their attributes
         return tuple(results)
 
     @staticmethod
@@ -54,11 +55,13 @@ class _Pre(torch.autograd.Function):
         upstream = tuple(d.contiguous() for d in upstream)
         left = handed_over(streams[-1])
         if len(streams) > 1:
-            *dstreams, dmerged, dscale, dbase = post_pre_bwd(
+            *dstreams, dmerged, dscale, dbase = post_pre_bwd.call(
                 *upstream, *streams[:-1], merged, scale, base, streams[-1], *saved, *ctx.options
             )
         elif left is None:
-            *dstreams, dmerged, dscale, dbase = pre_bwd(*upstream, *streams, merged, scale, base, *saved, *ctx.options)
+            *dstreams, dmerged, dscale, dbase = pre_bwd.call(
+                *upstream, *streams, merged, scale, base, *saved, *ctx.options
+            )
         else:
             dstreams = [None]
             dmerged, dscale, dbase = _pre_bwd_(
@@ -83,7 +86,7 @@ def _pre_bwd_(
     dresidual: Tensor,
     options: tuple,
 ) -> tuple:
-    """As `pre_bwd`, the gradient of residual added to one that is there."""
+    """As `pre_bwd`, with the gradient of residual added to dresidual."""
     (dlayer_input, dpost, dcomb), (pre_mix, mixes, rstd) = upstream, saved
     repeat, sinkhorn_eps, post_mult = options
     dpre = apply_mix_bwd_(dlayer_input, residual, pre_mix, dresidual)
@@ -100,7 +103,7 @@ def _run_pre(
     if not torch.compiler.is_compiling():
         return _Pre.apply(options, fn, scale, base, norm_weight, *streams)
     merged = fn if norm_weight is None else merge_norm_weight(fn, norm_weight)
-    run = pre if len(streams) == 1 else post_pre
+    run = pre.call if len(streams) == 1 else post_pre.call
     return run(*streams, merged, scale, base, *options)[:-3]
 
 
@@ -129,9 +132,9 @@ def mhc_pre(
     sinkhorn_repeat: int = 10,
     n_splits: int = 16,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """The input of a layer, and the coefficients that its output will be mixed with.
+    """The input of a layer, and the coefficients that its output is mixed with.
 
-    With and without gradients the same kernels run, so the bits are the same.
+    The same kernels run with and without gradients, so the bits are the same.
 
     Args:
         residual: (..., n, hidden) bfloat16, contiguous.
@@ -182,11 +185,11 @@ def mhc_post_pre(
     """Post of one layer and pre of the next, with the bits of the two; the gradient between them is written once.
 
     Args:
-        x: (..., hidden) bfloat16; what the layer put out.
+        x: (..., hidden) bfloat16; the output of the layer.
         residual: (..., n, hidden) bfloat16; the residual before it.
         post_mix: (..., n, 1) float32, from the pre of the layer.
         comb_mix: (..., n, n) float32, from the pre of the layer.
-        fn: (n (2 + n), n * hidden) float32; of the next layer, as all that follows.
+        fn: (n (2 + n), n * hidden) float32; of the next layer, like all following arguments.
         scale: (3,) float32.
         base: (n (2 + n),) float32.
         norm_weight: (n * hidden,) float32 or None.

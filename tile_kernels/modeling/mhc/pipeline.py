@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tile_kernels.core import check
-from tile_kernels.mhc._rows import STREAMS, check_streams
+from tile_kernels.mhc._checks import STREAMS, check_streams
 from tile_kernels.modeling._parameters import float32_of
 from tile_kernels.modeling.mhc.functional import expand_from_embedding, mhc_head, mhc_pre
 from tile_kernels.modeling.mhc.ops.post import mhc_post
@@ -21,15 +21,15 @@ class MHCPipeline(nn.Module):
     >>> pipeline.head(residual).shape
     torch.Size([2, 5, 64])
 
-    A new module mixes streams hardly at all: a layer reads their mean and adds its output to each of them.
-    Mixes are found in float32, also where `.to()` has cast the parameters; streams are bfloat16.
+    A new module hardly mixes streams: a layer reads their mean and adds its output to each of them.
+    Mixes are computed in float32, also if `.to()` has cast the parameters; streams are bfloat16.
 
     Args:
         num_connections: number of residual streams n: 2, 4 or 8.
         hidden_size: channels of a stream, a multiple of 64.
-        sinkhorn_repeat: how often the combination is scaled; see `sinkhorn_normalize`.
-        post_mult_value: the largest share of a layer's output in a stream.
-        eps: added to the mean square, to the sums of the combination and to the shares of the streams.
+        sinkhorn_repeat: number of scalings of the combination; see `sinkhorn_normalize`.
+        post_mult_value: the largest weight of a layer's output in a stream.
+        eps: added to the mean square, to the sums of the combination and to the weights of the streams.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The ops of hyper-connections as differentiable functions, one module each.
 
-They work with ordinary autograd alone. Two things are taken where they are offered: a `main_grad` of a parameter, which
-its gradient is added to, and `grad_from_mhc_post` of the storage of a residual, see `post`.
+They work with ordinary autograd. If a parameter has a `main_grad`, its gradient is added to that. If the storage of a
+residual has `grad_from_mhc_post`, gradients are added to that; see `post`.
 """
 
 from tile_kernels.modeling.mhc.ops.expand import expand_to_mhc

@@ -1,4 +1,4 @@
-"""Shares of the streams in the output of a model."""
+"""Weights of the streams in the output of a model."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""Inputs and residuals of many layers once more."""
+"""Recompute the inputs and residuals of many layers."""
 
 from tile_kernels.mhc.recompute import mhc_multilayer_recompute
 

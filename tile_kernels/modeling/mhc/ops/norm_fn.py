@@ -1,18 +1,18 @@
-"""The projection that gives a layer its coefficients."""
+"""The projection that the coefficients of a layer come from."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tile_kernels.mhc.merge_norm_weight import merge_norm_weight, merge_norm_weight_bwd
 from tile_kernels.mhc.norm_fn import norm_fn, norm_fn_bwd, norm_fn_bwd_
-from tile_kernels.mhc.norm_weight import merge_norm_weight, merge_norm_weight_bwd
 from tile_kernels.modeling._parameters import into_main_grad
 from tile_kernels.modeling.mhc.ops.post import handed_over
 
 
 class _NormFn(torch.autograd.Function):
-    """`norm_fn` of merged weights, with gradients that go where they are wanted."""
+    """`norm_fn` of merged weights; backward adds to `main_grad` and to a gradient that `mhc_post` has left."""
 
     @staticmethod
     def forward(
@@ -22,7 +22,7 @@ class _NormFn(torch.autograd.Function):
         mixes, rstd = norm_fn(residual, merged, eps)
         ctx.save_for_backward(residual, fn, norm_weight, merged, mixes, rstd)
         ctx.fuse_grad_acc = fuse_grad_acc
-        ctx.parameters = (fn, norm_weight)  # saved tensors come back without their attributes
+        ctx.parameters = (fn, norm_weight)  # saved tensors lose their attributes
         return mixes
 
     @staticmethod
@@ -51,16 +51,16 @@ def mhc_pre_norm_fn(
     fuse_grad_acc: bool = True,
     n_splits: int = 16,
 ) -> Tensor:
-    """Project the normalised streams of every token; differentiable in residual, mhc_fn and mhc_norm_weight.
+    """Project the normalized streams of every token; differentiable in residual, mhc_fn and mhc_norm_weight.
 
     Args:
         residual: (..., n, hidden) bfloat16, contiguous.
         mhc_fn: (num_mixes, n * hidden) float32, contiguous.
         mhc_norm_weight: (n * hidden,) float32, or None.
         mhc_norm_eps: added to the mean square.
-        fuse_grad_acc: whether a gradient that `mhc_post` has left for residual is taken and added to; without one, and
-            with False, the gradient is returned.
-        n_splits: has no effect; how the projection is shared out follows from its size.
+        fuse_grad_acc: add to the gradient that `mhc_post` has left for residual, if there is one. Otherwise return the
+            gradient.
+        n_splits: has no effect; the size of the projection determines the splits.
 
     Returns:
         (..., num_mixes) float32.

@@ -1,9 +1,9 @@
-"""Residual streams after a layer, and the hand-over of their gradient.
+"""Residual streams after a layer, and how their gradient is accumulated.
 
-The residual before a layer is used three times: by the projection, by the mix of the layer's input and by post.
-Autograd would write three gradients and add them. With `fuse_grad_acc` the gradient of post, which comes first, is left
-on the storage of the residual as `grad_from_mhc_post`; the other two add theirs to it in place and return none. This
-asks that nothing else uses that residual, since autograd must hand on the very tensor that post returned.
+Three ops use the residual before a layer: the projection, the mix of the layer's input and post. Autograd would write
+three gradients and add them. With `fuse_grad_acc` the backward of post, which runs first, leaves its gradient on the
+storage of the residual as `grad_from_mhc_post`. The other two add to it in place and return none. Nothing else may use
+that residual, since autograd must pass on the very tensor that post returned.
 """
 
 from typing import Any
@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tile_kernels.mhc import mhc_post_fwd
-from tile_kernels.mhc.post import post, post_, post_bwd
+from tile_kernels.mhc.post import mhc_post_fwd, post, post_bwd
 
 __all__ = ['mhc_post', 'mhc_post_bwd', 'mhc_post_fwd']
 
@@ -45,7 +44,7 @@ def handed_over(residual: Tensor) -> Tensor | None:
 
 
 class _Post(torch.autograd.Function):
-    """`post` whose gradients the caller chooses what to do with."""
+    """`post` that writes to `out`, or leaves its gradient on the storage of residual."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor | None, fuse_grad_acc: bool, *inputs: Tensor) -> Tensor:
@@ -53,14 +52,16 @@ class _Post(torch.autograd.Function):
         ctx.fuse_grad_acc = fuse_grad_acc
         if out is None:
             return post(*inputs)
-        post_(*inputs, out)
+        post.out(*inputs, y=out)
         ctx.mark_dirty(out)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple:
-        return None, None, *mhc_post_bwd(*ctx.saved_tensors, dy.contiguous(), fuse_grad_acc=ctx.fuse_grad_acc)
+        x, residual, post_mix, comb_mix = ctx.saved_tensors
+        gradients = mhc_post_bwd(x, residual, post_mix, comb_mix, dy.contiguous(), ctx.fuse_grad_acc)
+        return None, None, *gradients
 
 
 def mhc_post(
@@ -78,9 +79,9 @@ def mhc_post(
         x: (..., hidden) bfloat16, contiguous.
         residual: (..., n, hidden) bfloat16, contiguous.
         post_layer_mix: (..., n, 1) float32, contiguous.
-        comb_res_mix: (..., n, n) float32, contiguous; [i, o] is the share of stream i in stream o.
+        comb_res_mix: (..., n, n) float32, contiguous; [i, o] is the weight of stream i in stream o.
         out: shape of residual, to write to; or None.
-        fuse_grad_acc: hand the gradient of residual over to the ops before the layer; see the top of this module.
+        fuse_grad_acc: leave the gradient of residual for the ops before the layer; see the module docstring.
 
     Returns:
         Shape of residual, `out` if given.

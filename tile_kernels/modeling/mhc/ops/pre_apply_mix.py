@@ -5,19 +5,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tile_kernels.mhc.apply_mix import apply_mix, apply_mix_, apply_mix_bwd, apply_mix_bwd_
+from tile_kernels.mhc.apply_mix import apply_mix, apply_mix_bwd, apply_mix_bwd_
 from tile_kernels.modeling.mhc.ops.post import handed_over
 
 
 class _ApplyMix(torch.autograd.Function):
-    """`apply_mix` that adds the gradient of x to one that post has left."""
+    """`apply_mix` that adds the gradient of x to a gradient that post has left."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor | None, x: Tensor, mix: Tensor) -> Tensor:
         ctx.save_for_backward(x, mix)
         if out is None:
             return apply_mix(x, mix)
-        apply_mix_(x, mix, out)
+        apply_mix.out(x, mix, y=out)
         ctx.mark_dirty(out)
         return out
 
@@ -34,7 +34,7 @@ class _ApplyMix(torch.autograd.Function):
 def mhc_pre_apply_mix(x: Tensor, mix: Tensor, out: Tensor | None = None) -> Tensor:
     """The weighted sum of the residual streams; differentiable.
 
-    Backward, a gradient that `mhc_post` has left for x is added to instead of returning another one.
+    Backward adds to a gradient that `mhc_post` has left for x, if there is one.
 
     Args:
         x: (..., n, hidden) bfloat16, contiguous.

@@ -1,4 +1,4 @@
-"""Everything before a layer at once, without gradients."""
+"""Everything before a layer in one op, without gradients."""
 
 from torch import Tensor
 
@@ -29,7 +29,7 @@ def mhc_pre_big_fuse(
         mhc_sinkhorn_eps: as given to `sinkhorn_normalize`.
         mhc_post_mult_value: factor of post.
         sinkhorn_repeat: as given to `sinkhorn_normalize`.
-        n_splits: has no effect; how the projection is shared out follows from its size.
+        n_splits: has no effect; the size of the projection determines the splits.
 
     Returns:
         post (..., n, 1), comb (..., n, n), layer_input (..., hidden).

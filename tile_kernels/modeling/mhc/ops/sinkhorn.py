@@ -10,7 +10,7 @@ def sinkhorn_normalize(x: Tensor, repeat: int = 10, eps: float = 1e-6) -> Tensor
 
     Args:
         x: (..., n, n) float32, contiguous.
-        repeat: how often columns are scaled; rows once less.
+        repeat: number of scalings of columns; rows are scaled once less.
         eps: added to the softmax and to every sum.
 
     Returns:
