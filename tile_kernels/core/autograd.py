@@ -105,7 +105,7 @@ class Transformable(torch.autograd.Function):
 
 
 class NoSecondDerivative(torch.autograd.Function):
-    """The result of a backward op: asking for a second derivative raises an error instead of returning zero."""
+    """A differentiable call of a backward op: a second derivative raises an error, because zero would be wrong."""
 
     @staticmethod
     def forward(name: str, gradient: Op, names: tuple[str, ...], *values: Any) -> Any:
