@@ -157,3 +157,10 @@ def doubled(x: Tensor, times: int = 1) -> Tensor:
         times: how often.
     """
     return doubled.call(x, float(2**times))
+
+
+@op(outputs='y', twin=lambda x: x.add_(1).clone(), out=True)
+def bump(x: Mut) -> Tensor:
+    """Add one in place, and copy the result."""
+    check.contiguous(x, 'x')
+    return empty('y', x.shape, x.dtype, x.device)

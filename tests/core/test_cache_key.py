@@ -306,7 +306,7 @@ def test_a_recorded_digest_holds_until_a_text_or_a_value_changes():
     builder, types = launches()[name].kernel.builder, code().types(launches()[name].static)
     record = json.loads(json.dumps(code().record(builder, types)))
     assert record['digest'] == digest(code(), name) and code().holds(record) and Code().holds(record)
-    module = 'tile_kernels.quant._macros'
+    module = 'tile_kernels.norm._macros'
     assert not Code(Edited({module: Sources().read(module)[0] + '# more'})).holds(record)
     constant = next(iter(record['constants']))
     assert not code().holds({**record, 'constants': {**record['constants'], constant: 'other'}})

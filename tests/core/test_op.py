@@ -387,3 +387,10 @@ def test_a_public_function_is_the_op(sample):
     assert 'how often' in pydoc.render_doc(op)
     with pytest.raises(TypeError, match='doubled'):
         op(x, wrong=1)
+
+
+def test_an_op_with_an_out_form_tells_autograd_what_it_writes(sample):
+    x = torch.ones(3)
+    before = x._version
+    sample.bump.body(x=x)
+    assert x._version > before

@@ -87,7 +87,7 @@ def op(
         made: Op[Args, Result] = Op(fn, params, tuple(outputs.split()), backward, name, twin, same_gradient or {})
         made.returns_quant = hints.get('return') is QuantTensor
         if out:
-            made.body = made._allocate
+            made.body = functools.partial(made._allocate, made.body)
             made.out = _writing(made)
         return made
 
@@ -158,12 +158,12 @@ class Op(Generic[Args, Result]):
         increment_version(self.written_of(given))
         return result
 
-    def _allocate(self, **given: Any) -> Any:
+    def _allocate(self, body: Callable[..., Any], /, **given: Any) -> Any:
         """Run an op declared with `out=True` inside the body of another op: its outputs are new memory."""
         if not state.outs:
-            return self.fn(**given)
+            return body(**given)
         with state.set(outs=None):
-            return self.fn(**given)
+            return body(**given)
 
     def written_of(self, given: dict[str, Any]) -> list[Tensor]:
         """The arguments that the op writes."""
