@@ -1,9 +1,9 @@
-"""One whole GPU round: compile everything in parallel, test, sanitise, measure twice; results as JSON lines.
+"""A complete GPU run: compile everything in parallel, test, sanitize, measure twice; results as JSON lines.
 
     python tools/gpu_check.py [--out DIR] [--steps doctor,precompile,test,cases,sanitize,bench] [OP ...]
 
-Every step is a command a user can run alone; the script runs them in order, keeps going after a failure, and ends with
-one line per step. `outputs` (the record the interpreter is held to) and `sweep` (configs) run when named.
+Users can run every step as a separate command. The script runs the steps in order, continues after a failure, and ends
+with one line per step. `outputs` (the record that the interpreter must match) and `sweep` (configs) run only if named.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 CLI = [sys.executable, '-m', 'tile_kernels']
 PYTEST = [sys.executable, '-m', 'pytest', '-q', '--no-header', '-p', 'no:cacheprovider']
-#: Processes that share the GPU in the steps `cases` and `sanitize`.
+#: Processes that use the GPU at the same time in the steps `cases` and `sanitize`.
 SHARDS = 8
-#: Named, with autoloading off: the same plugins wherever this runs.
+#: Explicit plugins, with autoloading off, so that every machine uses the same ones.
 PLUGINS = ['-p', 'xdist.plugin', '-p', 'tile_kernels.testing.plugin']
 
 
 def device() -> str:
-    """The GPU as results files name it: `NVIDIA H200` is `h200`."""
+    """The GPU name in results files: `NVIDIA H200` is `h200`."""
     query = ['nvidia-smi', '--query-gpu=name', '--format=csv,noheader', '--id=0']
     name = subprocess.run(query, capture_output=True, text=True, check=True).stdout
     return name.strip().lower().removeprefix('nvidia ').replace(' ', '-')
@@ -59,12 +59,12 @@ def commands(step: str, ops: list[str], out: Path, inputs: list[str]) -> list[li
 
 
 def run(command: list[str], environment: dict[str, str]) -> int:
-    """Run a command in the project's root; its exit status."""
+    """Run a command in the project's root; returns its exit status."""
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 
 def main() -> int:
-    """Run the steps; exit 1 if any command failed."""
+    """Run the steps; returns 1 if any command failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('ops', nargs='*', help='restrict precompile, sanitize and bench to these ops')
     parser.add_argument('--out', type=Path, default=ROOT / 'benchmarks' / 'results')
@@ -82,7 +82,7 @@ def main() -> int:
             f'\n=== {step}: {" ".join(given[0])}' + (f' and {len(given) - 1} more' if len(given) > 1 else ''),
             flush=True,
         )
-        # timings run alone; correctness does not mind company
+        # timings run alone; correctness checks may run in parallel
         with ThreadPoolExecutor(1 if step in ('bench', 'sweep') else SHARDS) as pool:
             codes = list(pool.map(lambda command: run(command, environment), given))
         summary.append((step, max(codes), time.perf_counter() - start))

@@ -1,9 +1,9 @@
-"""Write what the GPU computes for every smoke case to tests/interpreter/gpu_outputs.json, for the interpreter to equal.
+"""Write the GPU's results of every smoke case to tests/interpreter/gpu_outputs.json, for the interpreter tests.
 
-python tools/gpu_outputs.py --write-inputs FILE [--missing]  # where the tests run: random numbers depend on the torch
+python tools/gpu_outputs.py --write-inputs FILE [--missing]  # on the test machine: random numbers depend on torch
 python tools/gpu_outputs.py --inputs FILE [--out FILE]       # on the GPU machine
 
-Cases that have no inputs keep what the record says of them; `--missing` writes inputs of those it lacks alone.
+Cases without inputs keep their entries in the record; with `--missing`, inputs are written only for new cases.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ DEFAULT = Path(__file__).parent.parent / 'tests' / 'interpreter' / 'gpu_outputs.
 
 
 def text_of(origin: dict[str, str], entries: dict[str, Entry]) -> str:
-    """The record as JSON, a line for each case."""
+    """The record as JSON, one line for each case."""
     cases = ',\n'.join(f'{json.dumps(name)}: {json.dumps(entry)}' for name, entry in sorted(entries.items()))
     return f'{json.dumps(origin)[:-1]}, "cases": {{\n{cases}\n}}}}\n'
 
 
 def main() -> int:
-    """Make the inputs, or run every smoke case on the GPU with them."""
+    """Write the inputs, or run every smoke case on the GPU with them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--write-inputs', type=Path)
     parser.add_argument('--missing', action='store_true', help='inputs of cases that are not in the record')

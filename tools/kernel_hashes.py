@@ -1,12 +1,12 @@
 """Hashes of the CUDA source of every kernel variant that the cases of the ops launch; needs no GPU.
 
     python tools/kernel_hashes.py --out before.json      at one commit
-    python tools/kernel_hashes.py --against before.json  at another: lists what changed, appeared or went away
+    python tools/kernel_hashes.py --against before.json  at another: lists changed, new and removed variants
 
-Equal hashes mean that a change of host code, names or files left the kernels as they were: same bits, same speed.
+Equal hashes mean that a change of host code, names or files did not change the kernels: same bits, same speed.
 
-TileLang's lowering is not deterministic: it may exchange the names of two shared buffers. A variant that differs is
-lowered again, up to `--tries` times. It counts as unchanged only if the very hash of the earlier commit appears.
+TileLang's lowering is not deterministic: it may swap the names of two shared buffers. A variant that differs is lowered
+again, up to `--tries` times. It counts as unchanged only if the exact hash of the earlier commit appears.
 """
 
 import argparse
@@ -26,9 +26,9 @@ from tile_kernels.core.op import ops
 
 
 def variants(arch: str, sets: tuple[str, ...]) -> dict[str, tuple]:
-    """Every (kernel, static arguments, config) of the cases, under words that stay the same between commits.
+    """Every (kernel, static arguments, config) of the cases, under a text that is the same in all commits.
 
-    Those that a GPU of the architecture takes, and those of any known GPU that it could run.
+    Includes the variants that a GPU of the architecture uses, and those of other known GPUs that it can run.
     """
     target, found = gpu_named(arch), {}
     for op in ops.values():
@@ -45,7 +45,7 @@ def variants(arch: str, sets: tuple[str, ...]) -> dict[str, tuple]:
 
 
 def digest(item: tuple[str, tuple]) -> tuple[str, str]:
-    """The words of a variant and the hash of its CUDA source, or why there is none."""
+    """The text of a variant and the hash of its CUDA source, or the reason why there is none."""
     words, (arch, name, static, config) = item
     try:
         source = kernels[name].source(static, arch=arch, **config)
@@ -55,7 +55,7 @@ def digest(item: tuple[str, tuple]) -> tuple[str, str]:
 
 
 def find_again(item: tuple[str, tuple], wanted: str, tries: int) -> bool:
-    """Whether lowering a variant afresh gives the wanted hash within some tries."""
+    """Whether lowering a variant again gives the wanted hash within some tries."""
     kernel = kernels[item[1][1]]
     for _ in range(tries):
         kernel._tir_cache.clear()
@@ -65,7 +65,7 @@ def find_again(item: tuple[str, tuple], wanted: str, tries: int) -> bool:
 
 
 def main() -> int:
-    """Write or compare; the exit status is 1 if a kernel of both commits differs."""
+    """Write or compare; returns 1 if a kernel of both commits differs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--out', type=Path, help='write the hashes here')
     parser.add_argument('--against', type=Path, help='compare with hashes written earlier')

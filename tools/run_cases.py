@@ -3,8 +3,9 @@
     python tools/run_cases.py [--level smoke|full] [--shard 3/16] [--seconds 60] [OP ...]
     compute-sanitizer --tool memcheck python tools/run_cases.py --shard 0/8
 
-One process, no test runner: small enough for compute-sanitizer, and several shards can share one GPU. Exits with 1 if a
-case disagrees or was not run; every such case is named. With `TK_DISABLE_JIT=1` only kernels compiled before are run.
+One process without a test runner is small enough for compute-sanitizer, and several shards can use one GPU. The exit
+status is 1 if a case disagrees or was not run; every such case is named. With `TK_DISABLE_JIT=1` only precompiled
+kernels run.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tile_kernels.testing import contract
 
 
 def main() -> int:
-    """Check the kernels of the named ops, or of all."""
+    """Check the kernels of the named ops, or of all ops."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('ops', nargs='*', help='names of ops (default: all)')
     parser.add_argument('--level', choices=('smoke', 'full'), default='smoke', help='full includes smoke')
@@ -52,7 +53,7 @@ def main() -> int:
         except (AssertionError, RuntimeError, tile_kernels.TileKernelsError) as error:
             wrong += 1
             print(f'WRONG {case}: {" ".join(str(error).split())[:400]}', flush=True)
-        if case.case not in cases_of(case.op).smoke:  # the large ones would starve the other shards
+        if case.case not in cases_of(case.op).smoke:  # large cases would starve the other shards
             torch.cuda.empty_cache()
     torch.cuda.synchronize()
     print(

@@ -1,18 +1,18 @@
-"""How much of TileLang's own code the interpreter runs: point it at a checkout, and it prints a table.
+"""Print a table of how much of TileLang's own code the interpreter runs, from a checkout of TileLang.
 
     python tools/scoreboard.py /path/to/tilelang                     # examples and tests
     python tools/scoreboard.py /path/to/tilelang --part examples --only gemm
 
-Every example file runs unchanged, as under `python -m tile_kernels.interpreter FILE.py`; test files run by pytest.
-A process is forked for each file. Nothing of the checkout is stored. The result of a program is one of
+Every example file runs unchanged, as with `python -m tile_kernels.interpreter FILE.py`; pytest runs test files. Each
+file runs in its own forked process. Nothing from the checkout is stored. The result of a program is one of
 
     right        it ended, and its own comparisons hold
-    unsupported  it uses a construct the interpreter refuses (named in the list below the table)
+    unsupported  it uses a construct that the interpreter rejects (named in the list below the table)
     finding      the interpreter reports a bug (a true one, or a false alarm: read it)
     wrong        one of its own comparisons fails
     crash        any other exception
     slow         it did not end within the time limit
-    missing      it needs a package that is not installed, or something TileLang itself lacks here
+    missing      it needs a package that is not installed, or something that TileLang itself lacks here
     other        it launches no kernel, or pytest skips it; not counted
 """
 
@@ -40,7 +40,7 @@ RESULTS = ('right', 'unsupported', 'finding', 'wrong', 'crash', 'slow', 'missing
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one program."""
+    """The result of one program."""
 
     name: str
     result: str
@@ -49,7 +49,7 @@ class Outcome:
 
 
 class OutOfTime(BaseException):
-    """The limit of a program has passed."""
+    """The time limit of a program has passed."""
 
 
 def main() -> int:
@@ -83,7 +83,7 @@ def main() -> int:
 
 
 def files_of(checkout: Path, part: str, only: str) -> list[Path]:
-    """The files of a part, in the order of their names."""
+    """The files of a part, sorted by name."""
     folder = checkout / ('examples' if part == 'examples' else 'testing/python')
     found = []
     for file in sorted(folder.rglob('*.py')):
@@ -96,7 +96,7 @@ def files_of(checkout: Path, part: str, only: str) -> list[Path]:
 
 
 def run_file(file: Path, part: str, args: argparse.Namespace) -> list[Outcome]:
-    """Run one file in a process of its own."""
+    """Run one file in its own process."""
     context = multiprocessing.get_context('fork')
     here, there = context.Pipe(duplex=False)
     worker = context.Process(target=_work, args=(file, part, args, there))
@@ -104,7 +104,7 @@ def run_file(file: Path, part: str, args: argparse.Namespace) -> list[Outcome]:
     worker.start()
     there.close()
     found: list[Outcome] = []
-    limit = (10 if part == 'examples' else 100) * args.limit  # of the clock, which others may stop
+    limit = (10 if part == 'examples' else 100) * args.limit  # wall time, which other processes may delay
     while time.monotonic() - started < limit:
         if here.poll(1.0):
             try:
@@ -216,7 +216,7 @@ _counter: list[int] = []
 
 
 def _launches() -> int:
-    """Kernels launched, or refused, so far."""
+    """Number of kernels launched, or rejected, so far."""
     return len(_counter)
 
 
@@ -233,7 +233,7 @@ def _count_launches() -> None:
 
 
 def _judge(name: str, error: BaseException | None, launched: bool, seconds: float) -> Outcome:
-    """Name what happened."""
+    """Classify the result of a program."""
     from tile_kernels.interpreter import InterpreterError, UnsupportedConstruct
 
     chain: list[BaseException] = []
@@ -273,7 +273,7 @@ def _judge(name: str, error: BaseException | None, launched: bool, seconds: floa
 
 
 def print_table(outcomes: dict[str, list[Outcome]]) -> None:
-    """Counts by result, then what is refused, most frequent first."""
+    """Print counts by result, then the rejected constructs, most frequent first."""
     sys.stdout.write('\n| part | programs | ' + ' | '.join(RESULTS[:-1]) + ' | right, of those that build |\n')
     sys.stdout.write('|---|---|' + '---|' * len(RESULTS) + '\n')
     for part, found in outcomes.items():

@@ -1,4 +1,4 @@
-"""How many lines a reader opens to know an op: every symbol its public function reaches, and its twin's.
+"""Count the lines behind an op: every symbol that its public function reaches, and those of its twin.
 
     python tools/sizes.py                     the table of the ops below
     python tools/sizes.py quant.cast_back     of other public names
@@ -6,8 +6,8 @@
     python tools/sizes.py --root ../other     of another checkout
 
 A symbol is a function, a class or a constant at the top of a module. It counts with its decorators, docstring and
-comments. It reaches the symbols it names, and an op its twin. The gradient of an op, the cases of ops, `core` and the
-interpreter do not count. Nothing is imported: the table comes from the syntax trees alone.
+comments. It reaches the symbols that it names, and an op also reaches its twin. The gradient of an op, the cases of
+ops, `core` and the interpreter do not count. Nothing is imported: the table is computed from the syntax trees alone.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pathlib import Path
 
 PACKAGE = 'tile_kernels'
 
-#: Parts of the package that no reader of an op opens.
+#: Parts of the package that do not count.
 EXCLUDED = ('core', 'interpreter', 'testing', 'cli')
 
-#: Public names and how many lines they may take; None where there is no target.
+#: Public names and their line limits; None if there is no limit.
 TARGETS = {
     'quant.per_token_cast': 450,
     'quant.norm_forward': 400,
@@ -45,7 +45,7 @@ Key = tuple[str, str]
 
 @dataclass
 class Module:
-    """What a file defines and what it imports: local name -> (module, symbol), or (module, '') for a module."""
+    """Definitions and imports of a file: local name -> (module, symbol), or (module, '') for a module."""
 
     name: str
     lines: list[str]
@@ -54,7 +54,7 @@ class Module:
 
 
 def statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements at the top of a module, those under `if` and `try` included."""
+    """Statements at the top level of a module, including those under `if` and `try`."""
     for node in body:
         if isinstance(node, (ast.If, ast.Try)):
             yield from statements([*node.body, *node.orelse])
@@ -84,7 +84,7 @@ def load(root: Path) -> dict[str, Module]:
 
 
 def resolve(modules: dict[str, Module], module: str, name: str) -> Key | None:
-    """The module that defines what `name` means in `module`; None for what the package does not define."""
+    """The module that defines `name` as used in `module`; None if the package does not define it."""
     for _ in range(10):
         here = modules.get(module)
         if here is None:
@@ -100,13 +100,13 @@ def resolve(modules: dict[str, Module], module: str, name: str) -> Key | None:
 
 
 def gradients_of(node: ast.stmt) -> list[ast.expr]:
-    """What the decorator of an op says of its gradient."""
+    """The gradient arguments of an op's decorator."""
     calls = [d for d in getattr(node, 'decorator_list', ()) if isinstance(d, ast.Call)]
     return [word.value for call in calls for word in call.keywords if word.arg == 'backward']
 
 
 def named(node: ast.stmt) -> Iterator[tuple[str, ...]]:
-    """Names that a statement reads, as ('name',) or ('module', 'attribute'); names of its own do not count."""
+    """Names that a statement reads, as ('name',) or ('module', 'attribute'); local names do not count."""
     own = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     own |= {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
     own |= {n.name for n in ast.walk(node) if isinstance(n, ast.FunctionDef) and n is not node}
@@ -121,7 +121,7 @@ def named(node: ast.stmt) -> Iterator[tuple[str, ...]]:
 
 
 def twin_of(node: ast.stmt, module: str) -> Key | None:
-    """Where the twin of an op is, by its decorator."""
+    """The location of the twin of an op, from its decorator."""
     for decorator in getattr(node, 'decorator_list', ()):
         call = decorator if isinstance(decorator, ast.Call) else None
         if call and isinstance(call.func, ast.Name) and call.func.id == 'op':

@@ -1,7 +1,7 @@
-"""Measure ops on their benchmark cases: time, time in a CUDA graph, GB/s, share of a copy of the same bytes, host time.
+"""Measure ops on their benchmark cases: time, time in a CUDA graph, GB/s, speed relative to a copy, host time.
 
-An op that disagrees with its twin on a case is not measured on it. Without a GPU only the clock on the wall is read,
-for the small cases, and the records say so.
+If an op disagrees with its twin on a case, that case is not measured. Without a GPU, only the wall time of small cases
+is measured, and the records say so.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tile_kernels.core.registry import find_ops
 from tile_kernels.testing.contract import check_kernel
 from tile_kernels.testing.records import Record, measure
 
-#: How a record on a GPU was taken; generated pages use no other.
+#: How GPU records are taken; generated pages use no other records.
 GPU_TIMER = 'median of CUDA events, L2 flushed'
 
 ROOT = Path(tile_kernels.__file__).parents[1]
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print; 1 if an op disagreed with its twin."""
+    """Measure and print; returns 1 if an op disagreed with its twin."""
     if args.json is not None:
         check_writable(args.json)
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
@@ -75,9 +75,9 @@ def run(args: argparse.Namespace) -> int:
 def measure_all(
     chosen: Iterable[tuple[Op, Case]], device: str, context: Record, path: Path | None = None
 ) -> tuple[list[Record], dict[str, str]]:
-    """Records of the cases whose op agrees with its twin, and why the others have none.
+    """Records of the cases in which the op agrees with its twin, and the reasons for the other cases.
 
-    Each record is written to `path` as soon as there is one: a run that is cut short keeps what it measured.
+    Each record is written to `path` at once, so an interrupted run keeps its measurements.
     """
     records: list[Record] = []
     refusals: dict[str, str] = {}
@@ -98,18 +98,18 @@ def measure_all(
 
 
 def measure_checked(op: Op, case: Case, device: str) -> Record:
-    """Measure an op on a case after checking it against its twin, if it is not the twin that is measured."""
+    """Measure an op on a case; unless the twin itself is measured, first check the op against its twin."""
     if device == 'cuda' or knobs.interpret:
         check_kernel(op, case, device)
     record = measure(op, case, device)
-    if device == 'cpu':  # nothing that could be taken for a time of the kernel
+    if device == 'cpu':  # leave out everything that could be mistaken for a kernel time
         return {'op': op.name, 'case': record['case'], 'wall_us': record['us']}
     launches = [{'kernel': launch.kernel.name, 'config': launch.config} for launch in op.trace_case(case)]
     return record | {'launches': launches}
 
 
 def circumstances(device: str, commit: str | None = None) -> Record:
-    """What every record of a run shares: when, what and where."""
+    """The common fields of all records of a run: date, code, machine."""
     shared = {
         'commit': commit or git('describe', '--always', '--dirty', '--abbrev=10') or 'unknown',
         'date': datetime.datetime.now(datetime.timezone.utc).strftime('%Y-%m-%dT%H:%M:%SZ'),
@@ -132,7 +132,7 @@ def git(*words: str, root: Path = ROOT) -> str | None:
 
 
 def check_writable(path: Path) -> None:
-    """Records can be appended to `path`: better known before anything is measured."""
+    """Check that records can be appended to `path`, before anything is measured."""
     there = path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -161,7 +161,7 @@ def read_records(path: Path) -> list[Record]:
 
 @contextmanager
 def worktree(ref: str, root: Path = ROOT) -> Iterator[Path]:
-    """A throwaway checkout of a revision."""
+    """A temporary checkout of a revision."""
     if git('rev-parse', '--git-dir', root=root) is None:
         raise ArgumentError(f'--base needs the package in a git checkout, found none at {root}')
     if git('rev-parse', '--verify', '--quiet', f'{ref}^{{commit}}', root=root) is None:
@@ -176,7 +176,7 @@ def worktree(ref: str, root: Path = ROOT) -> Iterator[Path]:
 
 
 def base_records(ref: str, ops: list[str], level: str, root: Path = ROOT) -> list[Record]:
-    """Measure another revision: the same command, in a checkout of it."""
+    """Measure another revision: run the same command in a checkout of it."""
     with worktree(ref, root) as tree, tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / 'base.jsonl'
         words = ['bench', *ops, '--level', level, '--json', str(path)]
@@ -194,7 +194,7 @@ def base_records(ref: str, ops: list[str], level: str, root: Path = ROOT) -> lis
 def report(
     records: list[Record], refusals: dict[str, str], device: str, ref: str | None, base: list[Record] | None
 ) -> None:
-    """Print the table and what was refused."""
+    """Print the table and the rejected cases."""
     out = console.output()
     columns = {'op': 'op', 'case': '~case'}
     if device == 'cuda':

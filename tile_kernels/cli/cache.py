@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the libraries, or delete some and say how many."""
+    """Print the libraries, or delete some and print how many."""
     folder = Path(args.dir) if args.dir else cache_dir()
     check_folder(folder)
     if args.action == 'list':
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
             for name in ('tilelang', '.code'):
                 shutil.rmtree(folder / name, ignore_errors=True)
             for empty in (*folder.glob('sm_*'), folder / '.locks'):
-                with contextlib.suppress(OSError):  # it holds something that is not ours
+                with contextlib.suppress(OSError):  # it contains files of others
                     empty.rmdir()
     except PermissionError as error:
         raise ArgumentError(f'cache: {folder} is read-only ({error.strerror}: {error.filename})') from error
@@ -81,7 +81,7 @@ def _row(library: Stored) -> tuple[str, ...]:
 
 
 def is_stale(library: Stored) -> bool:
-    """Whether no process with this code and these versions loads the library."""
+    """Whether no process with this code and these versions would load the library."""
     from tile_kernels.core.registry import load_ops
 
     about = library.about
@@ -91,7 +91,7 @@ def is_stale(library: Stored) -> bool:
         if about.get('tilelang') != nvcc.tilelang_version():
             return True
     if not str(about.get('module', '')).startswith('tile_kernels.'):
-        return False  # a user's own kernel: its code may not be at hand
+        return False  # a user's own kernel: its code may not be available
     load_ops()
     kernel = kernels.get(str(about.get('kernel')))
     if kernel is None:

@@ -1,4 +1,4 @@
-"""List the ops: what each does, the dtypes and formats it is tested with, whether it has a backward."""
+"""List the ops: purpose, tested dtypes and formats, and whether each has a backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tile_kernels.core.formats import QuantFormat
 from tile_kernels.core.op import Op
 from tile_kernels.core.registry import all_cases, find_ops
 
-#: Columns of a terminal from which on the table is easy to read.
+#: Terminals with fewer columns get two lines per op instead of a table.
 TABLE_WIDTH = 160
 
 
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table, or on a terminal too narrow for it two lines for each op."""
+    """Print the table, or on a narrow terminal two lines for each op."""
     out = console.output()
     ops = sorted(find_ops(args.ops), key=lambda op: op.name)
     if out.width >= TABLE_WIDTH:
@@ -43,7 +43,7 @@ def headline(op: Op) -> str:
 
 
 def kinds(op: Op) -> list[str]:
-    """Dtypes among the op's cases, and the elements its quantisation formats store."""
+    """Dtypes in the op's cases, and the element types of its quantization formats."""
     cases = all_cases(op)
     dtypes = [
         str(value).removeprefix('torch.') for case in cases for value in case.values() if isinstance(value, torch.dtype)

@@ -1,4 +1,4 @@
-"""What the commands write: tables and progress, coloured on a terminal and plain text elsewhere."""
+"""Output of the commands: tables and progress, coloured on a terminal and plain text elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tile_kernels.core.progress import progress_bar as progress
 
 __all__ = ['number', 'output', 'progress', 'size', 'table', 'waiting']
 
-#: Columns of plain text: wide enough that no table wraps in a log file.
+#: Columns of plain text: enough that no table wraps in a log file.
 PLAIN_WIDTH = 1000
 
 
@@ -27,7 +27,7 @@ def output() -> Console:
 
 
 def waiting(text: str) -> Status:
-    """A spinner on stderr for work whose length nobody knows; silent when stderr is not a terminal."""
+    """A spinner on stderr for work of unknown length; silent when stderr is not a terminal."""
     return Console(stderr=True).status(text)
 
 
@@ -48,7 +48,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], header: bool = 
 
 
 def number(value: float | None) -> str | None:
-    """A number with three significant digits, without an exponent for what a table usually holds."""
+    """A number with three significant digits, without an exponent for usual values."""
     if value is None:
         return None
     magnitude = abs(value)

@@ -1,4 +1,4 @@
-"""Run a TileLang kernel of your own on small random inputs: findings, prints, untaken branches, slowest lines."""
+"""Run your own TileLang kernel on small random inputs: findings, prints, untaken branches, slowest lines."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Kernel:
-    """A PrimFunc with its compiler switches, as `interpret` takes it."""
+    """A PrimFunc with its compiler switches, for `interpret`."""
 
     def __init__(self, prim_func: Any, pass_configs: dict[Any, Any], out_idx: list[int]) -> None:
         self.prim_func, self.pass_configs, self.out_idx = prim_func, pass_configs, out_idx
@@ -80,7 +80,7 @@ def _given(pairs: list[str]) -> dict[str, Any]:
 
 
 def _load(file: str, name: str, given: dict[str, Any], size: int) -> tuple[Any, dict[Any, Any], list[int]]:
-    """The PrimFunc a name of a file stands for, its compiler switches and its outputs."""
+    """The PrimFunc of a name in a file, its compiler switches and its outputs."""
     from tile_kernels.interpreter.cuda_device import fake_cuda
     from tile_kernels.interpreter.jit_hook import interpreting
 
@@ -113,7 +113,7 @@ def _build(found: Any, name: str, given: dict[str, Any], size: int) -> tuple[Any
         part for words in re.findall(r'T\.const\(\s*[\'"]([^\'"]*)', source) for part in re.split(r'[ ,]+', words)
     ]
     arguments = {key: value for key, value in given.items() if key in signature.parameters or key in constants}
-    if constants:  # eager: the sizes stand for the tensors
+    if constants:  # eager: the sizes replace the tensors
         arguments = {**dict.fromkeys(constants, size), **arguments}
     else:
         missing = [

@@ -1,4 +1,4 @@
-"""Run one op of every family, checked against its twin: timed on a GPU, in the interpreter without one."""
+"""Run one op of every family and check it against its twin: timed on a GPU, otherwise in the interpreter."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tile_kernels.testing.contract import check_kernel
 from tile_kernels.testing.numeric import max_error
 from tile_kernels.testing.records import measure
 
-#: Bytes a case may move: what every GPU of a data centre has room for, and what a CPU interprets in a second or two.
+#: Most bytes of a case: they fit every data-center GPU, or take a CPU one or two seconds to interpret.
 MODEL_LIMIT, SMALL_LIMIT = 5 * 10**9, 160 * 10**3
 
-#: The ops that stand for their families.
+#: One op for each family.
 SHOWN = (
     'activation.swiglu_forward',
     'engram.gate',
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run, check and print; 1 if an op disagreed with its twin."""
+    """Run, check and print; returns 1 if an op disagreed with its twin."""
     on_gpu = torch.cuda.is_available()
     shown = representatives()
     rows: list[list[Any]] = []
@@ -67,13 +67,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def representatives() -> list[Op]:
-    """The ops to show; all of them in a library that has none of those."""
+    """The ops to show; all ops if the library has none of `SHOWN`."""
     known = load_ops()
     return [known[name] for name in SHOWN if name in known] or list(known.values())
 
 
 def largest_case(op: Op, cases: list[Case], limit: int) -> Case:
-    """The case that moves most bytes within the limit; the smallest if none stays within it."""
+    """The case with the most bytes within the limit; the smallest case if all exceed it."""
     sizes = [sum(launch.cost.bytes for launch in op.trace_case(case)) for case in cases]
     within = [size for size in sizes if size <= limit]
     return cases[sizes.index(max(within) if within else min(sizes))]
@@ -95,7 +95,7 @@ def gpu_row(op: Op) -> tuple[list[Any], str | None]:
 
 
 def cpu_row(op: Op) -> tuple[list[Any], str | None]:
-    """Interpret a small case, compare it with the twin, and predict a model-sized one."""
+    """Interpret a small case, compare it with the twin, and predict the time of a model-sized case."""
     small = largest_case(op, cases_of(op).smoke, SMALL_LIMIT)
     error, problem = comparison(op, small, 'cpu')
     predicted = explain_case(op, largest_case(op, cases_of(op).bench, MODEL_LIMIT))
@@ -103,7 +103,7 @@ def cpu_row(op: Op) -> tuple[list[Any], str | None]:
 
 
 def shape_words(case: Case) -> str:
-    """A case for the eye: `16384×7168 bf16 e4m3_1x128_f32`."""
+    """A case as readable text: `16384×7168 bf16 e4m3_1x128_f32`."""
     extents: list[str] = []
     words: list[str] = []
     for name, value in case.items():
@@ -122,7 +122,7 @@ _DTYPE_WORDS = {torch.bfloat16: 'bf16', torch.float16: 'f16', torch.float32: 'f3
 
 
 def comparison(op: Op, case: Case, device: str) -> tuple[Text | None, str | None]:
-    """Largest error against the twin, and what is wrong by the op's own rule: nothing, as a rule."""
+    """Largest error against the twin, and the violated bound of the op, if any."""
     if not kernels_run(device):
         op.call(**cases_of(op).arguments(op.name, case, device))
         return None, None
@@ -135,7 +135,7 @@ def comparison(op: Op, case: Case, device: str) -> tuple[Text | None, str | None
 
 
 def kernels_run(device: str) -> bool:
-    """Whether the kernels themselves can run: on a GPU always, on a CPU where TileLang is there to be interpreted."""
+    """Whether kernels can run: on a GPU always, on a CPU if TileLang is installed."""
     return device == 'cuda' or importlib.util.find_spec('tilelang') is not None
 
 

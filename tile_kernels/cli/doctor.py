@@ -1,6 +1,6 @@
-"""Check the environment: versions, GPU, toolkit, cache and settings, and in words what is wrong and what to do.
+"""Check the environment: versions, GPU, toolkit, cache and settings; explain what is wrong and what to do.
 
-The facts are gathered once; every diagnosis is a pure function of them.
+The facts are collected once; every diagnosis is a pure function of them.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from tile_kernels.core.registry import cases_of, load_ops
 
 PYTHON_MIN, TORCH_MIN = (3, 10), (2, 10)
 
-#: First CUDA toolkit that compiles for an architecture, where it is newer than the one everything else needs.
+#: First CUDA toolkit that supports an architecture, if newer than the general minimum.
 TOOLKIT_FOR_ARCH = {103: (12, 9), 121: (12, 9), 110: (13, 0)}
 
 _INSTALL_TILELANG = 'run: pip install "tilelang>=0.1.15,<0.2"'
 _INSTALL_TOOLKIT = 'install CUDA 12.8 or newer, or set CUDA_HOME to where it is'
 
-#: A source any toolkit that knows FP8 compiles.
+#: A source that compiles with any toolkit that supports FP8.
 _FP8_PROBE = '#include <cuda_fp8.h>\n__global__ void probe(__nv_fp8_e4m3* x, float y) { *x = __nv_fp8_e4m3(y); }\n'
 
 
@@ -63,15 +63,15 @@ class Cache:
     num_kernels: int = 0
     num_bytes: int = 0
     writable: bool = True
-    #: Why the directory is refused.
+    #: Why the directory is rejected.
     refused: str | None = None
-    #: Libraries that cannot be loaded, with what is wrong with them.
+    #: Libraries that cannot be loaded, with the reasons.
     damaged: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the doctor looks at. `..._error` is the message of something tried, None when it worked or was not tried."""
+    """The inputs of all diagnoses. `..._error` is the message of a failed attempt, None if there was no failure."""
 
     python: tuple[int, int]
     torch: str
@@ -92,13 +92,13 @@ class Facts:
 
     @property
     def disable_jit(self) -> bool:
-        """Whether compiling is switched off."""
+        """Whether compilation is disabled."""
         return 'TK_DISABLE_JIT' in self.settings
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """One finding: an `error` keeps kernels from running, a `warning` costs time, a `note` is good to know."""
+    """One finding: an `error` prevents kernels from running, a `warning` costs time, a `note` is information."""
 
     level: str
     cause: str
@@ -126,7 +126,7 @@ def python_too_old(facts: Facts) -> Diagnosis | None:
 
 
 def other_distribution_installed(facts: Facts) -> Diagnosis | None:
-    """Another project has written its files over ours, or we ours over its."""
+    """Another project has overwritten our files, or ours have overwritten its files."""
     if facts.other_distribution is None:
         return None
     cause = f'tile-kernels {facts.other_distribution}, another project, is installed over the files of this package'
@@ -141,7 +141,7 @@ def torch_too_old(facts: Facts) -> Diagnosis | None:
 
 
 def tilelang_missing(facts: Facts) -> Diagnosis | None:
-    """TileLang is not installed, or does not load."""
+    """TileLang is not installed, or its import fails."""
     if facts.tilelang is None:
         return Diagnosis('error', 'tilelang is not installed', _INSTALL_TILELANG)
     if facts.tilelang_error is not None:
@@ -158,7 +158,7 @@ def tilelang_untested(facts: Facts) -> Diagnosis | None:
 
 
 def no_gpu(facts: Facts) -> Diagnosis | None:
-    """A machine without a GPU is a fine place to work; one whose GPU torch cannot see is not."""
+    """A machine without a GPU is supported; a GPU that torch cannot see is an error."""
     if facts.gpus:
         return None
     if facts.driver is None:
@@ -175,7 +175,7 @@ def no_gpu(facts: Facts) -> Diagnosis | None:
 
 
 def gpu_too_old(facts: Facts) -> Diagnosis | None:
-    """A GPU of an architecture nothing is compiled for."""
+    """A GPU of an unsupported architecture."""
     old = next((gpu for gpu in facts.gpus if gpu.capability < MIN_ARCH), None)
     if old is None:
         return None
@@ -187,7 +187,7 @@ def gpu_too_old(facts: Facts) -> Diagnosis | None:
 
 
 def toolkit_missing(facts: Facts) -> Diagnosis | None:
-    """No nvcc: only what is in the cache can run. (TileLang is what looks for it.)"""
+    """No nvcc: only cached kernels can run. (TileLang searches for nvcc.)"""
     if facts.toolkit is not None or facts.tilelang is None or facts.tilelang_error is not None:
         return None
     needed = bool(facts.gpus) and not facts.disable_jit
@@ -197,7 +197,7 @@ def toolkit_missing(facts: Facts) -> Diagnosis | None:
 
 
 def toolkit_too_old(facts: Facts) -> Diagnosis | None:
-    """An nvcc that does not know what the kernels or the GPU need."""
+    """An nvcc that lacks support for the kernels or the GPU."""
     if facts.toolkit is None:
         return None
     needs = [(nvcc.CUDA_MIN, 'the kernels')]
@@ -210,7 +210,7 @@ def toolkit_too_old(facts: Facts) -> Diagnosis | None:
 
 
 def fp8_unknown(facts: Facts) -> Diagnosis | None:
-    """The compiler does not know the FP8 types: an old toolkit, or one installed without its headers."""
+    """The compiler lacks the FP8 types: the toolkit is old, or its headers are not installed."""
     if facts.fp8_error is None:
         return None
     return Diagnosis(
@@ -221,7 +221,7 @@ def fp8_unknown(facts: Facts) -> Diagnosis | None:
 
 
 def driver_too_old(facts: Facts) -> Diagnosis | None:
-    """Code compiled by a newer major CUDA release than the driver's does not load."""
+    """Code of a newer major CUDA release than that of the driver does not load."""
     if facts.toolkit is None or facts.driver_cuda is None or facts.toolkit[0] <= facts.driver_cuda[0]:
         return None
     return Diagnosis(
@@ -232,7 +232,7 @@ def driver_too_old(facts: Facts) -> Diagnosis | None:
 
 
 def cache_unusable(facts: Facts) -> Diagnosis | None:
-    """Kernels that are neither stored nor allowed to be compiled."""
+    """Kernels that can neither be stored nor compiled."""
     cache = facts.cache
     if facts.disable_jit and cache.num_kernels == 0:
         cause = f'TK_DISABLE_JIT is set and {cache.folder} holds no kernel'
@@ -247,7 +247,7 @@ def cache_unusable(facts: Facts) -> Diagnosis | None:
 
 
 def cache_refused(facts: Facts) -> Diagnosis | None:
-    """Others can write to the cache directory."""
+    """Other users can write to the cache directory."""
     if facts.cache.refused is None:
         return None
     cause, _, action = facts.cache.refused.removeprefix('cache: ').partition('; ')
@@ -255,7 +255,7 @@ def cache_refused(facts: Facts) -> Diagnosis | None:
 
 
 def cache_damaged(facts: Facts) -> Diagnosis | None:
-    """Libraries that were cut short, changed, or built for another machine."""
+    """Libraries that are truncated, changed, or built for another machine."""
     damaged = facts.cache.damaged
     if not damaged:
         return None
@@ -268,14 +268,14 @@ def cache_damaged(facts: Facts) -> Diagnosis | None:
 
 
 def setting_wrong(facts: Facts) -> Diagnosis | None:
-    """An environment variable has a value that means nothing."""
+    """An environment variable has an invalid value."""
     if facts.settings_error is None:
         return None
     return Diagnosis('error', facts.settings_error.removeprefix('knobs: '), 'correct or unset it')
 
 
 def probe_failed(facts: Facts) -> Diagnosis | None:
-    """An op that was tried on the GPU failed: shared memory, resources, compiler or result."""
+    """An op failed in a trial run on the GPU: shared memory, resources, compiler or result."""
     if facts.probe_error is None:
         return None
     cause = f'a kernel tried on the GPU failed: {nvcc.explain(facts.probe_error)}'
@@ -303,7 +303,7 @@ DIAGNOSES: tuple[Callable[[Facts], Diagnosis | None], ...] = (
 
 
 def diagnose(facts: Facts) -> list[Diagnosis]:
-    """Everything there is to say about the facts."""
+    """All diagnoses of the facts."""
     return [found for check in DIAGNOSES if (found := check(facts)) is not None]
 
 
@@ -338,7 +338,7 @@ def gather() -> Facts:
 
 
 def _tilelang() -> tuple[str | None, str | None]:
-    """Installed version, and why it does not load."""
+    """Installed version, and the reason if the import fails."""
     try:
         version = importlib.metadata.version('tilelang')
     except importlib.metadata.PackageNotFoundError:
@@ -355,7 +355,7 @@ def _toolkit() -> tuple[tuple[int, int] | None, str | None]:
 
 
 def _driver() -> tuple[str | None, tuple[int, int] | None]:
-    """Version of the NVIDIA driver and the CUDA release it runs."""
+    """Version of the NVIDIA driver and its CUDA release."""
     try:
         text = subprocess.run(['nvidia-smi'], capture_output=True, text=True, timeout=30, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
@@ -385,10 +385,10 @@ def _cache(folder: Path) -> Cache:
 
 
 def _settings() -> dict[str, str]:
-    """What differs from its default, by environment variable."""
+    """Settings that differ from their default, by environment variable."""
     found = {}
     for name, knob in KNOBS.items():
-        with suppress(TileKernelsError):  # a value that means nothing, which `settings_error` tells
+        with suppress(TileKernelsError):  # an invalid value, which `settings_error` reports
             value = getattr(knobs, name)
             if value != knob.default:
                 found[knob.env] = str(value)
@@ -396,7 +396,7 @@ def _settings() -> dict[str, str]:
 
 
 def _read_settings() -> None:
-    """Read every setting from the environment, as a new process does."""
+    """Read every setting from the environment, like a new process."""
     fresh = Knobs()
     for name in KNOBS:
         getattr(fresh, name)
@@ -412,7 +412,7 @@ def _probe() -> None:
 
 
 def _error_of(action: Callable[[], object]) -> str | None:
-    """What an attempt raises, whatever it is: the doctor reports, it does not fall ill."""
+    """The message of any exception that an action raises: the doctor reports it and continues."""
     try:
         action()
     except Exception as error:
@@ -428,7 +428,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print facts and diagnoses; 1 if something is wrong."""
+    """Print facts and diagnoses; returns 1 if something is wrong."""
     with console.waiting('looking at Python, GPU, compiler and cache'):
         facts = gather()
     out = console.output()
@@ -450,7 +450,7 @@ STYLES = {'error': 'red', 'warning': 'yellow', 'note': 'cyan'}
 
 
 def rows(facts: Facts) -> list[tuple[str, str]]:
-    """The facts as a reader wants them."""
+    """The facts as rows of a table."""
     cache = facts.cache
     gpus = [f'{gpu.name}, {gpu.arch}, {gpu.memory_gib:.0f} GiB' for gpu in facts.gpus]
     toolkit = f'{_dotted(facts.toolkit)} ({facts.toolkit_path})' if facts.toolkit else 'not found'

@@ -1,4 +1,4 @@
-"""Explain a call: the kernels it launches, their config and who chose it, the bytes it moves and the time they cost."""
+"""Explain a call: its launches, their configs and the origin of each config, bytes moved and least time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_case_arguments(parser: argparse.ArgumentParser) -> None:
-    """An op and one of its cases, shared with `show`."""
+    """An op and one of its cases; also used by `show`."""
     parser.add_argument('op', metavar='OP', help='name of an op, as tile-kernels list prints it')
     changes = "changes to the op's first benchmark case"
     parser.add_argument('values', nargs='*', default=[], metavar='KEY=VALUE', help=changes)
@@ -28,7 +28,7 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def selected_case(args: argparse.Namespace) -> tuple[Op, Case]:
-    """The op and case that `add_case_arguments` describe."""
+    """The op and case given by the arguments of `add_case_arguments`."""
     op, given = find_op(args.op), words_to_case(args.values)
     if args.case and given:
         raise ArgumentError('give either --case or key=value, got both')

@@ -1,4 +1,4 @@
-"""Entry point of `tile-kernels`: parse the command line, run one subcommand, turn errors into one sentence."""
+"""Entry point of `tile-kernels`: parse the command line, run one subcommand, report errors as one sentence."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return COMMANDS[args.command].run(args)
     except TileKernelsError as error:
-        prefix = f'{args.command}: '  # which errors of the function of that name begin with already
+        prefix = f'{args.command}: '  # errors of the function with that name already have this prefix
         sys.stderr.write(f'tile-kernels {prefix}{str(error).removeprefix(prefix)}\n')
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output (head, less) has gone: leave without a complaint
+    except BrokenPipeError:  # the reader of our output (head, less) has ended: exit silently
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile, then one line per failure and one for the whole."""
+    """Compile, then print one line per failure and a summary."""
     first, *names = args.arch  # `--arch sm_90a moe`: moe is an op
     archs = [first, *(name for name in names if name.startswith('sm_') or name in GPUS)]
     ops = args.ops + [name for name in names if name not in archs]

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the parts asked for, of every kernel the case launches."""
+    """Print the requested parts of every kernel that the case launches."""
     gpu = gpu_named(args.arch)
     arch = gpu.target
     op, case = selected_case(args)
@@ -62,7 +62,7 @@ def _ptx(launch: Launch, arch: str) -> str:
 
 
 def _resources(launch: Launch, arch: str) -> str:
-    """One line per number."""
+    """The resources of a kernel, one line per number."""
     numbers = launch.kernel.resources(launch.static, launch.size, arch, **launch.config)
     return '\n'.join(f'{name.replace("_", " "):<15}{value:>8}' for name, value in numbers.items())
 

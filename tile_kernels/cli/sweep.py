@@ -1,7 +1,8 @@
-"""Try every config of a kernel's space on the cases of an op: how good is `choose`?
+"""Try every config of a kernel's space on the cases of an op, to rate the choice of `choose`.
 
-All variants are compiled first, in parallel. Each config must agree with the twin before it is timed; one that does not
-compile, run or agree is reported and left out. A quick round times all, a longer one the best and the chosen.
+All variants are compiled first, in parallel. Each config must agree with the twin before it is timed. A config that
+fails to compile, run or agree is reported and left out. A quick round times all configs; a longer round times the best
+ones and the chosen one.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tile_kernels.testing.contract import check_kernel
 #: Milliseconds of warm-up and timed calls, and replays of a graph of 20 calls, in the quick and the long round.
 QUICK, LONG = (2.0, 10.0, 5), (10.0, 60.0, 20)
 
-#: `choose` is good where it is within this factor of the best.
+#: `choose` is good if it is within this factor of the best config.
 TOLERANCE = 1.1
 
 #: (op, arguments, round) -> microseconds of a call with a cold L2, and inside a CUDA graph.
@@ -39,7 +40,7 @@ Timer = Callable[[Op, dict[str, Any], tuple[float, float, int]], tuple[float, fl
 
 @dataclass(frozen=True)
 class Trial:
-    """One config on one case: its times, or the problem that kept it from having any."""
+    """One config on one case: its times, or the problem that prevented them."""
 
     config: Config
     chosen: bool
@@ -50,7 +51,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Subject:
-    """A kernel with a space, as one case of an op launches it."""
+    """A kernel with a space, as launched by one case of an op."""
 
     op: Op
     case: Case
@@ -72,11 +73,11 @@ class Subject:
 
 
 class DeviceLost(Exception):
-    """A kernel left the GPU in an error state: nothing more runs in this process."""
+    """A kernel left the GPU in an error state; nothing more can run in this process."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The part of `bench` that sweeps."""
+    """The arguments of `bench` for a sweep."""
     group = parser.add_argument_group('sweep')
     group.add_argument('--sweep', action='store_true', help="time every config of the kernels' spaces instead")
     group.add_argument('--top', type=int, metavar='N', help='configs to print per case (default 5)')
@@ -85,14 +86,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_arguments(args: argparse.Namespace) -> None:
-    """Without `--sweep` nobody would look at these."""
+    """Reject arguments that have no effect without `--sweep`."""
     for name in ('top', 'rank', 'jobs'):
         if getattr(args, name) is not None:
             raise ArgumentError(f'--{name} is for a sweep, add --sweep or leave it out')
 
 
 def run(chosen: Iterable[tuple[Op, Case]], device: str, args: argparse.Namespace, context: dict[str, Any]) -> int:
-    """Sweep the cases; print the best configs beside the chosen one."""
+    """Sweep the cases; print the best configs next to the chosen one."""
     from tile_kernels.cli.bench import write_records
 
     if device != 'cuda':
@@ -123,7 +124,7 @@ def run(chosen: Iterable[tuple[Op, Case]], device: str, args: argparse.Namespace
 
 
 def subjects(chosen: Iterable[tuple[Op, Case]]) -> list[Subject]:
-    """The kernels that have a choice, per case."""
+    """The kernels with several configs, per case."""
     found = []
     for op, case in chosen:
         by_kernel: dict[Kernel, list[Launch]] = {}
@@ -134,7 +135,7 @@ def subjects(chosen: Iterable[tuple[Op, Case]]) -> list[Subject]:
 
 
 def compile_all(found: Iterable[Subject], arch: str, jobs: int | None) -> dict[Variant, str]:
-    """Compile every config of every subject; those that failed, with the reason."""
+    """Compile every config of every subject; returns the failed ones with the reasons."""
     variants = [
         variant for subject in found for config in subject.configs for variant in variants_of(subject, config, arch)
     ]
@@ -142,7 +143,7 @@ def compile_all(found: Iterable[Subject], arch: str, jobs: int | None) -> dict[V
 
 
 def variants_of(subject: Subject, config: Config, arch: str) -> list[Variant]:
-    """What a config of a subject compiles to."""
+    """The variants of a config of a subject."""
     return [Variant(subject.kernel, launch.static, tuple(config.items()), arch) for launch in subject.launches]
 
 
@@ -155,7 +156,7 @@ def sweep(
     failures: dict[Variant, str] | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> list[Trial]:
-    """Trials of every config, the best first and the failed last."""
+    """Trials of every config, the best first and the failed ones last."""
     refused = {(v.static, v.config): reason for v, reason in (failures or {}).items() if v.kernel is subject.kernel}
     trials = []
     for config in subject.configs:
@@ -167,7 +168,7 @@ def sweep(
     trials.sort(key=lambda trial: _key(trial, rank))
     again = [trial for place, trial in enumerate(trials) if (place < top or trial.chosen) and trial.problem is None]
     longer = {id(trial): attempt(subject, trial, device, timer, LONG, check=False) for trial in again}
-    # only what was timed alike is ranked together: the retimed first, the rest in the order of the quick round
+    # only equally timed configs are ranked together: first the retimed ones, then the rest of the quick round
     first = sorted(longer.values(), key=lambda trial: _key(trial, rank))
     return first + [trial for trial in trials if id(trial) not in longer]
 
@@ -175,7 +176,7 @@ def sweep(
 def attempt(
     subject: Subject, trial: Trial, device: str, timer: Timer, effort: tuple[float, float, int], check: bool = True
 ) -> Trial:
-    """Check a config against the twin and time it; what goes wrong becomes its problem."""
+    """Check a config against the twin and time it; a failure becomes its problem."""
     op, case = subject.op, subject.case
     try:
         with forced_config(subject.kernel, **trial.config):
@@ -190,7 +191,7 @@ def attempt(
 
 
 def _still_alive(device: str, config: Config, problem: str) -> None:
-    """An illegal access poisons the CUDA context: say which config did it instead of failing all that follow."""
+    """An illegal access breaks the CUDA context: report the config that caused it and stop."""
     if device != 'cuda':
         return
     try:
@@ -200,7 +201,7 @@ def _still_alive(device: str, config: Config, problem: str) -> None:
 
 
 def gpu_times(op: Op, arguments: dict[str, Any], effort: tuple[float, float, int]) -> tuple[float, float]:
-    """Microseconds of a call by the timer of `bench`, and inside a replayed graph."""
+    """Microseconds of a call with the timer of `bench`, and inside a replayed graph."""
     warmup, rep, replays = effort
     cold = benchmark_kernel(op, kwargs=arguments, warmup=warmup, rep=rep, num_bytes=0).median  # 0: no copy to time
     return cold * 1e3, graph_time(op, kwargs=arguments, calls=20, rep=replays) * 1e3
@@ -232,7 +233,7 @@ def record(subject: Subject, trial: Trial) -> dict[str, Any]:
 
 
 def report(out: Any, subject: Subject, trials: list[Trial], rank: str, top: int) -> None:
-    """Print the best configs and the chosen one, then what failed."""
+    """Print the best configs and the chosen one, then the failed ones."""
     chosen = next(trial for trial in trials if trial.chosen)
     shown = [trial for place, trial in enumerate(trials) if (place < top or trial.chosen) and trial.problem is None]
     rows = [

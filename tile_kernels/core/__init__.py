@@ -1,1 +1,1 @@
-"""What an op file may import. Knows no op."""
+"""What an op file may import. Nothing here depends on a particular op."""

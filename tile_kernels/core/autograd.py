@@ -1,5 +1,5 @@
 # ruff: noqa: D102 - the methods are those of autograd.Function
-"""Gradients of ops: the backward op named in the declaration, called by name, in eager mode and in every transform."""
+"""Gradients of ops: autograd calls the backward op of the declaration, in eager mode and in every transform."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tile_kernels.core.operator import plain
 if TYPE_CHECKING:
     from tile_kernels.core.op import Op
 
-#: `backward=IDENTITY`: the gradient of the first output is that of the first tensor, unchanged.
+#: `backward=IDENTITY`: the gradient of the first output is passed unchanged to the first tensor.
 IDENTITY = 'identity'
 
 _NO_VMAP = '{}: cannot be batched by torch.vmap, nor by jacrev and others that use it; call it once for each element'
 
 
 def setup_context(op: Op, ctx: Any, inputs: tuple, output: Any) -> None:
-    """Keep what the backward op names; outputs it has no gradient for are not differentiable."""
+    """Save the tensors that the backward op needs; mark outputs without a gradient parameter as not differentiable."""
     results = output if isinstance(output, (tuple, list)) else (output,)
     names = op.operator_form.flat_names
     ctx.given = {name for name, value in zip(names, inputs, strict=True) if isinstance(value, Tensor)}
@@ -38,17 +38,17 @@ def setup_context(op: Op, ctx: Any, inputs: tuple, output: Any) -> None:
 
 
 def backward(op: Op, ctx: Any, *grads: Tensor | None) -> tuple:
-    """Call the backward op by name and put its results where autograd expects them."""
+    """Call the backward op with arguments by name and return its results in the order autograd expects."""
     names = op.operator_form.flat_names
     if op.backward == IDENTITY:
         return tuple(grads[0] if i == 0 else None for i in range(len(names)))
     known = dict(zip(ctx.tensor_names, ctx.saved_tensors, strict=True)) | ctx.options
     for name, grad in zip(op.outputs, grads, strict=True):
         if grad is not None:
-            known[f'd{name}'] = grad.contiguous()  # `sum().backward()` hands over a broadcast
+            known[f'd{name}'] = grad.contiguous()  # `sum().backward()` passes an expanded gradient
     taken = tuple(name for name in op.backward.names if name in known)
     values = [known[name] for name in taken]
-    if torch.is_grad_enabled():  # the gradient may be differentiated in turn
+    if torch.is_grad_enabled():  # a second derivative may be requested
         result = NoSecondDerivative.apply(op.name, op.backward, taken, *values)
     else:
         result = op.backward.call(**dict(zip(taken, values, strict=True)))
@@ -59,7 +59,7 @@ def backward(op: Op, ctx: Any, *grads: Tensor | None) -> tuple:
 
 
 class Differentiable(torch.autograd.Function):
-    """Eager autograd around any op: forward and backward are those of the operator, without the dispatcher."""
+    """Eager autograd around an op: it runs the same forward and backward as the operator, without the dispatcher."""
 
     @staticmethod
     def forward(ctx: Any, op: Op, *flat: Any) -> Any:
@@ -74,7 +74,7 @@ class Differentiable(torch.autograd.Function):
 
 
 class Transformable(torch.autograd.Function):
-    """The same in the form that functorch transforms need; it costs more per call."""
+    """The same as `Differentiable` in the form that functorch transforms need; it costs more per call."""
 
     @staticmethod
     def forward(op: Op, *flat: Any) -> Any:
@@ -105,7 +105,7 @@ class Transformable(torch.autograd.Function):
 
 
 class NoSecondDerivative(torch.autograd.Function):
-    """The gradient of an op where it might be differentiated: that has no gradient, which is not the gradient 0."""
+    """A differentiable call of a backward op: a second derivative raises an error, because zero would be wrong."""
 
     @staticmethod
     def forward(name: str, gradient: Op, names: tuple[str, ...], *values: Any) -> Any:

@@ -5,9 +5,10 @@
     <cache>/.locks/                                  one lock per kernel, so that processes compile it once
     <cache>/.code/                                   digests of code, and the texts they follow from
 
-The digest covers code, arguments, TileLang, tvm-ffi and host architecture: a library that differs there is never found.
-The nvcc release is in the name beside it. A process prefers its own release, and takes any other where it knows none,
-may not compile, or cannot write: so kernels built on one machine serve another that has no toolkit.
+The digest covers code, arguments, TileLang, tvm-ffi and host architecture, so a library that differs in any of these is
+never found. The nvcc release is a separate part of the file name. A process prefers libraries of its own nvcc release.
+It loads a library of another release if it has no nvcc, may not compile, or cannot write. So kernels built on one
+machine also run on a machine that has no CUDA toolkit.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ log = logging.getLogger('tile_kernels')
 
 Toolkit = tuple[int, int]
 
-#: Seconds after which an unfinished file or a lock belongs to no process any more.
+#: After this many seconds, an unfinished file or a lock counts as abandoned.
 _ABANDONED = 3600.0
 
 
@@ -47,7 +48,7 @@ _ABANDONED = 3600.0
 
 @functools.cache
 def runtime() -> dict[str, str]:
-    """What a library must agree with to be loaded here, besides the GPU."""
+    """Versions that a library must match to be loaded here, besides the GPU architecture."""
     try:
         ffi = importlib.metadata.version('apache-tvm-ffi')
     except importlib.metadata.PackageNotFoundError:
@@ -57,7 +58,7 @@ def runtime() -> dict[str, str]:
 
 @functools.cache
 def toolkit() -> Toolkit | None:
-    """Release of nvcc as the toolkit's own files tell it, without running it; None if they do not."""
+    """The nvcc release, read from the toolkit's files without running nvcc; None if unknown."""
     home = environment('CUDA_HOME') or environment('CUDA_PATH')
     if home is None:
         found = shutil.which('nvcc')
@@ -76,9 +77,9 @@ def toolkit() -> Toolkit | None:
 
 @functools.cache
 def move_tilelang_cache() -> None:
-    """Put TileLang's own files beside ours where the user moved those, or where TileLang's folder cannot be written.
+    """Move TileLang's own cache next to ours if the user moved ours or TileLang's folder is not writable.
 
-    TileLang writes there from its import on, so this has to come first.
+    TileLang writes there as soon as it is imported, so this function must run before the import.
     """
     chosen = knobs.of_process.get('cache_dir')
     if environment('TILELANG_CACHE_DIR') is not None:
@@ -91,18 +92,18 @@ def move_tilelang_cache() -> None:
 
 @functools.cache
 def _process_folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder that goes with this process."""
+    """A temporary folder that is deleted when this process ends."""
     return tempfile.TemporaryDirectory(prefix='tile_kernels-')
 
 
 def writable(folder: Path) -> bool:
-    """Whether a directory, or the one it would be made in, can be written."""
+    """Whether a directory, or the parent in which it would be created, is writable."""
     existing = next((path for path in (folder, *folder.absolute().parents) if path.exists()), None)
     return existing is not None and existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
 
 
 def _can_be_made(folder: Path) -> bool:
-    """Make a directory; whether it can be written then."""
+    """Create a directory and return whether it is writable."""
     try:
         _make_folder(folder)
     except OSError:
@@ -111,10 +112,10 @@ def _can_be_made(folder: Path) -> bool:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a directory into which others can put libraries that this process would run."""
+    """Reject a directory into which other users could put libraries that this process would run."""
     try:
         about = folder.stat()
-    except OSError:  # it is not there; making it is another matter
+    except OSError:  # it does not exist; creating it is a separate step
         return
     if about.st_uid not in (os.geteuid(), 0):
         raise ArgumentError(
@@ -134,8 +135,8 @@ _digests: dict[tuple[Callable, tuple[Node, ...]], str] = {}
 def code_digest(folder: Path, builder: Callable, static: tuple) -> str:
     """Digest of the code of a kernel.
 
-    A cache directory records digests of the package's kernels with the texts they follow from, since comparing texts
-    takes less time than parsing them.
+    A cache directory stores the digest of each kernel of the package and the source texts it was computed from.
+    Comparing these texts is faster than parsing them.
     """
     types = code().types(static)
     key = (builder, types)
@@ -156,7 +157,7 @@ def code_digest(folder: Path, builder: Callable, static: tuple) -> str:
 
 
 def record_digest(folder: Path, builder: Callable, static: tuple) -> None:
-    """Record the digest of a kernel in a cache directory, if that has none and can be written."""
+    """Store the digest of a kernel in a cache directory, if it has none yet and is writable."""
     types = code().types(static)
     path = _record(folder, builder, types)
     if path is None:
@@ -170,7 +171,7 @@ def record_digest(folder: Path, builder: Callable, static: tuple) -> None:
 
 
 def _record(folder: Path, builder: Callable, types: tuple[Node, ...]) -> Path | None:
-    """Where the digest of a kernel is recorded; None for one that is not of the package or encloses values."""
+    """The file that stores the digest of a kernel; None for a kernel outside the package or with captured values."""
     ours = builder.__module__.startswith('tile_kernels.') and builder.__qualname__ == builder.__name__
     if not ours or builder.__closure__:
         return None
@@ -186,7 +187,7 @@ def _manifest(path: Path) -> Path:
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """What was written beside a library; None if there is nothing that can be read."""
+    """The manifest of a library; None if it is missing or unreadable."""
     try:
         about = json.loads(_manifest(path).read_text())
     except (OSError, ValueError):
@@ -195,7 +196,7 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
 
 
 def damage(path: Path) -> str | None:
-    """What keeps a library from being loaded, None if nothing does. It is looked at before the loader maps it."""
+    """Why a library cannot be loaded, or None. This check runs before the dynamic loader maps the file."""
     about = read_manifest(path)
     if about is None:
         return 'has no readable manifest'
@@ -217,18 +218,18 @@ def damage(path: Path) -> str | None:
 
 @dataclass(frozen=True)
 class Entry:
-    """Where the library of one kernel, with its arguments, is looked for."""
+    """The cache location of one kernel with its static arguments and config."""
 
     folder: Path
     arch: str
     stem: str
 
     def path(self, release: Toolkit) -> Path:
-        """The library as an nvcc of this release makes it."""
+        """The path of the library that an nvcc of this release would write."""
         return self.folder / self.arch / f'{self.stem}-cu{release[0]}.{release[1]}.so'
 
     def find(self, may_compile: bool) -> tuple[Path | None, str | None]:
-        """A library that can be loaded, or else what is wrong with those that are there."""
+        """A library that can be loaded, or the reason why the stored ones cannot."""
         check_folder(self.folder)
         check_folder(self.folder / self.arch)
         here = toolkit()
@@ -259,7 +260,7 @@ class Entry:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Let one process at a time compile this kernel; where no lock can be made, all may."""
+        """Let one process at a time compile this kernel; without a writable lock file, every process may compile."""
         import filelock
 
         path = self.folder / '.locks' / f'{self.arch}-{self.stem}.lock'
@@ -281,13 +282,13 @@ class Entry:
 
 
 def _make_folder(folder: Path) -> None:
-    """Make a directory that only its user writes to, whatever the umask."""
+    """Create a directory that only its owner can write to, whatever the umask."""
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
     folder.mkdir(exist_ok=True, mode=0o755)
 
 
 def store(built: Path, path: Path, about: dict[str, Any]) -> None:
-    """Put a library and its manifest into the cache, each whole or not at all; an OSError leaves nothing behind."""
+    """Store a library and its manifest atomically; after an OSError no partial file is left."""
     content = built.read_bytes()
     about = {**about, **runtime(), 'size': len(content), 'sha256': hashlib.sha256(content).hexdigest()}
     _make_folder(path.parent)
@@ -297,7 +298,7 @@ def store(built: Path, path: Path, about: dict[str, Any]) -> None:
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:
-    """Write a file whole or not at all."""
+    """Write a file atomically."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix='.', suffix='.tmp')
     try:
         with os.fdopen(handle, 'wb') as file:
@@ -314,7 +315,7 @@ def _write(path: Path, content: bytes, mode: int) -> None:
 
 @dataclass(frozen=True)
 class Stored:
-    """A library in the cache; `problem` says why it cannot be loaded."""
+    """A library in the cache; `problem` is the reason why it cannot be loaded."""
 
     path: Path
     about: dict[str, Any]
@@ -331,13 +332,13 @@ def stored(folder: Path) -> list[Stored]:
     """Every library in a cache directory, by architecture and name."""
     found = []
     for path in sorted(folder.glob('sm_*/*.so')):
-        with contextlib.suppress(FileNotFoundError):  # another process removes it meanwhile
+        with contextlib.suppress(FileNotFoundError):  # another process may remove it now
             found.append(Stored(path, read_manifest(path) or {}, path.stat().st_size, damage(path)))
     return found
 
 
 def leftovers(folder: Path, age: float = _ABANDONED) -> list[Path]:
-    """What processes that ended early left behind: unfinished files, manifests without a library, old locks."""
+    """Files that interrupted processes left: unfinished files, manifests without a library, old locks."""
     found = [*folder.glob('sm_*/.*.tmp'), *folder.glob('.code/.*.tmp'), *folder.glob('.locks/*.lock')]
     found += [path for path in folder.glob('sm_*/*.json') if not path.with_suffix('.so').exists()]
     old = []

@@ -1,8 +1,8 @@
-"""Calling an op: a generated function looks for a replay of such a call, and `Calls.run` serves all others.
+"""How an op is called: a generated function looks for a replay of the call; `Calls.run` handles all other calls.
 
-A call runs through the operator where a tracer or a dispatch mode wants to see it. Else it runs the body directly, with
-autograd around it if a gradient is needed. The second call that looks like an earlier one is recorded
-(`core/replay.py`); later ones repeat its allocations and launches.
+A call runs through the operator if a tracer or a dispatch mode is active. Otherwise it runs the body directly, with
+autograd around it if a gradient is needed. The second call with the same key is recorded (`core/replay.py`). Later
+calls repeat its allocations and launches.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ _functorch_active = torch._C._are_functorch_transforms_active
 
 _TENSORS = (Tensor, Parameter)
 
-#: Types of arguments that are no tensors.
+#: Types of arguments that are not tensors.
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, QuantFormat, QuantTensor))
 
-#: Keys an op remembers before it forgets them all: shapes come and go.
+#: The op clears its table when it holds this many keys, because shapes may change without end.
 _MAX_KEYS = 4096
-#: Replays of one key, which differ in strides, alignment or autocast.
+#: Maximum number of replays for one key; they differ in strides, alignment or autocast.
 _MAX_REPLAYS = 8
 
 
 class Calls:
-    """What an op has learned of its calls, and how it serves those it has not seen."""
+    """The replays that an op has recorded, and the code that runs all other calls."""
 
     def __init__(self, op: Op) -> None:
         self.op = op
-        #: Options and first shape -> functions that replay such calls; none yet after the first.
+        #: Options and first shape -> functions that replay such calls. The list is empty after the first call.
         self.replays: dict[tuple, list[Callable]] = {}
 
     def run(self, key: tuple | None, given: dict[str, Any]) -> Any:
-        """A call that no replay serves, all arguments by name; `key` is None if the call cannot be remembered."""
+        """Run a call that no replay serves, all arguments by name; without a `key` it is not recorded."""
         op = self.op
         if torch.compiler.is_compiling() or _dispatch_modes():
             return op.wrap(op.operator_form(given), given)
@@ -61,7 +61,7 @@ class Calls:
             value = given[param.name]
             for part in value if param.many and isinstance(value, (list, tuple)) else (value,):
                 if isinstance(part, Tensor) and type(part) not in _TENSORS:
-                    return op.wrap(op.operator_form(given), given)  # a subclass knows more: the dispatcher decides
+                    return op.wrap(op.operator_form(given), given)  # a tensor subclass: the dispatcher decides
                 if type(part) is QuantTensor:
                     tensors += part
                 elif isinstance(part, Tensor):
@@ -69,7 +69,7 @@ class Calls:
                 elif part is None and param.type in (Tensor, QuantTensor):
                     tensors += [None] if param.type is Tensor else [None, None]
                 elif type(part) not in _PLAIN:
-                    return op.execute(**given)  # the checks of the body will say what is wrong with it
+                    return op.execute(**given)  # the checks of the body report what is wrong
         first = next((t for t in tensors if t is not None), None)
         if first is None:
             return op.execute(**given)
@@ -81,7 +81,7 @@ class Calls:
         return self.learn(key, first, tensors, given)
 
     def learn(self, key: tuple, first: Tensor, tensors: list[Tensor | None], given: dict[str, Any]) -> Any:
-        """Run the body; what the second such call does, later ones repeat."""
+        """Run the body; record the second call with this key, so that later calls replay it."""
         op, known = self.op, self.replays.get(key)
         if known is None:
             op.check_types(given)
@@ -99,9 +99,9 @@ class Calls:
 
 
 def write_call(op: Op) -> Callable:
-    """The call of an op with its own parameters: looks up how such calls are replayed, else hands over to `Calls.run`.
+    """Generate the call of an op with its own parameters: it looks up a replay, or calls `Calls.run`.
 
-    Written out for the op, since walking over any arguments costs more than all the rest:
+    The function is generated for each op, because a loop over arbitrary arguments would cost more than all the rest:
 
         def topk_gate(_op, scores, num_topk):
             _key = None
@@ -179,7 +179,7 @@ def {op.fn.__name__}({', '.join(head)}):
 
 
 def write_public_call(op: Op, public: Callable) -> Callable:
-    """`__call__` of an op with a public function: hands its arguments on."""
+    """Generate `__call__` of an op with a public function: it forwards its arguments."""
     signature = inspect.signature(public)
     parameters = list(signature.parameters.values())
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY) for p in parameters):
@@ -199,7 +199,7 @@ def write_public_call(op: Op, public: Callable) -> Callable:
 
 
 def refuse_gradients(op: Op, given: dict[str, Any]) -> None:
-    """Autograd does not see what a kernel writes: gradients that pass through an argument would be wrong."""
+    """Reject written arguments that need gradients: autograd does not see a kernel's writes."""
     if not torch.is_grad_enabled():
         return
     for name in op.written:

@@ -1,4 +1,4 @@
-"""Cases: the inputs an op is tested, measured and precompiled with, declared once beside the op."""
+"""Cases: the inputs used to test, benchmark and precompile an op, declared once next to the op."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Case = dict[str, Any]
 
 
 def grid(**axes: Sequence[Any]) -> list[Case]:
-    """Every combination of the given values, as a list of cases; lists add up with `+`."""
+    """Every combination of the given values as a list of cases; such lists can be added with `+`."""
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
@@ -28,7 +28,7 @@ def _word(value: Any) -> str:
 
 
 def case_id(case: Case) -> str:
-    """`num_tokens=37-hidden=256-bfloat16`: numbers carry their name, names speak for themselves."""
+    """`num_tokens=37-hidden=256-bfloat16`: numbers have their name in front, other values stand alone."""
     parts = []
     for name, value in case.items():
         named = isinstance(value, (bool, int, float)) or value is None
@@ -37,13 +37,13 @@ def case_id(case: Case) -> str:
 
 
 def case_seed(op_name: str, case: Case) -> int:
-    """A seed fixed by the case, so that a failure reproduces alone."""
+    """A seed computed from the case, so that a failing case can be reproduced alone."""
     digest = hashlib.sha256(f'{op_name}[{case_id(case)}]'.encode()).digest()
     return int.from_bytes(digest[:4], 'little')
 
 
 def bounds_of(match: dict[str, Any], output: str, expected: Tensor) -> dict[str, float]:
-    """`rtol` and `atol` that an output must keep; none if `match` has none, which means those of its dtype."""
+    """`rtol` and `atol` for an output; an empty dict means the defaults of its dtype."""
     bounds = match.get(output, match)
     if 'rtol' not in bounds:
         return {}
@@ -55,9 +55,10 @@ def bounds_of(match: dict[str, Any], output: str, expected: Tensor) -> dict[str,
 class Cases:
     """The cases of one op: `make(**case)` gives its arguments, `match` says how it must agree with its twin.
 
-    That is 'bitwise', or bounds of the difference from an expected x: `rtol` |x| + `atol` + `rms` times the root mean
-    square of its tensor, which is how errors of sums grow. An output may have bounds of its own, under its name.
-    `flops(**arguments)` counts the operations of an op that is bound by them rather than by memory.
+    `match` is 'bitwise' or a set of bounds. With bounds, the difference from an expected value x may be `rtol` |x| +
+    `atol` + `rms` times the root mean square of the tensor. Rounding errors of sums grow with this mean. An output may
+    have its own bounds, under its name. `flops(**arguments)` counts the operations of an op that is limited by compute,
+    not by memory.
     """
 
     make: Callable[..., dict[str, Any]]
@@ -68,7 +69,7 @@ class Cases:
     flops: Callable[..., int] | None = None
 
     def arguments(self, op_name: str, case: Case, device: str | torch.device = 'cpu') -> dict[str, Any]:
-        """Build the arguments of a case on a device, with the seed of the case."""
+        """Build the arguments of a case on a device, using the seed of the case."""
         torch.manual_seed(case_seed(op_name, case))
         with torch.device(device):
             return self.make(**case)

@@ -1,8 +1,8 @@
 """The checks of op bodies. Each raises `ArgumentError` in one form: `<op>: <argument> must <rule>, got <fact>`.
 
-They run on every call, so the passing path does nothing but compare; sentences are built only on failure. The name in
-front is the public function the user called, read from the call stack, and the argument is called as that function has
-it: a front may hand its `out` to an op that knows it as `y`.
+The checks run on every call, so the passing path only compares; the message is built only on failure. Its first word is
+the public function that the user called, read from the call stack. The argument has its name in that function, even if
+the op uses another one: the public `out` may be the `y` of the op.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch._subclasses import FakeTensor
 
 from tile_kernels.core.errors import ArgumentError
 
-#: Subpackages whose functions are not what a user called.
+#: Subpackages whose functions users do not call directly.
 _INTERNAL = ('core', 'testing', 'interpreter', 'cli')
 
 Front = TypeVar('Front', bound=Callable)
 
 
 def names(**names: str) -> Callable[[Front], Front]:
-    """What a front calls arguments of the op underneath, where it does not hand on the object it was given."""
+    """Declare how a public function names arguments of the op it calls, if it does not pass the same object."""
 
     def mark(front: Front) -> Front:
         setattr(front, 'argument_names', names)  # noqa: B010
@@ -37,9 +37,9 @@ def names(**names: str) -> Callable[[Front], Front]:
 
 
 def _called(op: str) -> tuple[str, dict[str, str], FrameType | None]:
-    """What the user called: name, `names` and frame of the outermost function of this package on the stack.
+    """The call of the user: name, `names` and frame of the outermost function of this package on the stack.
 
-    `op` is the name if there is none.
+    Without such a function, `op` is the name.
     """
     name, names, user = op, dict[str, str](), None
     frame: FrameType | None = sys._getframe(2)
@@ -50,7 +50,7 @@ def _called(op: str) -> tuple[str, dict[str, str], FrameType | None]:
         called = frame.f_globals.get('__op__')  # the generated call of an op
         if called is not None:
             name, names, user = f'{called.family}.{called.fn.__name__}', {}, frame
-        elif inside and frame.f_code.co_varnames[:1] == ('self',):  # a method: the user knows the class
+        elif inside and frame.f_code.co_varnames[:1] == ('self',):  # a method: report the class, which the user knows
             owner = type(frame.f_locals['self'])
             inner = function.startswith('_') or function == 'forward'
             name = owner.__name__ if inner else f'{owner.__name__}.{function}'
@@ -65,25 +65,25 @@ def _called(op: str) -> tuple[str, dict[str, str], FrameType | None]:
 
 
 def _argument(name: str, user: FrameType | None) -> str:
-    """What the function of frame `user` calls the object that a function below it checks under `name`."""
+    """The name that the function of frame `user` has for the object that an inner function checks under `name`."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame is not user and (name not in frame.f_locals or frame.f_globals is globals()):
         frame = frame.f_back
     if frame is None or user is None or frame is user or isinstance(frame.f_locals[name], (int, float)):
-        return name  # no other, their own, or of a number: equal numbers are one object
+        return name  # no outer name, or a number: equal numbers are the same object
     code, given = user.f_code, user.f_locals
     arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     theirs = [argument for argument in arguments if given.get(argument, given) is frame.f_locals[name]]
-    return theirs[0] if len(theirs) == 1 else name  # an object given twice may be either
+    return theirs[0] if len(theirs) == 1 else name  # an object given twice could have either name
 
 
 def fail(argument: str, rule: str, fact: str, hint: str | None = None, op: str = '') -> NoReturn:
-    """Raise the one error sentence; `op` is who raises it if no function of an op is on the stack yet."""
+    """Raise the error sentence; `op` is its first word if no function of an op is on the stack yet."""
     function, names, user = _called(op)
     own = _argument(argument, user)
 
     def said(text: str) -> str:
-        """Arguments by the names of the front; the one that is wrong may begin an expression."""
+        """Use the argument names of the public function; the wrong argument may start an expression."""
         text = re.sub(r'\w+', lambda word: names.get(word[0], word[0]), text)
         return text if own == argument else text.replace(f'{argument}.', f'{own}.')
 
@@ -91,12 +91,12 @@ def fail(argument: str, rule: str, fact: str, hint: str | None = None, op: str =
 
 
 def describe(x: object) -> str:
-    """A tensor in words: dtype, shape, device, and layout or strides when they are not the usual ones."""
+    """Describe a tensor: dtype, shape, device, and layout or strides if they are unusual."""
     if x is None:
         return 'None'
     if not isinstance(x, Tensor):
         return f'{type(x).__name__} {x!r}' if isinstance(x, (int, float, str, bool)) else type(x).__name__
-    if x.is_nested:  # has no shape to speak of
+    if x.is_nested:  # a nested tensor has no plain shape
         return f'a nested tensor of {_dtype_names(x.dtype)}'
     shape = ', '.join(str(extent) for extent in x.shape)
     text = f'{_dtype_names(x.dtype)}[{shape}] on {x.device}'
@@ -111,7 +111,7 @@ def _dtype_names(dtypes: torch.dtype | Collection[torch.dtype]) -> str:
 
 
 def tensor(x: object, name: str) -> Tensor:
-    """`x` must be a tensor, its elements numbers in memory with strides between them: all that kernels can read."""
+    """`x` must be a strided tensor whose elements are numbers in memory; kernels can read nothing else."""
     if not isinstance(x, Tensor):
         fail(name, 'must be a tensor', describe(x))
     if x.layout is not torch.strided or x.is_quantized or x.is_nested:
@@ -123,7 +123,7 @@ def tensor(x: object, name: str) -> Tensor:
 def shape(
     x: Tensor, name: str, spec: str, dtype: torch.dtype | Collection[torch.dtype] | None = None, **known: int
 ) -> tuple[int, ...]:
-    """`x` must have the dimensions named in `spec`, those given by keyword with that extent; returns the extents."""
+    """`x` must have the dimensions of `spec`, with the extents given by keyword; returns all extents."""
     names, extents = spec.split(), tensor(x, name).shape
     if len(extents) != len(names):
         fail(name, f'must be ({", ".join(names)})', describe(x))
@@ -155,7 +155,7 @@ def equal(value: object, expected: object, name: str) -> None:
 
 
 def one_of(value: object, allowed: Collection, name: str) -> None:
-    """`value` must be one of `allowed`; a float is not, even if it equals an integer."""
+    """`value` must be one of `allowed`; a float is rejected even if it equals an allowed integer."""
     if isinstance(value, (Tensor, float)) or value not in allowed:
         fact = describe(value) if isinstance(value, Tensor) else repr(value)
         listed = ', '.join(str(a) or repr(a) for a in allowed)
@@ -183,7 +183,7 @@ def at_most(value: float, bound: float, name: str) -> None:
 
 
 def integer(value: object, name: str, least: int | None = None) -> None:
-    """`value` must be an integer; what is computed before an op looks at its arguments needs to know."""
+    """`value` must be an integer; for values that are used before the op checks its arguments."""
     if not isinstance(value, (Integral, torch.SymInt)):
         fail(name, 'must be an integer', describe(value))
     if least is not None:
@@ -204,7 +204,7 @@ def pair(value: object, name: str, parts: str = 'data, sf') -> tuple[Tensor, Ten
 
 
 def same_device(**tensors: Tensor | None) -> None:
-    """All tensors (given by keyword; None is skipped) must live on one device."""
+    """All tensors (given by keyword; None is skipped) must be on one device."""
     first_name, first = None, None
     for name, x in tensors.items():
         if x is None:
@@ -216,7 +216,7 @@ def same_device(**tensors: Tensor | None) -> None:
 
 
 def together(**values: object) -> None:
-    """All of these are given or none is."""
+    """Either all of these values are given or none."""
     missing = [name for name, value in values.items() if value is None]
     if missing and len(missing) < len(values):
         present = next(name for name in values if name not in missing)
@@ -246,7 +246,7 @@ def vector_bytes(*tensors: Tensor | None) -> int:
     """Widest access (16, 8, 4, 2 or 1 bytes) that the base pointers and outer strides of all tensors allow.
 
     A kernel takes it as a static argument, so a misaligned view runs a narrower variant instead of faulting. A fake
-    tensor has no address: its storage counts as aligned, and of its offset and strides what is a plain number counts.
+    tensor has no address: its storage counts as aligned. Symbolic offsets and strides are ignored.
     """
     bits = 16
     for x in tensors:

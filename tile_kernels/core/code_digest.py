@@ -1,12 +1,13 @@
-"""The code a kernel is made of, as a digest: what its builder reaches, and nothing else.
+"""A digest of the code that a kernel is made of: everything its builder reaches, and nothing else.
 
-Starting from a builder, every global name is followed through functions, macros, constants, tables and classes of the
-package (or of the folder of a user's own kernel). What is reached is hashed as a syntax tree, so comments, docstrings,
-formatting and host-only code do not count. Nothing is traced or imported, and TileLang is not needed.
+The search starts at a builder and follows every global name. It passes through functions, macros, constants, tables and
+classes of the package, or of the folder of a user's kernel. The reached code is hashed as a syntax tree, so comments,
+docstrings, formatting and host-only code do not count. The search neither traces nor imports anything, and does not
+need TileLang.
 
-A class counts by its header and by those members whose names the reached code uses as attributes. A reference that
-cannot be resolved from the sources brings in the whole module. Host checks (`check.shape(...)` as a statement) are
-not followed: all they can do is raise.
+A class contributes its header and those members whose names the reached code uses as attributes. A reference that
+cannot be resolved from the sources adds the whole module. Host checks (`check.shape(...)` as a statement) are not
+followed, because they can only raise.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ _DECLARATION = (f'{PACKAGE}.core.jit', 'kernel')
 _COMPILER = f'{PACKAGE}.core.nvcc'
 _SELF = f'{PACKAGE}.core.code_digest'
 
-#: What of the compiler driver shapes a library; the rest of that module finds tools, loads, inspects and explains.
+#: The functions of the compiler driver that affect a library. The rest of that module finds tools, loads, inspects and
+#: explains.
 _COMPILER_ROOTS = ('compile_library', '_pass_configs', '_for_arch')
 _COMPILER_ONLY = {*_COMPILER_ROOTS, 'HOUSE_PASS_CONFIGS', 'HOPPER_CALLS', 'arch_number'}
 
-#: Decorators of plain Python functions, whose annotations mean nothing to a kernel.
+#: Decorators of plain Python functions. Annotations of such functions do not affect a kernel.
 _PLAIN_DECORATORS = {'cache', 'lru_cache', 'staticmethod', 'classmethod', 'property', 'cached_property', 'dataclass'}
 
 #: Special methods that only pickling and copying call.
@@ -53,14 +55,14 @@ _DYNAMIC = {'globals', 'locals', 'vars', 'eval', 'exec', 'compile', '__import__'
 _SKIPPED_FIELDS = {'ctx', 'type_comment', 'kind', 'type_ignores'}
 _MUTATORS = {'append', 'add', 'update', 'setdefault', 'insert', 'extend'}
 
-#: A function may be made a kernel by a call, not by a decorator: annotations of the whole module count then.
+#: A call instead of a decorator may turn a function into a kernel. Then the annotations of the whole module count.
 _CALLED_LANGUAGE = re.compile(r'(?:prim_func|macro)\(')
 
 Chain = tuple[str, ...]
 
 
 class Node(NamedTuple):
-    """Something that is hashed: a name of a module, a member of a class, or (with no name) the whole module."""
+    """One hashed item: a name of a module, a member of a class, or (with an empty name) the whole module."""
 
     module: str
     name: str = ''
@@ -69,14 +71,14 @@ class Node(NamedTuple):
 
 @dataclass
 class Scan:
-    """What a statement refers to, and its tree in words."""
+    """The references of a statement, and its tree as text."""
 
     text: str = ''
     chains: set[Chain] = field(default_factory=set)
     checks: set[Chain] = field(default_factory=set)
     imports: set[tuple[str, str | None]] = field(default_factory=set)
     attributes: set[str] = field(default_factory=set)
-    #: Names looked up at run time: on an object (its chain, if it has one), or in the module itself.
+    #: Names looked up at run time: on an object (its dotted name, if it has one), or in the module itself.
     looked_up: set[Chain] = field(default_factory=set)
     dynamic: bool = False
 
@@ -97,7 +99,7 @@ _FIELDS: dict[type, tuple[str, ...]] = {}
 
 
 def _fields_of(kind: type) -> tuple[str, ...]:
-    """The fields of a class of nodes that mean something; those that some Python versions lack are empty in others."""
+    """The fields of an AST node class that count; a field that some Python versions lack is empty elsewhere."""
     found = _FIELDS.get(kind)
     if found is None:
         found = _FIELDS[kind] = tuple(name for name in kind._fields if name not in _SKIPPED_FIELDS)
@@ -116,7 +118,7 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
 
 
 class _Writer:
-    """Writes a tree without positions, docstrings and annotations that mean nothing; the same on every Python."""
+    """Writes a tree without positions, docstrings and irrelevant annotations, equally on every Python version."""
 
     def __init__(self, keep_annotations: bool, skip: Callable[[ast.expr], bool]) -> None:
         self.keep_annotations = keep_annotations
@@ -153,7 +155,7 @@ class _Writer:
             out.append(f'{node!r},')
 
     def _write_definition(self, node: Any) -> None:
-        """A function or a class: without docstrings, declarations and annotations that mean nothing."""
+        """Write a function or a class without docstrings, declarations and irrelevant annotations."""
         dropped, nested = self._dropped(node), isinstance(node, _FUNCTIONS)
         self.depth += nested
         for key in _fields_of(type(node)):
@@ -198,7 +200,7 @@ def _without_annotations(args: ast.arguments) -> ast.arguments:
 
 
 def _chain(node: ast.expr) -> Chain:
-    """`a.b.c` as names; empty for what does not begin with a name."""
+    """`a.b.c` as a tuple of names; empty for an expression that does not begin with a name."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.append(node.attr)
@@ -209,7 +211,7 @@ def _chain(node: ast.expr) -> Chain:
 
 
 def _root(node: ast.expr) -> str:
-    """The name at the bottom of `name.a[i].b`."""
+    """The first name of `name.a[i].b`."""
     while isinstance(node, (ast.Attribute, ast.Subscript, ast.Starred)):
         node = node.value
     return node.id if isinstance(node, ast.Name) else ''
@@ -221,7 +223,7 @@ def _arguments(args: ast.arguments) -> Iterator[ast.arg]:
 
 
 def _bound(nodes: Iterable[ast.AST]) -> set[str]:
-    """Names that statements, or targets, bind in the scope they stand in."""
+    """Names that statements or targets bind in their own scope."""
     names: set[str] = set()
     globals_: set[str] = set()
     stack = list(nodes)
@@ -249,7 +251,7 @@ def _bound(nodes: Iterable[ast.AST]) -> set[str]:
 
 
 def _bound_by_statements(body: list[ast.stmt]) -> set[str]:
-    """`_bound` of the body of a function in which no expression binds a name: expressions are not looked into."""
+    """`_bound` for a function body in which no expression binds a name, so that expressions can be skipped."""
     targets: list[ast.AST] = []
     stack: list[Any] = list(body)
     while stack:
@@ -275,7 +277,7 @@ def _bound_by_statements(body: list[ast.stmt]) -> set[str]:
 
 
 class _Reader:
-    """Collects what a tree refers to outside itself."""
+    """Collects the outside names that a tree refers to."""
 
     def __init__(self, scan: Scan, skip: Callable[[ast.expr], bool], module: Module) -> None:
         self.scan = scan
@@ -393,7 +395,7 @@ _READERS: dict[type, Callable[[_Reader, Any, frozenset[str]], None]] = {
 
 
 def _absolute(node: ast.ImportFrom, package: str) -> str:
-    """The module that `from ... import` names."""
+    """The absolute name of the module in `from ... import`."""
     if not node.level:
         return node.module or ''
     parts = package.split('.')
@@ -405,7 +407,7 @@ def _absolute(node: ast.ImportFrom, package: str) -> str:
 
 
 class Module:
-    """The top level of a module: which statements make each name, and where imported names come from."""
+    """The top level of a module: the statements that define each name, and the origins of imported names."""
 
     def __init__(self, name: str, text: str, is_package: bool) -> None:
         self.name = name
@@ -416,7 +418,7 @@ class Module:
         self.statements: dict[str, list[ast.stmt]] = {}
         self.imports: dict[str, list[tuple[str, str | None]]] = {}
         self.stars: list[str] = []
-        #: Names that functions assign while the program runs: their values are no constants.
+        #: Names that functions assign at run time, so their values are not constants.
         self.variables = {n.strip() for names in re.findall(r'^\s+global (.+)$', text, re.M) for n in names.split(',')}
         for statement in self.tree.body:
             self._add(statement)
@@ -459,7 +461,7 @@ class Module:
                 self.imports.setdefault(alias.asname or alias.name, []).append(source)
 
     def at_line(self, line: int) -> ast.stmt | None:
-        """The top-level statement that holds a line."""
+        """The top-level statement that contains a line."""
         for statement in self.tree.body:
             decorators = getattr(statement, 'decorator_list', [])
             first = min([statement.lineno, *(decorator.lineno for decorator in decorators)])
@@ -469,12 +471,12 @@ class Module:
 
 
 def _is_changed(node: ast.expr) -> bool:
-    """Whether an expression is something that is assigned to: `table[key]`, `thing.field`."""
+    """Whether an expression is a mutated part of an object: `table[key]`, `thing.field`."""
     return isinstance(node, (ast.Subscript, ast.Attribute)) and not isinstance(node.ctx, ast.Load)
 
 
 class Sources:
-    """Finds the text of modules: those of the package, and those in the folder of a user's kernel."""
+    """Finds the text of modules of the package and of modules in the folder of a user's kernel."""
 
     def __init__(self) -> None:
         self._folders: set[str] = set()
@@ -484,14 +486,14 @@ class Sources:
             self._package = str(Path(__file__).parents[1])
 
     def include(self, module: str, file: str) -> None:
-        """Let modules beside that of a user's kernel count."""
+        """Also use the modules in the folder of a user's kernel."""
         if module.partition('.')[0] != PACKAGE:
             depth = 0 if module == '__main__' else module.count('.') - (Path(file).stem == '__init__')
             folder = Path(file).resolve().parents[max(depth, 0)]
             self._folders.add(str(folder / module.partition('.')[0]) if '.' in module else str(folder))
 
     def file(self, module: str) -> Path | None:
-        """Where a module is, if it is one that counts; nothing is imported."""
+        """The file of a module whose code counts; nothing is imported."""
         loaded = sys.modules.get(module)
         if loaded is not None:
             name = getattr(loaded, '__file__', None)
@@ -520,7 +522,7 @@ class Sources:
         return False
 
     def read(self, module: str) -> tuple[str, bool] | None:
-        """Text of a module that counts, and whether it is a package."""
+        """The text of a module whose code counts, and whether the module is a package."""
         path = self.file(module)
         if path is None:
             return None
@@ -530,7 +532,7 @@ class Sources:
             return None
 
     def value(self, module: str, name: str) -> Any:
-        """The value a name of a loaded module has, or the module's own class of nothing."""
+        """The value of a name in a loaded module; the class `Sources` if there is none."""
         return getattr(sys.modules.get(module), name, Sources)
 
 
@@ -539,7 +541,7 @@ class Sources:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Trees are many small objects: collecting garbage among all of torch's meanwhile takes longer than parsing."""
+    """Pause garbage collection, which takes longer than parsing: trees are many small objects."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -550,7 +552,7 @@ def _no_collection() -> Iterator[None]:
 
 
 class Code:
-    """The code of the package and what it reaches; every module is parsed once."""
+    """The code of the package and of what it reaches; every module is parsed once."""
 
     def __init__(self, sources: Sources | None = None) -> None:
         self.sources = sources or Sources()
@@ -560,11 +562,11 @@ class Code:
         self._texts: dict[str, str] = {}
         self._targets: dict[tuple[str, Chain], tuple[tuple[Node, ...], Chain]] = {}
         self._used: dict[int, tuple[tuple[Node, ...], frozenset[str]]] = {}
-        #: What unresolved lookups bring in; memoised with the scan.
+        #: What unresolved lookups add; memoized together with the scan.
         self._everything: dict[int, bool] = {}
 
     def module(self, name: str) -> Module | None:
-        """The module, if it is one whose code counts."""
+        """The module, if its code counts."""
         if name not in self._modules:
             found = self.sources.read(name)
             self._modules[name] = None if found is None else Module(name, *found)
@@ -573,11 +575,11 @@ class Code:
     # Digests
 
     def types(self, values: Iterable[Any]) -> tuple[Node, ...]:
-        """The classes of objects that are given to a builder."""
+        """The classes of the objects passed to a builder."""
         return tuple(sorted({node for value in values for node in self._types(value)}))
 
     def digest(self, builder: Callable, types: tuple[Node, ...] = ()) -> str:
-        """Digest of what a builder reaches when it is called with objects of these types."""
+        """The digest of everything a builder reaches when it is called with objects of these types."""
         builder = inspect.unwrap(builder)
         key = (builder, types)
         if key not in self._digests:
@@ -587,7 +589,7 @@ class Code:
         return self._digests[key]
 
     def record(self, builder: Callable, types: tuple[Node, ...]) -> dict[str, Any]:
-        """The digest of a kernel of the package with all that it follows from: texts, and values of constants."""
+        """The digest of a kernel of the package together with its inputs: source texts and values of constants."""
         digest = self.digest(builder, types)
         constants = {
             f'{node.module}:{node.name}': value
@@ -599,7 +601,7 @@ class Code:
         return {'digest': digest, 'texts': {**texts, _SELF: self._text(_SELF)}, 'constants': constants}
 
     def holds(self, record: Any) -> bool:
-        """Whether a digest that was recorded, by any process, still follows: texts and values are the same."""
+        """Whether a recorded digest is still valid: all texts and values are unchanged."""
         try:
             texts, constants = record['texts'], record['constants']
             return (
@@ -612,7 +614,7 @@ class Code:
             return False
 
     def _text(self, name: str) -> str:
-        """Digest of a module's whole text."""
+        """The digest of a module's whole text."""
         if name not in self._texts:
             found = self.sources.read(name)
             self._texts[name] = '' if found is None else hashlib.sha256(found[0].encode()).hexdigest()
@@ -640,7 +642,7 @@ class Code:
         return self._lines[node]
 
     def _constant(self, node: Node) -> str:
-        """The value of a constant, which its expression may not tell."""
+        """The value of a constant, which its expression alone may not determine."""
         module = self.module(node.module)
         if module is None or node.member or node.name in module.variables:
             return ''
@@ -652,12 +654,12 @@ class Code:
     # Reaching
 
     def reached(self, builder: Callable, types: tuple[Node, ...] = ()) -> set[Node]:
-        """What a builder reaches."""
+        """Everything a builder reaches."""
         roots, _ = self._roots(inspect.unwrap(builder))
         return self.reach([*roots, *types])
 
     def reach(self, roots: Iterable[Node]) -> set[Node]:
-        """What follows from some names."""
+        """Everything that is reachable from some names."""
         reached: set[Node] = set()
         attributes: set[str] = set()
         classes: dict[Node, list[str]] = {}
@@ -702,7 +704,7 @@ class Code:
         return [s for body in bodies for s in body if isinstance(s, _FUNCTIONS) and s.name == node.member]
 
     def _registered(self, module: Module, name: str) -> list[ast.stmt]:
-        """Statements that a decorator of the same module puts into a table that begins empty."""
+        """Statements that a decorator of the same module adds to a table that starts empty."""
         first = module.statements.get(name, [None])[0]
         value = getattr(first, 'value', None)
         if not isinstance(first, (ast.Assign, ast.AnnAssign)) or not _is_empty(value):
@@ -735,7 +737,7 @@ class Code:
 
         writer = _Writer(module.keep_annotations, skip)
         reader = _Reader(scan, skip, module)
-        if isinstance(statement, ast.ClassDef):  # its methods are nodes of their own
+        if isinstance(statement, ast.ClassDef):  # its methods are separate nodes
             header = [s for s in statement.body if not isinstance(s, _FUNCTIONS) and not _is_docstring(s)]
             shown: ast.AST = ast.ClassDef(
                 name=statement.name,
@@ -756,12 +758,12 @@ class Code:
         return scan
 
     def _uses(self, node: Node, statement: ast.stmt) -> tuple[tuple[Node, ...], frozenset[str], bool]:
-        """What a statement refers to, the attributes it uses, and whether it looks names up at run time."""
+        """The references of a statement, the attributes it uses, and whether it looks up names at run time."""
         key = id(statement)
         if key not in self._used:
             self._used[key], self._everything[key] = self._find_uses(node.module, statement)
         targets, used = self._used[key]
-        if not node.name and isinstance(statement, ast.ClassDef):  # of a whole module, every method counts
+        if not node.name and isinstance(statement, ast.ClassDef):  # when a whole module counts, every method counts
             methods = [s.name for s in statement.body if isinstance(s, _FUNCTIONS)]
             targets = (*targets, *(Node(node.module, statement.name, method) for method in methods))
         return targets, used, self._everything[key]
@@ -792,10 +794,10 @@ class Code:
     # Names
 
     def _resolve(self, name: str, chain: Chain) -> tuple[tuple[Node, ...], Chain]:
-        """What a dotted name means in a module, and what is left of it as attributes."""
+        """The target of a dotted name in a module, and the remaining attributes."""
         key = (name, chain)
         if key not in self._targets:
-            self._targets[key] = (), ()  # for imports in a circle
+            self._targets[key] = (), ()  # stops the recursion for circular imports
             self._targets[key] = self._find(name, chain)
         return self._targets[key]
 
@@ -852,7 +854,7 @@ class Code:
     # Objects
 
     def _roots(self, builder: Callable) -> tuple[list[Node], list[str]]:
-        """Where to begin for a builder, and what else its result depends on: what it encloses."""
+        """The start nodes for a builder, and the other things its result depends on: values it captures."""
         name = builder.__module__
         code = getattr(builder, '__code__', None)
         roots = [Node(_COMPILER, root) for root in _COMPILER_ROOTS]
@@ -864,7 +866,7 @@ class Code:
         for variable, cell in zip(code.co_freevars, builder.__closure__ or (), strict=True):
             try:
                 value = cell.cell_contents
-            except ValueError:  # not bound yet
+            except ValueError:  # the cell is empty
                 continue
             extra.append(f'{variable}={_plain(value)}\n')
             roots += self._types(value)
@@ -879,11 +881,11 @@ class Code:
         if name not in self._modules and Path(file).suffix == '.py':
             self.sources.include(name, file)
             for other, known in list(self._modules.items()):
-                if known is None:  # it may count now
+                if known is None:  # its code may count now
                     del self._modules[other]
 
     def _types(self, value: Any) -> list[Node]:
-        """The classes and functions that an object given to a builder brings with it."""
+        """The classes and functions that an object passed to a builder adds."""
         if value is None or type(value) in (bool, int, float, str, bytes) or isinstance(value, torch.dtype):
             return []
         if isinstance(value, (tuple, list, set, frozenset)) and type(value).__module__ == 'builtins':
@@ -893,7 +895,7 @@ class Code:
         owner = value if isinstance(value, type) or hasattr(value, '__code__') else type(value)
         nodes = []
         name = owner.__module__
-        if isinstance(name, str) and self.sources.file(name) is not None:  # which is not parsed for this
+        if isinstance(name, str) and self.sources.file(name) is not None:  # `file` does not parse the module
             top = owner.__qualname__.partition('.')[0]
             nodes.append(Node(name, '' if '<locals>' in owner.__qualname__ else top))
         if is_dataclass(value) and not isinstance(value, type):
@@ -918,7 +920,7 @@ def _fills(node: ast.AST, name: str) -> bool:
 
 
 def _plain(value: Any) -> str | None:
-    """A value that is a constant in words, the same in every process; None for anything else."""
+    """A constant as text that is the same in every process; None for any other value."""
     if value is None or type(value) in (bool, int, float, complex, str, bytes) or isinstance(value, torch.dtype):
         return repr(value)
     if type(value) in (tuple, frozenset):
@@ -929,7 +931,7 @@ def _plain(value: Any) -> str | None:
 
 
 def _without_module(builder: Callable) -> list[str]:
-    """For a builder that stands in no file (a notebook): the source of every function and constant beside it."""
+    """The sources of all functions and constants next to a builder without a file (in a notebook)."""
     lines = []
     for name, value in sorted(builder.__globals__.items()):
         value = getattr(value, 'builder', value)

@@ -1,6 +1,6 @@
-"""A process that compiles kernels for `precompile`, into the directory its argument names.
+"""A process that compiles kernels for `precompile` into the directory given as its argument.
 
-Pickled addresses of kernels come in; for each goes out the reason of its failure, or None.
+It reads pickled addresses of kernels. For each it writes the reason of the failure, or None.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from tile_kernels.core.precompile import Variant, attempt, quiet
 
 
 def main() -> None:
-    """Compile each kernel that comes in until the input ends."""
+    """Compile each kernel read from the input until the input ends."""
     answers = os.fdopen(os.dup(1), 'wb')
-    os.dup2(2, 1)  # what a compiler prints is no answer
+    os.dup2(2, 1)  # compiler output must not mix with the answers
     with quiet(), knobs(cache_dir=Path(sys.argv[1]), disable_jit=False):
         while True:
             try:

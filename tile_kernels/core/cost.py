@@ -1,4 +1,4 @@
-"""What an op must move and multiply, and how long the hardware needs for it."""
+"""The bytes an op must move, the operations it must compute, and the time the hardware needs for both."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tile_kernels.core.gpus import DEFAULT_GPU, Gpu
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes an op must move through device memory, each input read once, each output written once, and its products.
+    """Bytes that an op moves through device memory and its operations; it reads and writes each tensor once.
 
-    `flops` counts the operations of matrix products, whose operands have elements of `dtype`; others are not counted.
+    `flops` counts only the operations of matrix products; `dtype` is the element type of their operands.
     """
 
     bytes: int
@@ -24,18 +24,18 @@ class Cost:
     dtype: torch.dtype = torch.bfloat16
 
     def floor_us(self, gpu: Gpu = DEFAULT_GPU) -> float:
-        """Microseconds at the published bandwidth or the published peak of products, the longer: none is faster."""
+        """The least time in microseconds: bytes at peak bandwidth or operations at peak rate, the longer one."""
         return max(self.bytes / gpu.bandwidth, self.flops / gpu.peaks[self.dtype]) * 1e6
 
     def copy_us(self, gpu: Gpu = DEFAULT_GPU) -> float:
-        """Microseconds a device-to-device copy of the same bytes takes: the yardstick of the benchmarks."""
+        """Microseconds of a device-to-device copy of the same bytes, to which the benchmarks compare."""
         return self.bytes / gpu.copy_bandwidth * 1e6
 
 
 def count_product(static: Sequence[Any], args: Sequence[Any]) -> int:
-    """Operations of a product of (rows, k) and (n, k), where the static arguments begin with n and k, in any order.
+    """Operations of a product of (rows, k) and (n, k); the static arguments begin with n and k, in any order.
 
-    The first argument has the rows. Where only the device knows how many of them count, all do.
+    The first argument has the rows. If only the device knows how many rows count, all rows count here.
     """
     return 2 * args[0].shape[0] * static[0] * static[1]
 

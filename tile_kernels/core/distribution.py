@@ -1,6 +1,6 @@
-"""Notice another project that installs files into the folder of this package.
+"""Detect another project that installs files into the folder of this package.
 
-The package index has a project called `tile-kernels`, from release 1.0 on. It owns a folder `tile_kernels` too, so pip
+The package index has a project called `tile-kernels`, from release 1.0 on. It also has a folder `tile_kernels`, so pip
 writes one project over the other. This project is distributed as `open-tile-kernels`.
 """
 
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import importlib.metadata
 
-#: What to do about the other project.
+#: Advice to the user about the other project.
 ADVICE = 'run: pip uninstall tile-kernels open-tile-kernels, then install open-tile-kernels again'
 
 
 def other_distribution() -> str | None:
-    """Version of the other project, None if it is not installed. Reads names of folders only: below a millisecond."""
+    """Version of the other project, None if not installed; this reads folder names only, in under 1 ms."""
     try:
         version = str(importlib.metadata.version('tile-kernels'))
     except importlib.metadata.PackageNotFoundError:

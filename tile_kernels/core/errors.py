@@ -1,4 +1,4 @@
-"""The exceptions a user can meet. Each is a single sentence: who, which rule, what was found, what to do."""
+"""The exceptions that users can get. Each message is one sentence: source, rule, actual value, remedy."""
 
 
 class TileKernelsError(Exception):
@@ -10,12 +10,12 @@ class ArgumentError(TileKernelsError, ValueError):
 
 
 class UnsupportedError(TileKernelsError, RuntimeError):
-    """The device, architecture or toolkit cannot run this kernel; the sentence says what can."""
+    """The device, architecture or toolkit cannot run this kernel; the message says what can."""
 
 
 class CompileError(TileKernelsError, RuntimeError):
-    """TileLang or nvcc refused a kernel; the sentence starts with the kernel, its static arguments and its config."""
+    """TileLang or nvcc rejected a kernel; the message starts with the kernel, its static arguments and its config."""
 
 
 class LaunchError(TileKernelsError, RuntimeError):
-    """A compiled kernel refused its arguments or could not be launched."""
+    """A compiled kernel rejected its arguments or could not be launched."""

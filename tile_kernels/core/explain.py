@@ -1,4 +1,4 @@
-"""Explain a call: the kernels it launches, their config and who chose it, the bytes it moves and the time they cost."""
+"""Explain a call: its launches, their configs and the origin of each config, bytes moved and least time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tile_kernels.core.registry import find_op, launches_of, typical_case
 
 @dataclass(frozen=True)
 class Explanation:
-    """What one call does on a device, found without it; prints as one line per launch."""
+    """The launches and costs of one call, computed without the device; prints as one line per launch."""
 
     op: Op
     case: Case
@@ -31,7 +31,7 @@ class Explanation:
 
     @property
     def floor_us(self) -> float:
-        """Microseconds that no device of this kind can do without, one launch after the other."""
+        """The least possible time in microseconds on this GPU, with launches one after the other."""
         return sum(launch.cost.floor_us(self.device) for launch in self.launches)
 
     @property
@@ -55,13 +55,13 @@ class Explanation:
 
 
 def explain(op: str | Op, /, *, device: str = 'h200', **case: Any) -> Explanation:
-    """What a call of an op launches and what it costs, found without a GPU.
+    """Report what a call of an op launches and what it costs, without a GPU.
 
     Args:
         op: the op or its name, e.g. `quant.per_token_cast`.
-        device: the GPU the call is explained for, e.g. `h200`, `b200` or `a100`.
-        case: entries of the case, as values or spelled (`fmt='e4m3_1x128_f32'`); the rest is that of the op's first
-            benchmark case.
+        device: the target GPU, e.g. `h200`, `b200` or `a100`.
+        case: entries of the case, as values or as text (`fmt='e4m3_1x128_f32'`). Missing entries are those of the op's
+            first benchmark case.
 
     Returns:
         The launches with their config, bytes and floor; it prints as text.
@@ -79,7 +79,7 @@ def explain_case(op: Op, case: Case, device: str = 'h200') -> Explanation:
 
 
 def bound(cost: Cost, device: Gpu) -> str:
-    """What the floor of a launch stands on."""
+    """The peak rate that limits a launch, of compute or of memory."""
     if cost.floor_us(device) > cost.bytes / device.bandwidth * 1e6:
         return f'{device.peaks[cost.dtype] / 1e12:.4g} TFLOP/s'
     return f'{device.bandwidth / 1e12:.3g} TB/s'
@@ -91,7 +91,7 @@ def config_words(config: Mapping[str, Any]) -> str:
 
 
 def decided_by(launch: Launch) -> str:
-    """Who decided the config of a launch."""
+    """The origin of the config of a launch."""
     return 'the kernel' if launch.kernel.choose is None else 'choose'
 
 

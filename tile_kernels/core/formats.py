@@ -1,15 +1,15 @@
-"""Quantised formats: what a data element is, how scale factors are blocked, rounded and laid out.
+"""Quantized formats: the data element, and the blocks, rounding and layout of scale factors.
 
-A format has one name, `<data>_<rows>x<cols>_<sf>[_col]`, and the name is what crosses operator schemas, case ids, cache
-keys and docs:
+A format has one name, `<data>_<rows>x<cols>_<sf>[_col]`. Operator schemas, case ids, cache keys and docs all use this
+name:
 
     e4m3_1x128_f32          fp8 data, one fp32 scale factor per token and 128 channels
     e4m3_1x128_ue8m0x4_col  power-of-two factors, four exponent bytes per int32, tokens contiguous (TMA-aligned)
     e2m1_1x16_e4m3          fp4 data with fp8 factors (NVFP4 style)
     e4m3_1xall_f32          one factor per token
 
-`rows` and `cols` are the extent that shares one factor (`all` = the whole extent, stored as 0). A factor is the
-*de*quantisation multiplier: `x ~= data * sf`. This is the only module that knows bits and scale layouts.
+`rows` and `cols` are the extent of the block that has one factor (`all` = the whole extent, stored as 0). A factor is
+the *de*quantization multiplier: `x ~= data * sf`. No other module handles bits and scale layouts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tile_kernels.core import check
 
 @dataclass(frozen=True)
 class Element:
-    """One number format: bits per value, the torch dtype that stores it and the largest finite value."""
+    """One number format: bits per value, the torch dtype of the container and the largest finite value."""
 
     name: str
     bits: int
@@ -35,12 +35,12 @@ class Element:
     max: float
 
     def stored(self, count: int) -> int:
-        """Container elements that hold `count` values: e2m1 packs two to a byte, e5m6 eight to twelve bytes."""
+        """The number of container elements of `count` values: e2m1 has two per byte, e5m6 eight per twelve bytes."""
         return count * self.bits // (8 * self.torch.itemsize)
 
     @property
     def pack(self) -> int:
-        """Values that fill whole container elements: a row length must be a multiple of it."""
+        """The number of values that fill whole container elements; a row length must be a multiple of it."""
         return {4: 2, 12: 8}.get(self.bits, 1)
 
 
@@ -54,10 +54,10 @@ ELEMENTS: dict[str, Element] = {
     )
 }
 
-#: Smallest amax a block is scaled by, so that a block of zeros has a finite factor.
+#: The smallest amax that a block is scaled by, so that a block of zeros has a finite factor.
 AMAX_FLOOR = {'e4m3': 1e-4, 'e5m2': 1e-4, 'e5m6': 1e-4, 'e2m1': 6.0 * 2.0**-126}
 
-#: The same with e4m3 factors: the smallest factor is 2^-9, the least positive e4m3 number.
+#: The same for e4m3 factors: the smallest factor is 2^-9, the smallest positive e4m3 number.
 AMAX_FLOOR_E4M3_SF = {name: element.max * 2.0**-9 for name, element in ELEMENTS.items()}
 
 #: Storage of scale factors: dtype, factors per stored element, whether factors are powers of two.
@@ -79,7 +79,7 @@ def _ceil_div(a: int, b: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class QuantFormat:
-    """A quantised format. Instances are interned by name, so `is` and `==` agree and hashing is free."""
+    """A quantized format. There is one instance per name, so `is` and `==` agree and hashing is free."""
 
     name: str
     data: Element
@@ -101,7 +101,7 @@ class QuantFormat:
         use_packed_ue8m0: bool = False,
         use_e4m3_sf: bool = False,
     ) -> QuantFormat:
-        """The format that TileKernels' flag arguments describe; combinations without a meaning are errors."""
+        """The format that TileKernels' flag arguments describe; meaningless combinations are errors."""
         return _from_flags(fmt, block, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_e4m3_sf)
 
     @property
@@ -126,11 +126,11 @@ class QuantFormat:
 
     @property
     def amax_floor(self) -> float:
-        """Smallest amax a block is scaled by."""
+        """The smallest amax that a block is scaled by."""
         return (AMAX_FLOOR_E4M3_SF if self.sf == 'e4m3' else AMAX_FLOOR)[self.data.name]
 
     def blocks(self, rows: int, cols: int) -> tuple[int, int]:
-        """Scale blocks along each dimension of a (rows, cols) tensor."""
+        """The number of scale blocks along each dimension of a (rows, cols) tensor."""
         block_rows, block_cols = self.sf_block
         return (
             _ceil_div(rows, block_rows) if block_rows else min(rows, 1),
@@ -150,24 +150,24 @@ class QuantFormat:
         return rows, self.data.stored(cols)
 
     def empty_data(self, rows: int, cols: int, device: torch.device) -> Tensor:
-        """Uninitialised data of a (rows, cols) tensor."""
+        """Uninitialized data of a (rows, cols) tensor."""
         return torch.empty(self.data_shape(rows, cols), dtype=self.data.torch, device=device)
 
     def empty_sf(self, rows: int, cols: int, device: torch.device) -> Tensor:
-        """Uninitialised factors of a (rows, cols) tensor; column-major ones have their columns 16-byte aligned."""
+        """Uninitialized factors of a (rows, cols) tensor; the columns of column-major factors are 16-byte aligned."""
         height, width = self.sf_shape(rows, cols)
         if not self.col:
             return torch.empty((height, width), dtype=self.sf_dtype, device=device)
         aligned = 16 // self.sf_dtype.itemsize
         pitch = _ceil_div(height, aligned) * aligned
         if isinstance(height, int) and height == 0:
-            pitch = 1  # there is nothing to align, and a stride of 0 would say that columns are one
+            pitch = 1  # an empty tensor needs no alignment, and a stride of 0 would mean a broadcast
         columns = torch.empty_strided((pitch, width), (1, pitch), dtype=self.sf_dtype, device=device)
-        # a symbolic height is always sliced: comparing it would specialise the graph
+        # a symbolic height is always sliced: comparing it would specialize the graph
         return columns if isinstance(height, int) and height == pitch else columns.narrow(0, 0, height)
 
     def empty(self, rows: int, cols: int, device: torch.device) -> QuantTensor:
-        """An uninitialised quantised (rows, cols) tensor."""
+        """An uninitialized quantized (rows, cols) tensor."""
         return QuantTensor(self.empty_data(rows, cols, device), self.empty_sf(rows, cols, device), self)
 
     def __str__(self) -> str:
@@ -236,12 +236,12 @@ def _define(name: str) -> QuantFormat:
 
 
 def _fail(rule: str, name: object) -> NoReturn:
-    """The one error sentence, of the function that was called with this name of a format."""
+    """Raise the error sentence on behalf of the function that received this format name."""
     check.fail('fmt', f'must {rule}', repr(name), op='QuantFormat.parse')
 
 
 class QuantTensor(tuple):
-    """A quantised tensor: `data`, scale factors `sf` and the format `fmt` that says how to read them.
+    """A quantized tensor: `data`, scale factors `sf` and the format `fmt` that describes both.
 
     It unpacks as `(data, sf)`, so code that expects the plain pair keeps working.
     """
@@ -249,7 +249,7 @@ class QuantTensor(tuple):
     fmt: QuantFormat
 
     def __new__(cls, data: Tensor, sf: Tensor, fmt: QuantFormat | str) -> QuantTensor:
-        """Pair codes with their factors."""
+        """Combine codes with their factors."""
         pair = super().__new__(cls, (data, sf))
         pair.fmt = QuantFormat.parse(fmt)
         return pair
@@ -261,7 +261,7 @@ class QuantTensor(tuple):
 
     @property
     def sf(self) -> Tensor:
-        """The scale factors (dequantisation multipliers)."""
+        """The scale factors (dequantization multipliers)."""
         return self[1]
 
     @property
@@ -276,7 +276,7 @@ class QuantTensor(tuple):
         return self.data.device
 
     def to(self, device: torch.device | str | int) -> QuantTensor:
-        """The same codes and factors on another device; itself if they are there. `quant.cast_back` gives numbers."""
+        """The same codes and factors on another device, or `self` if they are there; `quant.cast_back` gives values."""
         if isinstance(device, (torch.dtype, Tensor)):
             check.fail('device', 'must be a device', repr(device), 'quant.cast_back gives numbers', 'QuantTensor.to')
         data = self.data.to(device)
@@ -285,7 +285,7 @@ class QuantTensor(tuple):
         if not self.fmt.col or self.sf.dim() != 2:
             return QuantTensor(data, self.sf.to(device), self.fmt)
         rows, cols = self.shape
-        sf = self.fmt.empty_sf(rows, cols, data.device).copy_(self.sf)  # `to` would drop what pads the columns
+        sf = self.fmt.empty_sf(rows, cols, data.device).copy_(self.sf)  # `to` would drop the padding of the columns
         return QuantTensor(data, sf, self.fmt)
 
     def cpu(self) -> QuantTensor:

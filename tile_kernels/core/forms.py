@@ -1,4 +1,4 @@
-"""Functions with two forms of arguments, told apart when they are called."""
+"""Functions that accept two sets of arguments and distinguish them at each call."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ Function = TypeVar('Function', bound=Callable)
 
 
 def shown_as(first: Callable, *others: Callable) -> Callable[[Function], Function]:
-    """Let `help` and `inspect.signature` show the arguments of the first form instead of `*args`.
+    """Make `help` and `inspect.signature` show the arguments of the first form instead of `*args`.
 
-    An error of Python about the arguments of a form names the function that was called.
+    Python's own errors about the arguments of a form then name the function that was called.
     """
 
     def show(fn: Function) -> Function:

@@ -1,4 +1,4 @@
-"""What the library knows about GPUs: architecture, SMs, memory, peaks. Nothing here runs at import."""
+"""Properties of GPUs: architecture, SMs, memory, peaks. Nothing here runs at import."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ import torch
 
 from tile_kernels.core.errors import ArgumentError, UnsupportedError
 
-#: Architectures kernels are lowered for in the tests; others of the same families work as well.
+#: The architectures for which the tests lower kernels; others of the same families work as well.
 ARCHS = ('sm_80', 'sm_90a', 'sm_100a', 'sm_120a')
 
-#: Lowest compute capability anything here runs on.
+#: The lowest supported compute capability.
 MIN_ARCH = 80
 
-#: SMs that kernels assume where the number of thread blocks fixes the order of a sum: those of an H200. This is a
-#: constant, so that results have the same bits on every GPU.
+#: The number of SMs that kernels assume if the number of thread blocks fixes the order of a sum. It is that of an H200.
+#: It is a constant, so that results have the same bits on every GPU.
 SUM_SMS = 132
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A model of GPU, or a device: what `serves` and `choose` of a kernel and the floor of a cost may depend on."""
+    """A GPU model or a device: all that `serves` and `choose` of a kernel and the floor of a cost may depend on."""
 
     name: str
     arch: int  #: compute capability, 90 for Hopper
     sms: int
-    smem_per_block: int  #: bytes of shared memory a block may ask for
+    smem_per_block: int  #: maximum bytes of shared memory per block
     l2_bytes: int
     bandwidth: float  #: published, bytes per second
-    copy_bandwidth: float  #: what a large copy reaches
-    #: FLOP/s of dense products on tensor cores by element type; float32 stands for TF32.
+    copy_bandwidth: float  #: measured with a large copy
+    #: Peak FLOP/s of dense matrix products on tensor cores by element type; float32 means TF32.
     peaks: Mapping[torch.dtype, float] = field(hash=False)
 
     @property
@@ -43,17 +43,17 @@ class Gpu:
 
     @property
     def has_wgmma(self) -> bool:
-        """Products of warpgroups: Hopper alone."""
+        """Whether the GPU has wgmma; only Hopper does."""
         return self.arch == 90
 
     @property
     def has_tma(self) -> bool:
-        """Copies of tiles by the tensor memory accelerator."""
+        """Whether the GPU has the tensor memory accelerator (TMA)."""
         return self.arch >= 90
 
     @property
     def max_cluster(self) -> int:
-        """Thread blocks of a cluster, at most; 1 without clusters."""
+        """Maximum number of thread blocks in a cluster; 1 without clusters."""
         return 1 if self.arch < 90 else 16 if self.arch < 120 else 8
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ def _gpu(
     peaks: tuple[float, float, float],
     copy_bandwidth: float | None = None,
 ) -> Gpu:
-    """Sizes in KB and MB, TB/s, and TFLOP/s of TF32, of half precision and of fp8. Copies reach 88 % unless given."""
+    """Arguments are in KB, MB, TB/s and TFLOP/s (TF32, half precision, fp8). The default copy rate is 88 % of peak."""
     tf32, half, fp8 = (peak * 1e12 for peak in peaks)
     return Gpu(
         name,
@@ -90,12 +90,13 @@ def _gpu(
     )
 
 
-#: Known GPUs. The first of an architecture stands for it.
+#: Known GPUs. The first GPU of an architecture represents it.
 #:
-#: Sources: NVIDIA's datasheets (H200, H100 SXM5, HGX B200, A100 80 GB SXM4, L40S) and its whitepapers on GA102, AD102
-#: and Blackwell RTX give SMs, L2, bandwidth and peaks; these are without sparsity, of sums in float32. Shared memory is
-#: from the CUDA programming guide, by compute capability. Ampere has no fp8 tensor cores: codes are widened, and the
-#: peak is that of bfloat16. The copy of the H200 is measured (benchmarks/results).
+#: SMs, L2, bandwidth and peaks come from NVIDIA's datasheets and whitepapers. There are datasheets for H200, H100 SXM5,
+#: HGX B200, A100 80 GB SXM4 and L40S, and whitepapers for GA102, AD102 and Blackwell RTX. Peaks are without sparsity
+#: and with float32 accumulation. Shared memory is from the CUDA programming guide, by compute capability. Ampere has no
+#: fp8 tensor cores: kernels widen the codes, so the peak is that of bfloat16. The copy rate of the H200 is measured
+#: (benchmarks/results).
 GPUS: dict[str, Gpu] = {
     'h200': _gpu('H200', 90, 132, 227, 50, 4.8, (494.7, 989, 1979), copy_bandwidth=4.24),
     'h100': _gpu('H100', 90, 132, 227, 50, 3.35, (494.7, 989, 1979), copy_bandwidth=2.95),
@@ -107,7 +108,7 @@ GPUS: dict[str, Gpu] = {
     'rtx5090': _gpu('RTX 5090', 120, 170, 99, 96, 1.792, (104.8, 209.5, 419)),
 }
 
-#: The GPU of a dry run that names none.
+#: The GPU of a dry run without an explicit GPU.
 DEFAULT_GPU = GPUS['h200']
 
 
@@ -117,12 +118,12 @@ def arch_number(arch: str) -> int:
 
 
 def arch_name(number: int) -> str:
-    """90 -> `'sm_90a'`: from Hopper on the `a` variant, which wgmma and setmaxnreg need."""
+    """90 -> `'sm_90a'`: from Hopper on, the name has the `a` that wgmma and setmaxnreg need."""
     return f'sm_{number}a' if number >= 90 else f'sm_{number}'
 
 
 def check_arch(arch: str) -> str:
-    """Refuse what is no architecture, or an old one; returns the name its devices look for kernels under."""
+    """Reject unknown and unsupported architectures; returns the name under which kernels are cached."""
     named = isinstance(arch, str) and re.fullmatch('sm_[0-9]+[af]?', arch) is not None
     if not named or arch_number(arch) < MIN_ARCH:
         known = ', '.join(GPUS)
@@ -133,7 +134,7 @@ def check_arch(arch: str) -> str:
 
 
 def gpu_named(name: str) -> Gpu:
-    """A GPU by its name in `GPUS`, or by an architecture: the first known GPU of it, or of the closest older one."""
+    """A GPU by its name in `GPUS`, or by an architecture: its first known GPU, or that of the closest older one."""
     if name in GPUS:
         return GPUS[name]
     number = arch_number(check_arch(name))
@@ -157,7 +158,7 @@ def arch_of(device_index: int) -> str:
 
 @functools.cache
 def cuda_gpu(device_index: int) -> Gpu:
-    """The record of a CUDA device. Its speeds are those of the known GPU it is named after, by its share of the SMs."""
+    """The record of a CUDA device; its speeds are those of the known GPU of that name, scaled by the number of SMs."""
     properties = torch.cuda.get_device_properties(device_index)
     arch = arch_of(device_index)
     words = re.sub('[^a-z0-9]', '', properties.name.lower())

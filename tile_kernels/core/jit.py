@@ -1,9 +1,10 @@
-"""Kernels: a builder with static arguments and a config, compiled once for each and kept on disk.
+"""Kernels: a builder is compiled once for each set of static arguments and config, and cached on disk.
 
     builder(*static, **config) -> PrimFunc -> shared library -> bound host function
 
-A library on disk is found from the code, static arguments, config and architecture alone, so loading one neither traces
-the kernel nor imports TileLang. Processes may share a directory; a read-only one serves what it holds (see `cache`).
+Code, static arguments, config and architecture determine the library on disk. So loading it neither traces the kernel
+nor imports TileLang. Several processes may use one directory; a read-only directory serves the libraries it holds (see
+`cache`).
 """
 
 from __future__ import annotations
@@ -40,22 +41,22 @@ kernels: dict[str, Kernel] = {}
 _compilations = 0
 _compile_lock = threading.Lock()
 
-#: Folders of libraries that could not be stored.
+#: Folders for libraries that could not be stored in the cache.
 _kept: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def compile_count() -> int:
-    """How many kernels this process has compiled (loading one from the cache does not count)."""
+    """How many kernels this process has compiled; a load from the cache does not count."""
     return _compilations
 
 
 def cache_dir() -> Path:
-    """Directory of compiled kernels in force."""
+    """The current directory of compiled kernels."""
     return knobs.cache_dir or default_cache_dir()
 
 
-#: For kernels whose tiles come by cp.async: asynchronous products (wgmma) would need a fence after every wait for them,
-#: which TileLang leaves out where no other access to shared memory calls for one.
+#: For kernels that load tiles with cp.async. Here wgmma would need a fence after every wait, and TileLang omits this
+#: fence if no other access to shared memory requires it.
 PLAIN_PRODUCTS = {'TL_DISABLE_WGMMA': True}
 
 
@@ -69,10 +70,10 @@ def kernel(
     """Declare a kernel builder.
 
     Args:
-        choose: pure function `(*static, size) -> config`; what runs unless the caller says otherwise. If it has a
-            parameter `gpu`, it is called with the `Gpu` as well. What fixes the order of a sum must not depend on it.
-        space: the values each config entry may take; what the tuner walks.
-        pass_configs: names of `PassConfigKey` members on top of the house defaults.
+        choose: pure function `(*static, size) -> config`; the caller may override its result. If it has a parameter
+            `gpu`, it also receives the `Gpu`. Values that fix the order of a sum must not depend on the GPU.
+        space: the values each config entry may take, for the tuner.
+        pass_configs: names of `PassConfigKey` members, added to `HOUSE_PASS_CONFIGS`.
         serves: the calls this kernel claims, e.g. `lambda static, gpu: gpu.has_wgmma and static.k % 64 == 0`. Of the
             variants of a launch at most one may claim a call. A kernel without `serves` runs everywhere; among
             variants it is the fallback, which gets the calls that no other claims.
@@ -88,7 +89,7 @@ def kernel(
 
 
 class Kernel:
-    """A kernel builder and everything that can be made of it without a GPU: IR, CUDA, PTX, resources, libraries."""
+    """A kernel builder and everything that needs no GPU: IR, CUDA, PTX, resources, libraries."""
 
     def __init__(
         self,
@@ -109,14 +110,14 @@ class Kernel:
         self.flops = flops
         self.name = builder.__name__
         self._choose_sees_gpu = choose is not None and 'gpu' in inspect.signature(choose).parameters
-        #: (static, size, device index) -> bound function, the table `launch` looks into. The first of several variants
-        #: has the table of all; there the tuple of variants comes first in the key.
+        #: (static, size, device index) -> bound function, the table that `launch` reads. The first of several variants
+        #: has the table for all of them; its keys start with the tuple of variants.
         self.bound: dict[tuple, Callable] = {}
-        #: (static, config values, device index) -> bound function that has been launched once.
+        #: (static, config values, device index) -> bound function that has been launched at least once.
         self.loaded: dict[tuple, Callable] = {}
 
     def config(self, static: tuple, size: int, gpu: Gpu = DEFAULT_GPU) -> Config:
-        """The config that runs for these static arguments and this problem size on a GPU."""
+        """The config for these static arguments and this problem size on a GPU."""
         seen = {'gpu': gpu} if self._choose_sees_gpu else {}
         chosen = self.choose(*static, size, **seen) if self.choose else {}
         for name, value in chosen.items():
@@ -127,12 +128,12 @@ class Kernel:
         return chosen
 
     def claims(self, static: tuple, gpu: Gpu) -> bool:
-        """Whether the kernel runs with these static arguments on a GPU: what `serves` says, or always."""
+        """Whether the kernel runs with these static arguments on a GPU; always true without `serves`."""
         return self.serves is None or self.serves(self._named(*static), gpu)
 
     @functools.cached_property
     def _named(self) -> Callable[..., Any]:
-        """Makes a tuple of static arguments that has the names of the builder's parameters."""
+        """A function that makes a named tuple of static arguments; the names are the builder's parameters."""
         parameters = inspect.signature(self.builder).parameters.values()
         return namedtuple('Static', [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD])
 
@@ -154,7 +155,7 @@ class Kernel:
         return self._lower(static, config or self.config(static, size, gpu_named(arch)), arch)[0]
 
     def resources(self, static: tuple, size: int = 4096, arch: str = 'sm_90a', **config: Any) -> dict[str, int]:
-        """Registers, spills, stack and shared memory: what ptxas reports and what the launch asks for."""
+        """Registers, spills, stack and static shared memory from ptxas, and dynamic shared memory of the launch."""
         config = config or self.config(static, size, gpu_named(arch))
         source, dynamic_shared = self._lower(static, config, arch)
         return nvcc.resources(source, arch) | {'dynamic_shared': dynamic_shared}
@@ -164,7 +165,7 @@ class Kernel:
         return self._in_words(static, config, lambda: nvcc.lower(func, self.pass_configs, arch))
 
     def library(self, static: tuple, config: Config, arch: str) -> Path:
-        """Path of the compiled library, compiling it if it is not there."""
+        """The path of the compiled library; compiles it if it is missing."""
         entry = self._entry(static, config, arch)
         found, problem = entry.find(may_compile=not knobs.disable_jit)
         found = found or self._unwritable.get(entry)
@@ -183,7 +184,7 @@ class Kernel:
 
     @functools.cached_property
     def _unwritable(self) -> dict[cache.Entry, Path]:
-        """Libraries that could not be stored in the cache directory, kept in a temporary one for this process."""
+        """Libraries that could not be stored in the cache directory; this process keeps them in a temporary one."""
         return {}
 
     def load(self, static: tuple, config: Config, arch: str) -> Callable[..., None]:
@@ -191,7 +192,7 @@ class Kernel:
         return nvcc.load_function(self.library(static, config, arch))
 
     def _compile(self, entry: cache.Entry, static: tuple, config: Config, arch: str) -> Path:
-        """Compile the kernel, unless another process or thread has meanwhile; returns the library."""
+        """Compile the kernel, unless another process or thread just did; returns the library."""
         global _compilations
         release = nvcc.nvcc_version()
         path = entry.path(release)
@@ -202,7 +203,7 @@ class Kernel:
             log.info('compiling %s%s for %s', self.name, _words(static, config), arch)
             if knobs.print_source:
                 log.warning('%s', nvcc.lower(func, self.pass_configs, arch)[0])
-            folder = tempfile.TemporaryDirectory(prefix='tile_kernels-')  # gone with the process at the latest
+            folder = tempfile.TemporaryDirectory(prefix='tile_kernels-')  # deleted when the process ends, at the latest
             fresh = Path(folder.name) / path.name
             try:
                 nvcc.compile_library(func, self.pass_configs, arch, fresh)
@@ -226,7 +227,7 @@ class Kernel:
         return cache.Entry(cache_dir(), arch, f'{self.name}-{self._digest(static, config, arch)}')
 
     def _about(self, static: tuple, config: Config, arch: str, release: cache.Toolkit) -> dict[str, Any]:
-        """What the manifest of a library says."""
+        """The contents of the manifest of a library."""
         types = code().types(static)
         return {
             'kernel': self.name,
@@ -254,7 +255,7 @@ class Kernel:
         return hashlib.sha256('\n'.join(parts).encode()).hexdigest()[:24]
 
     def _in_words(self, static: tuple, config: Config, action: Callable[[], Any]) -> Any:
-        """Run a compiler step; what it raises comes back with the kernel, static arguments and config in front."""
+        """Run a compiler step; its exceptions are raised again with kernel, static arguments and config in front."""
         try:
             return action()
         except TileKernelsError:

@@ -1,9 +1,9 @@
-"""Every setting of the library: one typed list, read from the environment once, changed in code by `with knobs(...)`.
+"""All settings of the library in one typed list; read from the environment once, changed by `with knobs(...)`.
 
-This is the only file that reads environment variables; `docs/settings.md` is generated from the list below.
+No other file reads environment variables. `docs/settings.md` is generated from the list below.
 
-The environment and assignments (`knobs.num_sms = 100`) hold for the process. A `with` block holds for its thread, as
-those of PyTorch do, and for the threads in which autograd runs what `backward` was called for in the block.
+The environment and assignments (`knobs.num_sms = 100`) apply to the process. A `with` block applies to its thread, like
+those of PyTorch. It also applies to the threads in which autograd runs a `backward` that was called in the block.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tile_kernels.core.errors import ArgumentError
 
 @dataclass(frozen=True)
 class Kind:
-    """What a setting may be: in words, how text becomes it, and whether a value is one."""
+    """The type of a setting: its description, its parser and its validity check."""
 
     words: str
     parse: Callable[[str], Any]
@@ -33,7 +33,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Knob:
-    """One setting: environment variable, kind, default and the sentence the docs print."""
+    """One setting: environment variable, type, default and the sentence printed in the docs."""
 
     env: str
     kind: Kind
@@ -41,7 +41,7 @@ class Knob:
     doc: str
 
     def value_of(self, given: Any, name: str) -> Any:
-        """The value that is given, or that a text means; an error calls the setting `name`."""
+        """The given value, parsed if it is text; errors call the setting `name`."""
         if given is None and self.default is None:
             return None
         try:
@@ -71,18 +71,18 @@ CHECKS = Kind(f'one of {", ".join(_CHECKS)}', str, lambda value: value in _CHECK
 
 
 def default_cache_dir() -> Path:
-    """Where compiled kernels live when `TK_CACHE_DIR` is unset."""
+    """The folder of compiled kernels if `TK_CACHE_DIR` is unset."""
     base = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
     return Path(base) / 'tile_kernels'
 
 
 def environment(name: str) -> str | None:
-    """An environment variable that belongs to another tool, None if it is unset or empty."""
+    """An environment variable of another tool; None if it is unset or empty."""
     return os.environ.get(name) or None
 
 
 def set_environment(name: str, value: str) -> None:
-    """Set an environment variable that another library reads, unless the user has."""
+    """Set an environment variable that another library reads, unless the user has set it."""
     os.environ.setdefault(name, value)
 
 
@@ -106,10 +106,10 @@ KNOBS: dict[str, Knob] = {
 }
 
 
-#: What blocks override, as pairs in the order of names.
+#: The overrides of the active blocks, as pairs sorted by name.
 Overrides = tuple[tuple[str, Any], ...]
 
-#: PyTorch keeps objects under such a name for a thread, and hands them on to the threads of a backward pass.
+#: PyTorch stores objects under such a name per thread and passes them to the threads of a backward pass.
 _STASH = 'tile_kernels.knobs'
 
 
@@ -121,9 +121,9 @@ _thread = _Thread()
 
 
 def overrides() -> Overrides:
-    """What the blocks around the caller override."""
+    """The overrides of the blocks around the caller."""
     if torch.compiler.is_compiling():
-        return _thread.overrides  # the tracer can follow this, and puts guards on it
+        return _thread.overrides  # the tracer can follow this and adds guards for it
     if not knobs.had_blocks or not torch._C._is_key_in_tls(_STASH):
         return ()
     return torch._C._get_obj_in_tls(_STASH)
@@ -135,7 +135,7 @@ def _override(values: Overrides) -> None:
 
 
 class Knobs:
-    """The current settings as attributes; calling it gives a context manager that overrides some of them.
+    """The current settings as attributes; a call returns a context manager that overrides some of them.
 
     >>> from tile_kernels import knobs
     >>> with knobs(num_sms=100):
@@ -153,23 +153,23 @@ class Knobs:
     full_test: bool
 
     def __init__(self) -> None:
-        #: Changes with every setting of the process; what was decided under others is void.
+        #: Changes with every setting of the process. Decisions made under an older epoch are invalid.
         self.epoch = 0
-        #: Whether any thread has ever entered a block; until then nobody needs to ask for overrides.
+        #: Whether any thread has ever entered a block. Until then there are no overrides to look up.
         self.had_blocks = False
         self.of_process: dict[str, Any] = {}
         self.reset()
 
     def touch(self) -> None:
-        """Void what was decided under the settings so far."""
+        """Invalidate everything that was decided under the previous settings."""
         self.epoch += 1
 
     def reset(self) -> None:
-        """Read every setting from the environment again; one that cannot be read is an error for who asks for it."""
+        """Read all settings from the environment again; an invalid one raises an error when it is used."""
         for name, knob in KNOBS.items():
             try:
                 self.of_process[name] = knob.value_of(os.environ.get(knob.env) or knob.default, knob.env)
-            except ArgumentError as error:  # not raised here: the package could not be imported, nor `doctor` run
+            except ArgumentError as error:  # raised on use: otherwise the import and `doctor` would fail
                 self.of_process[name] = error
         self.touch()
 

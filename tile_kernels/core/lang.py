@@ -1,7 +1,7 @@
-"""The kernel language, loaded at first use.
+"""The kernel language, imported at first use.
 
-Importing TileLang takes seconds and a kernel may already be compiled on disk, so op files take `T` and `macro` from
-here: `T` is `tilelang.language`, resolved when a builder first runs.
+Importing TileLang takes seconds, and a kernel may already be compiled on disk. So op files import `T` and `macro` from
+here: `T` is `tilelang.language`, imported when a builder first runs.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-#: Threads of a warp.
+#: Threads in a warp.
 WARP = 32
 
 
 class _LazyLanguage:
-    """Forwards every attribute to `tilelang.language` and remembers it."""
+    """Forwards every attribute to `tilelang.language` and caches it."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith('__') and name.endswith('__'):  # inspection must not load the compiler
+        if name.startswith('__') and name.endswith('__'):  # inspection must not import the compiler
             raise AttributeError(name)
         value = getattr(importlib.import_module('tilelang.language'), name)
         setattr(self, name, value)
@@ -46,14 +46,15 @@ def macro(fn: Callable) -> Callable:
 
 @macro
 def begin_early():
-    """First of all in a short kernel: it may be launched while the kernel before it still runs, and waits here.
+    """Wait for the previous kernel under programmatic dependent launch (PDL); a short kernel calls this first.
 
-    Only then may the next one be launched, so when a kernel begins all has ended but the one right before it.
+    Only after this wait may the next kernel launch. So when a kernel starts, every kernel except the previous one has
+    ended.
     """
     T.pdl_sync()
     T.pdl_trigger()
 
 
 def resident_blocks(resident_threads: int, num_threads: int) -> int:
-    """Thread blocks of an SM that leave each thread the registers `resident_threads` threads would have."""
+    """Thread blocks per SM that give each thread as many registers as `resident_threads` threads would have."""
     return max(1, resident_threads // num_threads)

@@ -1,7 +1,7 @@
-"""`launch`: the one place where an op meets a device.
+"""`launch`: the only function through which an op runs on a device.
 
-The same line of an op body runs a compiled kernel on CUDA tensors, the interpreter on CPU tensors, nothing on fake
-tensors, and is only noted down in a dry run.
+The same line of an op body runs a compiled kernel on CUDA tensors and the interpreter on CPU tensors. On fake tensors
+it does nothing. In a dry run it only records the launch.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tile_kernels.core.jit import Config, Kernel
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.nvcc import explain, interpreter_pass_configs
 
-#: A kernel, or the variants of one of which `serves` claims the call.
+#: A kernel, or a tuple of variants; `serves` selects one of them.
 Variants = Kernel | tuple[Kernel, ...]
 
-#: Entries of a kernel's (static, size, device) table before it is emptied: sizes come and go, kernels stay.
+#: A kernel's (static, size, device) table is emptied at this many entries, because sizes may change without end.
 _MAX_BOUND = 4096
 
 _WORKERS_WITHOUT_GPU = 3
@@ -44,7 +44,7 @@ class Launch:
 
     @property
     def cost(self) -> Cost:
-        """Every tensor once, and the products the kernel declares."""
+        """Bytes of every tensor once, and the operations that the kernel declares."""
         moved = sum(touched_bytes(a) for a in self.args if isinstance(a, Tensor))
         if self.kernel.flops is None:
             return Cost(moved)
@@ -52,11 +52,11 @@ class Launch:
 
 
 class _State(threading.local):
-    """What `launch` does in this thread besides launching.
+    """Per-thread state that changes what `launch` does.
 
-    `skip` runs only the checks and allocations of a body, `trace` collects launches instead of making them, `config`
-    replaces what `choose` gives (for the kernel `forced`, or for all), `made` notes what was launched. `gpu` is the GPU
-    that kernels and configs are chosen for, instead of the one at hand.
+    `skip` runs only the checks and allocations of a body. `trace` collects launches instead of running them. `config`
+    replaces the config of `choose`, for the kernel `forced` or for all. `made` records the launches. `gpu` replaces the
+    actual GPU in the choice of kernels and configs.
     """
 
     skip = False
@@ -65,14 +65,14 @@ class _State(threading.local):
     forced: Kernel | None = None
     made: list[tuple[Callable, tuple]] | None = None
     gpu: Gpu | None = None
-    #: Outputs of the op that runs, by name, which `empty` hands out instead of new memory.
+    #: Outputs of the running op by name; `empty` returns these instead of new memory.
     outs: dict[str, Tensor] | None = None
-    #: Blocks in force that want to see every launch, so that no call may be replayed.
+    #: The number of active blocks that must see every launch; while there are any, no call is replayed.
     watchers = 0
 
     @contextmanager
     def set(self, **values: Any) -> Iterator[None]:
-        """Change what `launch` does inside a block."""
+        """Change the state inside a block."""
         before = {name: getattr(self, name) for name in values}
         self.__dict__.update(values, watchers=self.watchers + 1)
         try:
@@ -94,25 +94,27 @@ def tracing() -> Iterator[list[Launch]]:
 
 @contextmanager
 def on_gpu(gpu: Gpu | str) -> Iterator[None]:
-    """Choose kernels and configs in the block as on a GPU, given by name (`'a100'`) or architecture (`'sm_80'`).
+    """In the block, choose kernels and configs for a GPU, given by name (`'a100'`) or architecture (`'sm_80'`).
 
-    Dry runs and the interpreter need no such GPU. Tensors on another GPU take these kernels if that GPU can run them.
+    Dry runs and the interpreter do not need this GPU. Tensors on another GPU use the chosen kernels if that GPU can run
+    them.
     """
     with state.set(gpu=gpu_named(gpu) if isinstance(gpu, str) else gpu):
         yield
 
 
 def gpu_of(x: Tensor) -> Gpu:
-    """The GPU that kernels for a tensor are chosen for: that of `on_gpu`, its own, or an H200 for a tensor on none."""
+    """The GPU for which kernels are chosen: that of `on_gpu`, else that of the tensor, else an H200."""
     if state.gpu is not None:
         return state.gpu
     return cuda_gpu(x.get_device()) if x.is_cuda and not isinstance(x, FakeTensor) else DEFAULT_GPU
 
 
 def num_workers(x: Tensor) -> int:
-    """Thread blocks of a persistent kernel: one for each SM of the GPU of `x`, or `knobs.num_sms`.
+    """The number of thread blocks of a persistent kernel: one per SM of the GPU of `x`, or `knobs.num_sms`.
 
-    Results must not depend on it. Without a GPU there are few, so that the interpreter sees a block take several tiles.
+    Results must not depend on it. Without a GPU the number is small, so that in the interpreter a block processes
+    several tiles.
     """
     if not x.is_cuda or isinstance(x, FakeTensor):
         return _WORKERS_WITHOUT_GPU
@@ -121,14 +123,14 @@ def num_workers(x: Tensor) -> int:
 
 @contextmanager
 def forced_config(kernel: Kernel | None = None, /, **config: Any) -> Iterator[None]:
-    """Run the launches of the block (of one kernel, if given) with this config instead of the one `choose` gives."""
+    """Run the launches of the block (of one kernel, if given) with this config instead of that of `choose`."""
     with state.set(config=config, forced=kernel):
         yield
 
 
 @contextmanager
 def recording() -> Iterator[list[tuple[Callable, tuple]]]:
-    """Note the bound functions the block calls, with their arguments."""
+    """Record the bound functions that the block calls, with their arguments."""
     made: list[tuple[Callable, tuple]] = []
     with state.set(made=made):
         yield made
@@ -140,11 +142,11 @@ def launch(
     """Run `kernel`, built for the `static` arguments, on its arguments in parameter order (outputs included).
 
     Args:
-        kernel: what to run; of several variants, the one that claims the static arguments and the GPU (`variant_for`).
-        static: its static arguments, the same for all variants.
+        kernel: the kernel; of several variants, the one that claims the static arguments and the GPU (`variant_for`).
+        static: the static arguments, the same for all variants.
         first: the first argument, a tensor.
         rest: tensors, scalars, and None for a buffer this variant never touches.
-        size: problem size given to `choose`, the first extent of the first tensor unless given; 0 launches nothing.
+        size: problem size for `choose`, by default the first extent of the first tensor; 0 launches nothing.
     """
     if state.skip or type(first) is FakeTensor or state.trace is not None:
         if state.trace is not None:
@@ -179,12 +181,12 @@ _multiple_devices = False
 
 
 def on_current_device(index: int) -> bool:
-    """Whether a kernel on device `index` may be launched as things are."""
+    """Whether a kernel on device `index` can be launched without changing the current device."""
     return not _multiple_devices or torch._C._cuda_getDevice() == index
 
 
 def variant_for(kernel: Variants, static: tuple, gpu: Gpu) -> Kernel:
-    """The variant that runs: the one whose `serves` claims the call, else the one without `serves`, the fallback."""
+    """The variant whose `serves` claims the call; otherwise the fallback, which has no `serves`."""
     variants = kernel if isinstance(kernel, tuple) else (kernel,)
     claiming = [variant for variant in variants if variant.serves is not None and variant.claims(static, gpu)]
     claiming = claiming or [variant for variant in variants if variant.serves is None]
@@ -200,7 +202,7 @@ def _names(kernels: Sequence[Kernel], word: str) -> str:
 
 
 def config_for(kernel: Variants, static: tuple, size: int, x: Tensor) -> Config:
-    """The config a launch on the GPU of `x` would use; bodies ask for it where a workspace depends on it."""
+    """The config a launch on the GPU of `x` would use; op bodies need it to size a workspace."""
     gpu = gpu_of(x)
     return _config(variant_for(kernel, static, gpu), static, size, gpu)
 
@@ -220,7 +222,7 @@ def _record(trace: list[Launch], kernel: Variants, static: tuple, args: tuple, s
 
 
 def _bind(kernels: Variants, static: tuple, size: int, first: Tensor, rest: tuple) -> Callable | None:
-    """The bound function for a problem seen for the first time; on a CPU the kernel is interpreted at once."""
+    """The bound function for a new problem; on CPU tensors this runs the interpreter and returns None."""
     global _multiple_devices
     if first.device.type == 'meta':
         return None

@@ -1,4 +1,4 @@
-"""The only module that talks to TileLang's compiler and to nvcc: lower, compile, load, inspect, explain failures."""
+"""The only module that calls TileLang's compiler and nvcc: lower, compile, load, inspect, explain failures."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from tile_kernels.core.gpus import arch_number
 
 log = logging.getLogger('tile_kernels')
 
-#: TileLang releases the kernels are written and tested for.
+#: TileLang releases that the kernels are written and tested for.
 TILELANG_MIN, TILELANG_END = (0, 1, 15), (0, 2)
 
-#: First CUDA toolkit whose nvcc knows the fp8 types and architectures in use.
+#: The first CUDA toolkit whose nvcc supports the fp8 types and architectures in use.
 CUDA_MIN = (12, 8)
 
-#: What kernels call from Hopper on: launches that overlap, and a fence before products that run asynchronously.
+#: Calls that exist only from Hopper on: programmatic dependent launch (PDL), and the proxy fence before wgmma.
 HOPPER_CALLS = ('tl.pdl_sync', 'tl.pdl_trigger', 'tl.fence_proxy_async')
 
-#: Switches for every kernel: memory-bound code gains nothing from an automatic producer warpgroup.
+#: Pass configs of every kernel: memory-bound code does not profit from an automatic producer warpgroup.
 HOUSE_PASS_CONFIGS = {'TL_DISABLE_WARP_SPECIALIZED': True}
 
 
@@ -47,7 +47,7 @@ def tilelang_version() -> str:
 
 @functools.cache
 def require_tilelang() -> str:
-    """TileLang's version, if it is one the kernels are tested with; from here on it may be imported."""
+    """TileLang's version; raises if the kernels are not tested with it. After this call TileLang may be imported."""
     version = tilelang_version()
     numbers = tuple(int(n) for n in re.findall(r'\d+', version)[:3])
     if not TILELANG_MIN <= numbers < TILELANG_END:
@@ -88,12 +88,12 @@ def _pass_configs(extra: dict[str, Any]) -> dict[Any, Any]:
 
 
 def interpreter_pass_configs(extra: dict[str, Any]) -> dict[str, Any]:
-    """The pass configs under the names TileLang gives them in the IR."""
+    """The pass configs, with the names that TileLang uses in the IR."""
     return {key.value: value for key, value in _pass_configs(extra).items()}
 
 
 def _for_arch(prim_func: Any, arch: str) -> Any:
-    """The kernel without what an architecture lacks: before Hopper launches and products follow each other."""
+    """The kernel without the calls that an architecture before Hopper lacks."""
     if arch_number(arch) >= 90:
         return prim_func
     from tilelang import tvm
@@ -106,15 +106,15 @@ def _for_arch(prim_func: Any, arch: str) -> Any:
 
 
 def lower(prim_func: Any, pass_configs: dict[str, Any], arch: str) -> tuple[str, int]:
-    """CUDA source of a PrimFunc for an architecture, and the bytes of dynamic shared memory its launch asks for.
+    """CUDA source of a PrimFunc for an architecture, and the bytes of dynamic shared memory of its launch.
 
-    Needs no GPU and no nvcc. One PrimFunc may hold several kernels: the hungriest counts.
+    Needs no GPU and no nvcc. If a PrimFunc holds several kernels, the largest shared memory counts.
     """
     return lower_with(prim_func, {key.value: value for key, value in _pass_configs(pass_configs).items()}, arch)
 
 
 def lower_with(prim_func: Any, config: dict[str, Any], arch: str) -> tuple[str, int]:
-    """As `lower`, with the pass configs under the names TileLang gives them in the IR and no others."""
+    """Like `lower`, but with exactly these pass configs, whose names are those of TileLang's IR."""
     require_tilelang()
     import tilelang
     from tilelang import tvm
@@ -151,7 +151,7 @@ def compile_library(prim_func: Any, pass_configs: dict[str, Any], arch: str, pat
 
 @functools.cache
 def _load_runtime(name: str) -> None:
-    """Make what compiled kernels call known without importing TileLang: its libraries register it when loaded."""
+    """Register the functions that compiled kernels call by loading TileLang's libraries, without importing TileLang."""
     if 'tilelang' in sys.modules:
         return
     spec = importlib.util.find_spec('tilelang')
@@ -166,8 +166,8 @@ def _load_runtime(name: str) -> None:
 
 
 def load_function(path: Path) -> Callable[..., None]:
-    """The host entry of a compiled library: checks its arguments in C and launches on torch's current stream."""
-    describes_tensors = b'__tvm_tensormap_create' in path.read_bytes()  # for TMA; that is not in the small runtime
+    """The host entry of a compiled library: it checks its arguments in C and launches on torch's current stream."""
+    describes_tensors = b'__tvm_tensormap_create' in path.read_bytes()  # for TMA; the small runtime lacks it
     _load_runtime('libtilelang.so' if describes_tensors else 'libtvm_runtime.so')
     import tvm_ffi
 
@@ -184,7 +184,7 @@ def resources(source: str, arch: str) -> dict[str, int]:
         'stack': r'(\d+) bytes stack frame',
         'static_shared': r'(\d+) bytes smem',
     }
-    # one PrimFunc may hold several kernels: the hungriest counts
+    # one PrimFunc may hold several kernels: the largest value counts
     return {name: max(map(int, re.findall(pattern, report)), default=0) for name, pattern in patterns.items()}
 
 
@@ -216,7 +216,7 @@ def _nvcc(source: str, arch: str, mode: str, suffix: str) -> tuple[bytes, str]:
         return result.read_bytes(), done.stderr
 
 
-#: What compilers say, and the sentence a user gets instead: cause and the one thing to do.
+#: Compiler messages, and the sentence for the user: the cause and one remedy.
 _DIAGNOSES = (
     (
         r'Unsupported gpu architecture|unknown target|not defined for option .gpu-arch',
@@ -246,7 +246,7 @@ _DIAGNOSES = (
 
 
 def explain(text: str) -> str:
-    """One sentence for a compiler's failure: a known diagnosis, else the first line that names an error."""
+    """One sentence for a compiler failure: a known diagnosis, or the first line with an error."""
     for pattern, sentence in _DIAGNOSES:
         if re.search(pattern, text):
             return sentence

@@ -1,17 +1,17 @@
-"""`@op`: an op is a plain function whose body reads check -> allocate -> launch; everything else follows from it.
+"""`@op` declares an op: a plain function that checks, allocates and launches. The rest is derived from it.
 
     schema and fake     the annotations, and the body run on fake tensors        core/operator.py
     autograd            `backward=`: an op whose parameters and outputs name      core/autograd.py
-                        what it needs and gives
+                        its inputs and gradients
     calls               direct in eager mode, replayed when they repeat           core/call.py, core/replay.py
     CPU execution       the checks of the body, then the twin in `tile_kernels.reference` (or the interpreter)
     `out=True`          a second op that writes into memory of the caller
-    cost, precompile    the body run dry: the launches it would make
+    cost, precompile    a dry run of the body: the launches it would make
 
-Eager calls run the body directly: the dispatcher costs more than many of these kernels. `torch.compile`, export and
-dispatch modes take the operator `torch.ops.tile_kernels.<family>_<op>`. Both run the same body.
+Eager calls run the body directly, because the dispatcher costs more time than many of these kernels. `torch.compile`,
+export and dispatch modes use the operator `torch.ops.tile_kernels.<family>_<op>`. Both run the same body.
 
-An op whose users want other arguments than its operator has gets a public function:
+An op has a public function if users need other arguments than those of the operator:
 
     @op(outputs='y y_sf')
     def _per_token_cast(x: Tensor, fmt: QuantFormat) -> QuantTensor: ...
@@ -19,7 +19,7 @@ An op whose users want other arguments than its operator has gets a public funct
     @_per_token_cast.public
     def per_token_cast(x, fmt, num_per_channels=None, round_sf=False): ...   # calls per_token_cast.call(x, fmt)
 
-`per_token_cast` is then the op: called, it takes the public arguments; `per_token_cast.call` takes the operator's.
+`per_token_cast` is then the op: a call takes the public arguments, and `per_token_cast.call` takes the operator's.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from tile_kernels.core.formats import QuantTensor
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.launch import Launch, state, tracing
 from tile_kernels.core.operator import Operator
-from tile_kernels.core.params import Mut as Mut  # op files take it from here
+from tile_kernels.core.params import Mut as Mut  # op files import it from here
 from tile_kernels.core.params import Out as Out  # and this
 from tile_kernels.core.params import Param
 
-#: Arguments and result of an op, which type checkers and editors show.
+#: Arguments and result of an op, for type checkers and editors.
 Args = ParamSpec('Args')
 Result = TypeVar('Result')
 PublicArgs = ParamSpec('PublicArgs')
@@ -71,14 +71,14 @@ def op(
 
     Args:
         outputs: names of the returned tensors, in order; empty for an op that only writes arguments (`Mut`, `Out`).
-        backward: the op that computes gradients. Its parameter `d<output>` is the gradient of that output, its other
-            parameters are inputs, options or outputs of this op by name, its output `d<input>` the gradient of it.
-            'identity' hands the gradient of the first output to the first argument, unchanged.
-        name: the op's name when it differs from the function's, whose leading underscore does not count.
+        backward: the op that computes gradients. Its parameter `d<output>` is the gradient of that output. Its other
+            parameters are inputs, options or outputs of this op by name. Its output `d<input>` is the gradient of that
+            input. With 'identity', the gradient of the first output is that of the first argument.
+        name: the op's name, by default that of the function without a leading underscore.
         twin: reference implementation, or the name of one in `tile_kernels.reference.<family>` (default: of the op).
         same_gradient: inputs whose gradient is that of another input, e.g. the summands of a sum.
-        out: whether `op.out`, called `<name>_`, writes the outputs into memory of the caller; the body then allocates
-            them by `empty`.
+        out: whether to also define `op.out`, called `<name>_`, which writes the outputs into memory of the caller. The
+            body must then allocate them with `empty`.
     """
 
     def declare(fn: Callable[Args, Result]) -> Op[Args, Result]:
@@ -95,9 +95,9 @@ def op(
 
 
 class Op(Generic[Args, Result]):
-    """A callable op; see the module docstring for what it offers besides being called."""
+    """A callable op; the module docstring lists its other abilities."""
 
-    #: The op that writes the outputs of this one into memory of the caller; of ops declared with `out=True`.
+    #: The op that writes the outputs of this op into memory of the caller, if the declaration has `out=True`.
     out: Op[..., None]
 
     def __init__(
@@ -138,7 +138,7 @@ class Op(Generic[Args, Result]):
 
     # Calling --------------------------------------------------------------------------------
 
-    if TYPE_CHECKING:  # every op has a class of its own, with what `write_call` writes in these places
+    if TYPE_CHECKING:  # each op has its own class with the methods that `write_call` generates
 
         def __call__(self, *args: Args.args, **kwargs: Args.kwargs) -> Result:
             """Run the op."""
@@ -147,42 +147,42 @@ class Op(Generic[Args, Result]):
             """Run the op with the arguments of its operator."""
 
     def public(self, fn: Callable[PublicArgs, PublicResult]) -> Op[PublicArgs, PublicResult]:
-        """Let users call the op by `fn`, which turns its arguments into those of `call`; returns the op."""
+        """Let users call the op through `fn`, which converts its arguments to those of `call`; returns the op."""
         functools.update_wrapper(self, fn)
         self.__class__ = type('Op', (Op,), {'call': type(self).call, '__call__': write_public_call(self, fn)})
         return typing.cast('Op[PublicArgs, PublicResult]', self)
 
     def _write(self, **given: Any) -> Any:
-        """The body of an op that writes arguments. Autograd is told so: it compares versions of what it has saved."""
+        """Run an op that writes arguments, then increment their versions, which autograd compares."""
         result = self.fn(**given)
         increment_version(self.written_of(given))
         return result
 
     def _allocate(self, body: Callable[..., Any], /, **given: Any) -> Any:
-        """The body of an op declared with `out=True`, called inside the body of another: its outputs are new memory."""
+        """Run an op declared with `out=True` inside the body of another op: its outputs are new memory."""
         if not state.outs:
             return body(**given)
         with state.set(outs=None):
             return body(**given)
 
     def written_of(self, given: dict[str, Any]) -> list[Tensor]:
-        """The arguments the op writes."""
+        """The arguments that the op writes."""
         values = [given[name] for name in self.written if given[name] is not None]
         return [x for value in values for x in (value if isinstance(value, (list, tuple)) else (value,))]
 
     def refuse_gradients(self, given: dict[str, Any]) -> None:
-        """An argument that is written must not require a gradient while gradients are recorded."""
+        """Reject a written argument that requires a gradient while gradients are recorded."""
         if self.written:
             refuse_gradients(self, given)
 
     def check_types(self, given: dict[str, Any]) -> None:
-        """Arguments must have the types of the annotations; their shapes and values are the body's to check."""
+        """Check that arguments have the annotated types; the body checks shapes and values."""
         for param in self.params:
             if not param.accepts(given[param.name]):
                 check.fail(param.name, f'must be {param.words}', check.describe(given[param.name]), op=self.name)
 
     def execute(self, **given: Any) -> Any:
-        """Run the op without autograd, on all its arguments: the body, or on CPU tensors its checks and the twin."""
+        """Run the op without autograd: the body, or on CPU tensors its checks and the twin."""
         self.check_types(given)
         first = given[self.names[0]]
         if isinstance(first, (tuple, list)) and first:
@@ -191,12 +191,12 @@ class Op(Generic[Args, Result]):
             return self.body(**given)
         with state.set(skip=True):
             self.fn(**given)
-        with torch.no_grad(), torch.autocast('cpu', enabled=False):  # a kernel knows no autocast
+        with torch.no_grad(), torch.autocast('cpu', enabled=False):  # kernels ignore autocast
             return self.twin(**given)
 
     @functools.cached_property
     def twin(self) -> Callable:
-        """The reference: same signature, plain PyTorch; imported when it is first needed."""
+        """The reference: same signature, plain PyTorch, imported at first use."""
         if not isinstance(self._twin, str):
             return self._twin
         return getattr(importlib.import_module(f'tile_kernels.reference.{self.family}'), self._twin)
@@ -223,14 +223,14 @@ class Op(Generic[Args, Result]):
             )
 
     def wrap(self, result: Any, given: dict[str, Any]) -> Any:
-        """A quantized result gets its format back, which the op was called with."""
+        """Add to a quantized result the format with which the op was called."""
         return QuantTensor(result[0], result[1], given['fmt']) if self.returns_quant else result
 
     # Declared once --------------------------------------------------------------------------
 
     @property
     def case_set(self) -> Cases | None:
-        """What the op is tested, measured and precompiled with."""
+        """The cases used to test, benchmark and precompile the op."""
         return self._cases() if callable(self._cases) else self._cases
 
     def cases(
@@ -242,20 +242,20 @@ class Op(Generic[Args, Result]):
         bench: list[Case] | None = None,
         flops: Callable[..., int] | None = None,
     ) -> None:
-        """Declare what the op is tested, measured and precompiled with."""
+        """Declare the cases used to test, benchmark and precompile the op."""
         self._cases = Cases(make, match, smoke or [], full or [], bench or [], flops)
 
     def trace(self, *args: Any, **kwargs: Any) -> list[Launch]:
-        """The launches this call would make; nothing runs. Arguments are those of `call`."""
+        """The launches this call would make; nothing runs. The arguments are those of `call`."""
         with tracing() as launches:
             self.fn(*args, **kwargs)
         return launches
 
     def trace_case(self, case: Case) -> list[Launch]:
-        """The launches a case would make on a GPU, found without one."""
+        """The launches that a case would make on a GPU, computed without one."""
         if self.case_set is None:
             raise ArgumentError(f'{self.name}: has no cases')
-        with FakeTensorMode():  # on the CPU: a torch without CUDA refuses to index a fake CUDA tensor
+        with FakeTensorMode():  # on the CPU: a torch without CUDA cannot index a fake CUDA tensor
             return self.trace(**self.case_set.arguments(self.name, case, 'cpu'))
 
     def cost(self, *args: Any, **kwargs: Any) -> Cost:
@@ -263,11 +263,11 @@ class Op(Generic[Args, Result]):
         return Cost(sum(launch.cost.bytes for launch in self.trace(*args, **kwargs)))
 
     def __get__(self, instance: object, owner: type | None = None) -> Op[Args, Result]:
-        """The op itself, also as an attribute of a class; `help` shows it as a function because this is here."""
+        """Return the op itself, also as a class attribute; with this method `help` shows the op as a function."""
         return self
 
     def __reduce__(self) -> tuple:
-        """An op is pickled and copied by name: there is one of each."""
+        """Pickle and copy an op by name: there is one object per op."""
         return _named, (self.__module__, self.name)
 
     def __repr__(self) -> str:
@@ -283,7 +283,7 @@ def _named(module: str, name: str) -> Op:
 
 
 def empty(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The output `name` of an op declared with `out=True`: new memory, or that of the caller of `op.out`."""
+    """The output `name` of an op declared with `out=True`: new memory, or memory given to `op.out`."""
     given = state.outs.pop(name, None) if state.outs else None
     if given is None:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -296,7 +296,7 @@ def empty(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.dev
 
 
 def _writing(op: Op) -> Op[..., None]:
-    """The op that does what `op` does, but writes its outputs into arguments of their names, given by keyword."""
+    """The op that computes the same as `op` but writes its outputs into keyword arguments of the same names."""
     extra = [Param(name, Tensor, False, False, True, True, True, inspect.Parameter.empty) for name in op.outputs]
     keyword = inspect.Parameter.KEYWORD_ONLY
     own = inspect.signature(op.fn)
@@ -328,7 +328,7 @@ def _writing(op: Op) -> Op[..., None]:
     made: Op[..., None] = Op(fn, [*op.params, *extra], (), None, f'{op.name.partition(".")[2]}_', twin, {})
 
     def cases() -> Cases | None:
-        """The first, the second and the last smoke case of the op, and one to measure."""
+        """The first, second and last smoke case of the op, and one benchmark case."""
         base = op.case_set
         if base is None:
             return None

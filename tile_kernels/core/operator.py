@@ -1,7 +1,7 @@
-"""The operator of an op, `torch.ops.tile_kernels.<family>_<op>`: its schema, and arguments as it takes them.
+"""The operator of an op, `torch.ops.tile_kernels.<family>_<op>`: its schema and its flat arguments.
 
-`torch.compile`, export and dispatch modes see the operator. It knows no `QuantTensor` and no `QuantFormat`: the first
-is two tensors and a name there, the second a name.
+`torch.compile`, export and dispatch modes see the operator. Operators support neither `QuantTensor` nor `QuantFormat`.
+So a `QuantTensor` becomes two tensors and a format name, and a `QuantFormat` becomes its name.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Operator:
         returns = {0: '()', 1: 'Tensor'}.get(len(self.outputs), f'({", ".join("Tensor" for _ in self.outputs)})')
         words = [param.schema for param in self.params]
         first = next((i for i, param in enumerate(self.params) if param.keyword_only and param.required), None)
-        if first is not None:  # behind options with defaults, a schema takes required arguments by keyword alone
+        if first is not None:  # after options with defaults, required arguments of a schema must be keyword-only
             words.insert(first, '*')
         return f'{self.name}({", ".join(words)}) -> {returns}'
 
@@ -46,7 +46,7 @@ class Operator:
         return getattr(torch.ops.tile_kernels, self.name).default
 
     def define(self, run: Callable, fake: Callable) -> None:
-        """Register the operator: `run` on CPU and CUDA tensors, `fake` on fake ones, both with arguments by name."""
+        """Register the operator: `run` for CPU and CUDA tensors, `fake` for fake ones, both with arguments by name."""
         _library.define(self.schema, tags=(torch.Tag.pt2_compliant_tag,))
 
         def run_flat(*flat: Any, **keywords: Any) -> Any:
@@ -65,7 +65,7 @@ class Operator:
         torch.library.register_autograd(name, backward, setup_context=setup_context, lib=_library)
 
     def define_no_gradient(self, check: Callable[[dict[str, Any]], None]) -> None:
-        """Results are not differentiable: nothing is recorded. `check` sees the arguments by name first."""
+        """Register results as not differentiable: autograd records nothing. `check` first gets the arguments."""
 
         def below_autograd(keyset: torch._C.DispatchKeySet, *flat: Any, **keywords: Any) -> Any:
             check(self.unflatten(flat, keywords))
@@ -86,7 +86,7 @@ class Operator:
         return tuple(flat.values()), keywords
 
     def flatten(self, given: dict[str, Any]) -> list[Any]:
-        """Arguments as the operator takes them: formats by name, a quantized tensor as data, factors, format."""
+        """The arguments of the operator: formats by name, a quantized tensor as data, factors and format name."""
         flat: list[Any] = []
         for param in self.params:
             value = given.get(param.name, param.default)

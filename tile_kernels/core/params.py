@@ -1,4 +1,4 @@
-"""Parameters of ops: what an annotation means in the operator schema, and which arguments it accepts.
+"""Parameters of ops: the meaning of an annotation in the operator schema, and the arguments it accepts.
 
     Tensor, Mut, Out          a tensor; one the op changes; one it overwrites without reading it
     list[Tensor]              any number of tensors; list[Mut] and list[Out] are written
@@ -6,7 +6,7 @@
     QuantFormat, torch.dtype  by name in the schema
     int, float, bool, str     options; tuple[int, ...] for several integers
 
-Any of these but lists and tuples may be `| None`.
+All of these except lists and tuples may be `| None`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tile_kernels.core.formats import QuantFormat, QuantTensor
 Mut = Annotated[Tensor, 'mutated']
 Out = Annotated[Tensor, 'overwritten']
 
-#: Annotations of parameters -> what is accepted for them, and how that reads in an error.
+#: Annotations of parameters -> accepted types, and their description in an error.
 _ACCEPTED: dict[Any, tuple[Any, str]] = {
     Tensor: (Tensor, 'a tensor'),
     int: ((Integral, torch.SymInt), 'an integer'),
@@ -52,10 +52,10 @@ _SCHEMA_TYPES = {
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter of an op: its annotation split into the type of an element and what surrounds it.
+    """One parameter of an op: its annotation, split into the element type and the rest.
 
-    `many` marks a list of tensors or a tuple of integers, `mutated` a tensor the op writes, `overwritten` one that it
-    does not read before.
+    `many` marks a list of tensors or a tuple of integers. `mutated` marks a tensor that the op writes. `overwritten`
+    marks a tensor that the op writes but never reads.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Param:
 
     @classmethod
     def of(cls, parameter: inspect.Parameter, annotation: Any) -> Param:
-        """The parameter of a function, its annotation evaluated."""
+        """The parameter of a function with its evaluated annotation."""
         optional, many, how = False, False, ''
         element = annotation
         if typing.get_origin(element) in (typing.Union, types.UnionType):
@@ -90,7 +90,7 @@ class Param:
 
     @property
     def required(self) -> bool:
-        """Whether a call must give it."""
+        """Whether a call must pass this parameter."""
         return self.default is inspect.Parameter.empty
 
     def accepts(self, value: Any) -> bool:
@@ -102,14 +102,14 @@ class Param:
 
     @property
     def words(self) -> str:
-        """What is accepted, as it reads in an error."""
+        """The accepted types, as an error lists them."""
         if self.many:
             return 'a list of tensors' if self.type is Tensor else 'a tuple of integers'
         return _ACCEPTED[self.type][1]
 
     @property
     def schema(self) -> str:
-        """How the parameter reads in the operator schema."""
+        """The parameter as it appears in the operator schema."""
         mark = '?' if self.optional else ''
         if self.type is QuantTensor:
             end = '' if self.required else '=None'

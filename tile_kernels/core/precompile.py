@@ -1,9 +1,9 @@
-"""Compile kernels ahead of time, for any architecture, on a machine that needs no GPU.
+"""Compile kernels ahead of time, for any architecture, on a machine without a GPU.
 
-The launches of a case are found by running the op body on fake tensors, so what is compiled is exactly what those calls
-will look for. Kernels are compiled by worker processes: TileLang's tracer is not reentrant and holds the interpreter
-lock, so threads would wait for one another. A worker is a program of its own (`compile_worker`), not a child made by
-`multiprocessing`, so that `precompile` can be called from a script without a `__main__` guard.
+Running the op body on fake tensors finds the launches of a case. So the compiled kernels are exactly those that the
+calls will look for. Worker processes compile the kernels: TileLang's tracer is not reentrant and holds the interpreter
+lock, so threads would wait for one another. A worker is a separate program (`compile_worker`), not a child of
+`multiprocessing`. So a script without a `__main__` guard can call `precompile`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from tile_kernels.core.nvcc import require_tilelang
 if TYPE_CHECKING:
     from tile_kernels.core.op import Op
 
-#: A worker imports TileLang first (some seconds), which pays from this many kernels on.
+#: Importing TileLang takes a worker some seconds, so workers save time from this many kernels on.
 _KERNELS_PER_WORKER = 4
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One kernel with its static arguments, config and architecture: what becomes one library."""
+    """One kernel with its static arguments, config and architecture; it compiles to one library."""
 
     kernel: Kernel
     static: tuple
@@ -48,17 +48,17 @@ class Variant:
 
     @property
     def address(self) -> tuple:
-        """The variant for another process: what `Variant.at` takes."""
+        """The arguments of `Variant.at`, to send the variant to another process."""
         return self.kernel.__module__, self.kernel.name, self.static, self.config, self.arch
 
     @classmethod
     def at(cls, module: str, name: str, static: tuple, config: tuple, arch: str) -> Variant:
-        """The variant of that address."""
+        """The variant at that address."""
         importlib.import_module(module)
         return cls(kernels[name], static, config, arch)
 
     def stored(self) -> bool:
-        """Whether the cache directory holds the library."""
+        """Whether the cache directory contains the library."""
         try:
             with knobs(disable_jit=True):
                 self.compile()
@@ -67,7 +67,7 @@ class Variant:
         return True
 
     def compile(self) -> None:
-        """Put the library into the cache directory."""
+        """Compile the library into the cache directory."""
         self.kernel.library(self.static, dict(self.config), self.arch)
 
     @property
@@ -83,7 +83,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Precompiled:
-    """What `precompile` did; prints as one sentence."""
+    """The result of `precompile`; prints as one sentence."""
 
     folder: Path
     num_compiled: int
@@ -104,20 +104,20 @@ def precompile(
     jobs: int | None = None,
     progress: bool = True,
 ) -> Precompiled:
-    """Compile the kernels that calls will need, without making them.
+    """Compile the kernels that calls will need, without running them.
 
     Args:
         ops: names of ops or families to compile for their benchmark and smoke cases (default: all ops), or the cases
-            themselves: `{'quant.per_token_cast': [dict(num_tokens=64, hidden=7168)]}`. What a case leaves out is that
-            of the op's first benchmark case. A backward is an op of its own.
-        archs: what to compile for: architectures like `sm_90a` (`sm_90` means the same), or GPUs like `h100`. The first
-            known GPU of an architecture stands for it.
-        out: directory to fill, to be named in `TK_CACHE_DIR` where the kernels run (default: the cache directory).
-        jobs: compilations at a time (default: one per CPU core).
+            themselves: `{'quant.per_token_cast': [dict(num_tokens=64, hidden=7168)]}`. Missing entries of a case are
+            those of the op's first benchmark case. A backward is a separate op.
+        archs: targets: architectures like `sm_90a` (`sm_90` means the same), or GPUs like `h100`. The first known GPU
+            of an architecture represents it.
+        out: directory to fill (default: the cache directory). Set `TK_CACHE_DIR` to it where the kernels run.
+        jobs: number of parallel compilations (default: one per CPU core).
         progress: show a progress bar when stderr is a terminal.
 
     Returns:
-        How many kernels were compiled and found, and those that failed with the reason.
+        How many kernels were compiled and found, and the failed ones with the reasons.
     """
     folder = _writable(Path(out) if out is not None else cache_dir())
     if jobs is not None and jobs < 1:
@@ -136,7 +136,7 @@ def precompile(
 def find_variants(
     ops: Mapping[str, Iterable[Mapping[str, Any]]] | Iterable[str] | None, archs: str | Sequence[str]
 ) -> list[Variant]:
-    """The distinct kernels that the cases of `ops` launch, on the GPUs that run them."""
+    """The distinct kernels that the cases of `ops` launch on these GPUs."""
     from tile_kernels.core.registry import find_op, find_ops, launches_of, typical_case
 
     targets = list(dict.fromkeys(gpu_named(arch) for arch in ([archs] if isinstance(archs, str) else archs)))
@@ -163,13 +163,13 @@ def find_variants(
 
 
 def compile_variants(variants: Sequence[Variant], jobs: int | None, progress: bool) -> dict[Variant, str]:
-    """Compile into the cache directory in force, in parallel; those that failed, with the reason."""
+    """Compile into the current cache directory, in parallel; returns the failed kernels with the reasons."""
     failures: dict[Variant, str] = {}
     missing = [variant for variant in variants if not variant.stored()]
     ours = [variant for variant in missing if variant.kernel.__module__.startswith('tile_kernels.')]
     num_workers = min(jobs or os.cpu_count() or 1, len(ours) // _KERNELS_PER_WORKER)
     if num_workers < 2:
-        ours = []  # this process alone does it sooner
+        ours = []  # this process alone finishes sooner
     if not missing:
         return failures
     with quiet(), _bar(progress) as bar:
@@ -191,18 +191,18 @@ def compile_variants(variants: Sequence[Variant], jobs: int | None, progress: bo
 def _compile_in_workers(
     variants: Sequence[Variant], num_workers: int, finish: Callable[[Variant, str | None], None]
 ) -> None:
-    """Hand the kernels out to processes, the next one to whichever is free."""
+    """Distribute the kernels over worker processes; the next kernel goes to the first free worker."""
     waiting: queue.SimpleQueue[Variant] = queue.SimpleQueue()
     for variant in variants:
         waiting.put(variant)
-    # finds the package where this process found it
+    # workers find the package in the same folder as this process
     program = f'import sys; sys.path[:] = {sys.path!r}; from tile_kernels.core.compile_worker import main; main()'
     folder = cache_dir()
 
     def feed() -> None:
         command = [sys.executable, '-c', program, str(folder)]
         with (
-            suppress(BrokenPipeError),  # from closing the pipe to one that died
+            suppress(BrokenPipeError),  # raised when closing the pipe to a dead worker
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker,
         ):
             orders, answers = cast('IO[bytes]', worker.stdin), cast('IO[bytes]', worker.stdout)
@@ -224,13 +224,13 @@ def _compile_in_workers(
         thread.start()
     for thread in threads:
         thread.join()
-    while not waiting.empty():  # every worker has died
+    while not waiting.empty():  # all workers have died
         finish(waiting.get(), 'no compiling process is left')
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep TileLang from announcing every library and from printing the program of every failure we report."""
+    """Suppress TileLang's messages about every library and the program dumps of failures that we report."""
     require_tilelang()
     importlib.import_module('tilelang')  # its import sets the level
     logger = logging.getLogger('tilelang')
@@ -243,7 +243,7 @@ def quiet() -> Iterator[None]:
 
 
 def attempt(variant: Variant) -> str | None:
-    """Compile a kernel; the reason if that failed."""
+    """Compile a kernel; returns the reason if that failed."""
     try:
         variant.compile()
     except TileKernelsError as error:

@@ -1,4 +1,4 @@
-"""The progress bar of work that takes a while. Importing this loads rich, so import it when a bar is shown."""
+"""The progress bar of long work. This module imports rich, so import it only to show a bar."""
 
 from __future__ import annotations
 

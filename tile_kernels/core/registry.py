@@ -1,4 +1,4 @@
-"""Find ops and cases by what a user types: `quant.per_token_cast`, `quant`, `num_tokens=64`, `dtype=bfloat16`."""
+"""Find ops and cases from user input: `quant.per_token_cast`, `quant`, `num_tokens=64`, `dtype=bfloat16`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tile_kernels.core.launch import Launch
 from tile_kernels.core.op import Op, ops
 
 _DTYPES = {'bf16': 'bfloat16', 'fp16': 'float16', 'f16': 'float16', 'fp32': 'float32', 'f32': 'float32'}
-#: Values of an entry that an error lists.
+#: The number of values of an entry that an error lists.
 MAX_LISTED = 8
 _FLAGS = {'1': True, 'true': True, 'yes': True, '0': False, 'false': False, 'no': False}
 
 
 def load_ops() -> dict[str, Op]:
-    """Import every family; all ops by name."""
+    """Import every family and return all ops by name."""
     package = importlib.import_module('tile_kernels')  # late: the package imports core
     for family in package.FAMILIES:
         importlib.import_module(f'tile_kernels.{family}')
@@ -45,7 +45,7 @@ def find_op(name: str) -> Op:
 
 
 def find_ops(names: Iterable[str]) -> list[Op]:
-    """The ops named, a family standing for all of its ops; all ops for no name."""
+    """The named ops; a family means all of its ops, and no name means all ops."""
     known = load_ops()
     found: dict[str, Op] = {}
     for name in names:
@@ -71,13 +71,13 @@ def cases_of(op: Op) -> Cases:
 
 
 def all_cases(op: Op) -> list[Case]:
-    """Every case of an op, those of models first."""
+    """Every case of an op, cases from models first."""
     cases = op.case_set
     return [] if cases is None else cases.bench + cases.smoke + cases.full
 
 
 def typical_case(op: Op, given: Mapping[str, Any] | None = None) -> Case:
-    """The first case of an op (a model's, where it has one), changed by what is given: values or their spelling."""
+    """The first case of an op (from a model, if any) with the given changes, as values or text."""
     given = given or {}
     cases = all_cases(op)
     if not cases:
@@ -101,7 +101,7 @@ def case_by_id(op: Op, wanted: str) -> Case:
 
 
 def launches_of(op: Op, case: Case) -> list[Launch]:
-    """What a case launches; one that cannot be made (a negative extent, too few channels) is the user's mistake."""
+    """The launches of a case; a case that cannot be built (a negative extent, too few channels) is a user error."""
     try:
         return op.trace_case(case)
     except TileKernelsError:
@@ -112,7 +112,7 @@ def launches_of(op: Op, case: Case) -> list[Launch]:
 
 
 def _unusual(op: Op, case: Case) -> str:
-    """The entries of a case that no case of the op has, with those there are; empty if each is known."""
+    """The entries of a case that no case of the op has, with the existing values; empty if all are known."""
     words = []
     for name, value in case.items():
         known = [other[name] for other in all_cases(op) if name in other]
@@ -134,7 +134,7 @@ def words_to_case(words: Iterable[str]) -> dict[str, str]:
 
 
 def _value(name: str, value: Any, like: Any) -> Any:
-    """`value` as the case has it: a string is read as the kind of thing `like` is."""
+    """`value` for the case: a string is parsed as the type of `like`."""
     read = _read(name, value, like) if isinstance(value, str) and not isinstance(like, str) else value
     if isinstance(like, (int, float)) and not isinstance(read, (type(like), int, NoneType)):
         raise ArgumentError(f'{name} must be like {like}, got {value!r}')

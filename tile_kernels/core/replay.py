@@ -1,7 +1,7 @@
-"""Replay: a call that looks like an earlier one repeats its allocations and launches, and nothing else.
+"""Replay: a call with the same key as an earlier one repeats its allocations and launches, and nothing else.
 
-The body of an op is a function of shapes, strides, dtypes, alignments and options, never of values. So its second run
-with the same ones is recorded, and from then on a generated function of a few lines stands in for it:
+The body of an op depends on shapes, strides, dtypes, alignments and options, never on values. So its second run with
+the same properties is recorded. From then on, a generated function of a few lines replaces the body:
 
     def replay(t0):
         if not guard(t0) or t0.data_ptr() & 15:
@@ -11,14 +11,14 @@ with the same ones is recorded, and from then on a generated function of a few l
         f0(t0, o0, o1, 0.0001)
         return QuantTensor(o0, o1, fmt)
 
-This keeps host time at that of the allocations and the launch, however much a body checks. The guard is the one that
+So host time is that of the allocations and the launch, however much a body checks. The guard is the one that
 `torch.compile` puts before its graphs: one call compares types, dtypes, devices, shapes and strides of all tensors. A
-body that does anything with tensors besides allocating, viewing and launching is not replayed: a dispatch mode watches
-while it is recorded, and the function answers BODY.
+body is not replayed if it does anything with tensors besides allocating, viewing and launching. A dispatch mode detects
+this during recording, and the function then returns BODY.
 
-A launch that sees a tensor in another shape or dtype gets the address of a struct that says so (the `DLTensor` of
-DLPack, as the kernel would be handed for a view) with the data pointer of this call in it. A view made by PyTorch costs
-several times as much.
+A launch may use a tensor with another shape or dtype than its own. It then gets the address of a `DLTensor` struct
+(DLPack) that describes the view, with the data pointer of this call. A view made by PyTorch costs several times as
+much.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from tile_kernels.core.launch import recording
 
 aten = torch.ops.aten
 
-#: What a replaying function answers to tensors it was not written for, ...
+#: The result of a replay function for tensors it was not generated for.
 MISS = object()
-#: ... and to those it was written for if only the body can do what the body does.
+#: The result of a replay function for matching tensors if the call must run the body.
 BODY = object()
 
-#: What a replayed body may ask PyTorch for: memory, ...
+#: PyTorch operators allowed in a replayed body: allocations.
 _ALLOCATIONS = {
     aten.empty.memory_format,
     aten.empty_strided.default,
@@ -51,7 +51,7 @@ _ALLOCATIONS = {
     aten.new_empty_strided.default,
     aten.empty_like.default,
 }
-#: ... and other views of it.
+#: PyTorch operators allowed in a replayed body: views.
 _VIEWS = {
     aten.as_strided.default,
     aten.detach.default,
@@ -73,7 +73,7 @@ _capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, [ctypes.p
 
 
 class _Watch(TorchDispatchMode):
-    """Notes what is allocated, and whether anything but memory and views was asked for."""
+    """Records allocations, and whether the body called any operator except allocations and views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,11 +96,11 @@ def record(
     inputs: list[Tensor | None],
     written: Sequence[Tensor] = (),
 ) -> tuple[Any, Callable | None]:
-    """Run `body` once; its result, and a function that repeats the call for tensors like `inputs`.
+    """Run `body` once; returns its result and a function that repeats the call for tensors like `inputs`.
 
-    Autograd is told that those inputs which `body` has `written` are others now, as `body` itself must do.
-    None holds the place of an optional tensor that is not given. There is no function if one tensor was given twice:
-    which of the two a launch means would be a guess.
+    The function increments the autograd versions of the `written` inputs, as `body` itself must do. An absent optional
+    tensor is None in `inputs`. No function is returned if one tensor was given twice, because a launch argument could
+    then mean either of the two.
     """
     starts = [t.data_ptr() for t in inputs if t is not None and t.numel() > 0]
     if len(set(starts)) < len(starts):
@@ -114,7 +114,7 @@ def record(
 
 
 class _Writer:
-    """Writes the replaying function: names for inputs (t), outputs (o) and workspaces (w), lines for what they met."""
+    """Generates the replay function; it names inputs (t), outputs (o) and workspaces (w)."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class _Writer:
         taken = {_storage(t) for t in outputs}
         workspaces = [t for t in allocated if t.numel() and _storage(t) not in taken]
         self.workspaces = {f'w{i}': t for i, t in enumerate(workspaces)}
-        #: What launches see differently: the name of the tensor, bytes from its start, the struct.
+        #: Tensors that launches see with another shape or dtype: name, byte offset from its start, struct.
         self.views: list[tuple[str, int, list[int]]] = []
         self.constants: dict[str, Any] = {
             'empty_strided': torch.empty_strided,
@@ -141,7 +141,7 @@ class _Writer:
         }
 
     def function(self, launches: list[tuple[Callable, tuple]] | None, result: Any) -> Callable:
-        """The function; without `launches`, or if a tensor of the call cannot be named, it answers BODY."""
+        """The function; without `launches`, or if a tensor of the call has no name, it returns BODY."""
         work = None if launches is None else self._work(launches, result)
         lines = [
             f'def replay({", ".join(self.parameters)}):',
@@ -153,14 +153,14 @@ class _Writer:
         return self.constants['replay']
 
     def _misaligned(self) -> str:
-        """True where an address is not as far from a multiple of 16 bytes as that of the recorded call."""
+        """An expression: true if an address modulo 16 differs from that of the recorded call."""
         offsets = {name: t.data_ptr() & 15 for name, t in self.inputs.items()}
         if not any(offsets.values()):
             return f'({" | ".join(f"{name}.data_ptr()" for name in offsets)}) & 15'
         return ' or '.join(f'{name}.data_ptr() & 15 != {offset}' for name, offset in offsets.items())
 
     def _elsewhere(self) -> str:
-        """True where another device is the current one; asked only if there is another."""
+        """An expression: true if another device is current; empty if there is only one device."""
         device = next(iter(self.inputs.values())).device
         if device.type != 'cuda' or torch.cuda.device_count() == 1:
             return ''
@@ -171,7 +171,7 @@ class _Writer:
         given = {_storage(t) for t in self.inputs.values() if t.numel()}
         made = [_storage(t) for t in self.outputs.values() if t.numel()]
         if len(set(made)) < len(made) or given.intersection(made):
-            return None  # an output that shares memory is no fresh allocation
+            return None  # an output that aliases memory is no fresh allocation
         lines = [self._allocation(name, t) for name, t in (self.outputs | self.workspaces).items()]
         calls = []
         for i, (bound, args) in enumerate(launches):
@@ -184,7 +184,7 @@ class _Writer:
         return [*lines, *self._structs(), *calls, *back, *told, f'    return {self._result(result)}']
 
     def _structs(self) -> list[str]:
-        """Lines that take the structs of all views, which no other call uses meanwhile, and set their data pointers."""
+        """Lines that reserve the structs of all views for this call and set their data pointers."""
         if not self.views:
             return []
         words = [word for *_, struct in self.views for word in struct]
@@ -208,7 +208,7 @@ class _Writer:
         return name
 
     def _allocation(self, name: str, output: Tensor) -> str:
-        """Memory of the same extent, so that padding behind strided outputs is there as well."""
+        """A line that allocates the same extent, including the padding after strided outputs."""
         options = f'dtype={self._constant(output.dtype)}, device={self._constant(output.device)}'
         layout = f'{tuple(output.shape)}, {output.stride()}'
         held, needed = output.untyped_storage().nbytes() // output.element_size(), _extent(output)
@@ -217,9 +217,9 @@ class _Writer:
         return f'    {name} = empty({held}, {options}).as_strided({layout}, {output.storage_offset()})'
 
     def _arguments(self, args: tuple) -> list[str] | None:
-        """The arguments of a launch as expressions of the names, or None if one has none."""
+        """The arguments of a launch as expressions of the names; None if a tensor has no name."""
         words = [self._named(value) if isinstance(value, Tensor) else self._constant(value) for value in args]
-        # The stream of a launch is found by a tensor among its arguments.
+        # A launch takes its stream from a tensor among its arguments.
         has_tensor = any(isinstance(value, Tensor) and word for value, word in zip(args, words, strict=True))
         for i, value in enumerate(args):
             if words[i] is None:
@@ -228,7 +228,7 @@ class _Writer:
         return None if None in words else [word for word in words if word is not None]
 
     def _named(self, value: Tensor) -> str | None:
-        """The tensor that `value` is, or looks like in every respect."""
+        """The name of the tensor that `value` is, or that has the same address, dtype, shape and strides."""
         for name, tensor in self._tensors.items():
             if value is tensor or (
                 (value.data_ptr(), value.dtype, value.shape, value.stride())
@@ -239,29 +239,29 @@ class _Writer:
         return None
 
     def _pointer(self, value: Tensor) -> str | None:
-        """A view of a named tensor, as the address of a struct."""
+        """A view of a named tensor as the address of a struct."""
         owners = {
             n: value.data_ptr() - t.data_ptr() for n, t in self._tensors.items() if _storage(value) == _storage(t)
         }
         name = next((name for name, offset in owners.items() if offset == 0), min(owners, default=None))
         if name is None or (
             owners[name] != 0 and len(owners) > 1
-        ):  # how far apart two inputs are is not part of a call
+        ):  # the distance between two inputs may change from call to call
             return None
         self.views.append((name, owners[name], self._struct(value)))
         return f'p{len(self.views) - 1}'
 
     def _struct(self, value: Tensor) -> list[int]:
-        """The words of the `DLTensor` of a tensor."""
+        """The 8-byte words of the `DLTensor` of a tensor."""
         capsule = torch.utils.dlpack.to_dlpack(value.detach())
         words = list((ctypes.c_uint64 * _DL_WORDS).from_address(_capsule_pointer(capsule, b'dltensor')))
         layout = (ctypes.c_int64 * (2 * value.dim()))(*value.shape, *value.stride())
-        self._constant(layout)  # stays where it is as long as the function is there
+        self._constant(layout)  # keeps the memory alive as long as the function
         words[3:] = ctypes.addressof(layout), ctypes.addressof(layout) + 8 * value.dim(), 0
         return words
 
     def _view(self, value: Tensor) -> str | None:
-        """A view of a named tensor, as PyTorch makes it."""
+        """A view of a named tensor, made by PyTorch."""
         layout = f'{tuple(value.shape)}, {value.stride()}'
         for name, tensor in self._tensors.items():
             if tensor.numel() == 0 or _storage(value) != _storage(tensor):
@@ -269,7 +269,7 @@ class _Writer:
             same_start = value.data_ptr() == tensor.data_ptr()
             if value.dtype == tensor.dtype and name not in self.inputs:
                 return f'{name}.as_strided({layout}, {value.storage_offset()})'
-            if value.dtype == tensor.dtype and same_start:  # where an input starts in its memory is not part of a call
+            if value.dtype == tensor.dtype and same_start:  # the storage offset of an input may change
                 return f'{name}.as_strided({layout})'
             if same_start and value.shape == tensor.shape and value.stride() == tensor.stride():
                 return f'{name}.view({self._constant(value.dtype)})'
@@ -289,9 +289,9 @@ class _Writer:
 
 
 def _guard(tensors: list[Tensor]) -> Callable[..., bool]:
-    """Whether tensors have the types, dtypes, devices, shapes and strides of these and need gradients as they do."""
+    """Checks whether tensors match these in type, dtype, device, shape, strides and requires_grad."""
     sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
-    guards: Any = TensorGuards  # its stub names one list where it takes one for each tensor
+    guards: Any = TensorGuards  # the stub is wrong: it takes one list per tensor
     return guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
@@ -300,7 +300,7 @@ def _storage(x: Tensor) -> int:
 
 
 def _extent(x: Tensor) -> int:
-    """Elements from the first to the last of `x` in memory."""
+    """The number of elements from the first to the last of `x` in memory."""
     if x.numel() == 0:
         return 0
     return 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))

@@ -1,4 +1,4 @@
-"""Engram: conditional memory, looked up by hashes of the last tokens and gated into the residual streams."""
+"""Engram: conditional memory; hashes of recent tokens select embeddings, and gates add them to the streams."""
 
 from tile_kernels.engram.engram_gate_bwd import engram_gate_bwd
 from tile_kernels.engram.engram_gate_forward import engram_gate_backward, engram_gate_forward, engram_weight_grad

@@ -1,4 +1,4 @@
-"""Checks of the Engram ops, and the numbers of their partial sums."""
+"""Checks of the Engram ops, and the numbers of partial sums."""
 
 from typing import Any
 
@@ -42,10 +42,10 @@ def check_gate(
 
 
 def bwd_config(hidden: int) -> dict:
-    """How the gradient runs: threads for two blocks on an SM, or one that reads ahead where rows are too long for two.
+    """Config of the gradient kernel: threads for two blocks per SM, or for one with prefetch if rows are too long.
 
-    The more tokens are under way at a time, the more often dy has left the L2 cache before the block of another stream
-    reads it again; so rows are spread over many threads, and few of them run at once.
+    With more tokens in flight, dy is more often evicted from the L2 cache before the block of another stream reads it.
+    So many threads share a row, and few rows are in flight.
     """
     if hidden <= 4096:
         return dict(vectors=2, resident_threads=576, ahead=False)
@@ -53,7 +53,7 @@ def bwd_config(hidden: int) -> dict:
 
 
 def num_partials_for(num_tokens: int, num_streams: int, hidden: int) -> int:
-    """Partial sums of the weight gradient: blocks of a stream that run all at once, none without a token."""
+    """The number of partial sums of the weight gradient: resident blocks per stream, at most num_tokens."""
     config = bwd_config(hidden)
     row_threads, _ = row_layout(hidden, config['vectors'])
     most = max(1, SUM_SMS * resident_blocks(config['resident_threads'], row_threads) // num_streams)
@@ -61,7 +61,7 @@ def num_partials_for(num_tokens: int, num_streams: int, hidden: int) -> int:
 
 
 def as_bytes(image_token_mask: Tensor | None) -> Tensor | None:
-    """A mask as the kernels read it."""
+    """The mask as bytes, as the kernels read it."""
     return None if image_token_mask is None else image_token_mask.view(torch.uint8)
 
 
@@ -78,7 +78,7 @@ def is_packed(x: Tensor, args: tuple, kwargs: dict[str, Any]) -> bool:
 
 
 def split_packed(kv: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys (num_tokens, num_streams, hidden) and values (num_tokens, hidden) of their packed form, as views."""
+    """Views of the keys (num_tokens, num_streams, hidden) and values (num_tokens, hidden) of a packed tensor."""
     num_tokens, num_streams, hidden = check.shape(x, 'hidden_states', 'num_tokens num_streams hidden')
     known = {'num_tokens': num_tokens, 'hidden': hidden}
     check.shape(kv, 'kv', 'num_tokens num_rows hidden', dtype=BF16, num_rows=num_streams + 1, **known)
@@ -88,12 +88,12 @@ def split_packed(kv: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-#: Blocks that go through the rows of a matrix: two on each of 128 SMs.
+#: Thread blocks that loop over the rows of a matrix: two on each of 128 SMs.
 MAX_PARTIALS = 256
 
 
 def sinkhorn_partials(num_rows: int) -> int:
-    """Partial sums of a step; at least one, so that there are always zeros to add up."""
+    """The number of partial sums of a step; at least one, so that the reduction always has an input."""
     return torch.sym_max(1, torch.sym_min(num_rows, MAX_PARTIALS))
 
 

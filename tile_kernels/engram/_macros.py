@@ -1,7 +1,7 @@
-"""Device code of the ops that own rows: a row is cut into slots of 16 bytes, `row_threads` threads share it.
+"""Device code of the ops that process rows: a row consists of 16-byte slots and belongs to `row_threads` threads.
 
-Slot i of a row belongs to thread i % row_threads of them. A thread holds its slots in registers, `row_local[vectors,
-slot]`, so that every load of a row is under way before the first value is needed.
+Slot i of a row belongs to thread i % row_threads. A thread holds its slots in registers, `row_local[vectors, slot]`. So
+every load of a row is in flight before the first value is needed.
 """
 
 from tile_kernels.core.lang import WARP, T, macro
@@ -9,19 +9,19 @@ from tile_kernels.core.lang import WARP, T, macro
 MAX_THREADS = 1024
 
 
-#: Channels that belong together in a row of bfloat16: 16 bytes, as neighbouring threads access neighbouring ones.
+#: Channels of a slot of a bfloat16 row: 16 bytes. Neighbouring threads access neighbouring slots.
 SLOT = 8
 
 
-#: Elements of a row that a thread of a Sinkhorn step holds.
+#: Elements of a row in the registers of one thread of a Sinkhorn step.
 OWN = 24
 
-#: Longest row; beyond it a thread would hold more than its registers.
+#: The longest supported row; longer rows would exceed the registers of a thread.
 MAX_HIDDEN = 32768
 
 
-#: Rows end where slots end, so guards would only cost; barriers stand where they are needed; nvcc splits a plain
-#: 16-byte store of converted values into words, an explicit one stays whole.
+#: Rows end at slot boundaries, so bounds checks are not needed. The kernels contain all barriers they need. nvcc splits
+#: a plain 16-byte store of converted values into words; an explicit one stays a single store.
 ROW_PASS_CONFIGS = {
     'TL_DISABLE_SAFE_MEMORY_ACCESS': True,
     'TL_DISABLE_THREAD_STORAGE_SYNC': True,
@@ -30,7 +30,7 @@ ROW_PASS_CONFIGS = {
 }
 
 
-#: 2^x as the hardware has it, denormals flushed: what CUDA offers by name adds three instructions for them.
+#: The hardware's 2^x, which flushes denormals; the named CUDA function takes three more instructions for denormals.
 FAST_EXP2 = """
 static __device__ __forceinline__ float ex2_approx(float x) {
   float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y;
@@ -39,7 +39,7 @@ static __device__ __forceinline__ float ex2_approx(float x) {
 
 
 def row_layout(hidden: int, vectors: int, slot: int = SLOT) -> tuple[int, int]:
-    """Threads that share a row and slots each of them holds: `vectors`, or one more or less if too many would idle."""
+    """Threads per row and slots per thread: `vectors`, or one more or less if too many threads would idle."""
     slots = hidden // slot
     layouts = []
     for count in (vectors, vectors + 1, max(1, vectors - 1)):
@@ -50,15 +50,15 @@ def row_layout(hidden: int, vectors: int, slot: int = SLOT) -> tuple[int, int]:
 
 
 def sigmoid_of(x):
-    """1 / (1 + exp(-x)) to a few units in the last place, where nothing promises bits; needs `FAST_EXP2`."""
+    """1 / (1 + exp(-x)), accurate to a few units in the last place and not bit-exact; needs `FAST_EXP2`."""
     return T.fast_rcp(T.float32(1.0) + T.call_extern('float32', 'ex2_approx', x * T.float32(-1.4426950408889634)))
 
 
 @macro
 def load_row(x, token, stream, row_threads, piece, row_local):
-    """Read the slots of a thread of row (token, stream), `piece` channels in an access; zeros beyond the end.
+    """Load a thread's slots of row (token, stream) with `piece` channels per access; zeros beyond the end.
 
-    Weights have a row for each stream alone.
+    A weight tensor has one row per stream.
     """
     vectors, width = row_local.shape
     hidden = x.shape[len(x.shape) - 1]
@@ -77,7 +77,7 @@ def load_row(x, token, stream, row_threads, piece, row_local):
 
 @macro
 def store_slot(slot_local, y, token, stream, slot, piece):
-    """Write one slot of row (token, stream), `piece` channels in an access."""
+    """Store one slot of row (token, stream) with `piece` channels per access."""
     width = slot_local.shape[0]
     if slot < y.shape[2] // width:
         for p in T.unroll(width // piece):
@@ -87,7 +87,7 @@ def store_slot(slot_local, y, token, stream, slot, piece):
 
 @macro
 def store_row(row_local, y, token, stream, row_threads):
-    """Write the slots of a thread of row (token, stream), which is aligned."""
+    """Store a thread's slots of row (token, stream), which must be aligned."""
     for i in T.unroll(row_local.shape[0]):
         slot = i * row_threads + T.get_thread_binding() % row_threads
         if slot < y.shape[2] // SLOT:
@@ -97,10 +97,10 @@ def store_row(row_local, y, token, stream, row_threads):
 
 @macro
 def sum_over_row(sums, parts_shared, turn, row_threads):
-    """Add up `sums` over the threads of a row, in the same order in all of them.
+    """Sum `sums` over the threads of a row, in the same order in all of them.
 
-    `parts_shared[turns, warps of the block, sums]` is scratch; in a loop two alternating turns make one barrier enough.
-    All threads of the block must come along unless a row is that of a single warp.
+    `parts_shared[turns, warps of the block, sums]` is scratch. In a loop, two alternating turns make one barrier
+    sufficient. All threads of the block must call this unless a row belongs to a single warp.
     """
     count, row_warps = sums.shape[0], row_threads // WARP
     warp = T.get_thread_binding() // WARP
@@ -120,7 +120,7 @@ def sum_over_row(sums, parts_shared, turn, row_threads):
 
 @macro
 def wait_for(row_local, zero, sums):
-    """Let the sums depend on rows that are needed after them, lest they are only then asked for; `zero` is 0."""
+    """Make the sums depend on loads of rows needed later, so the compiler issues these loads first; `zero` is 0."""
     count = row_local.shape[0] * row_local.shape[1] * row_local.dtype.bits // 128
     words = T.view(row_local, (count, 4), T.uint32)
     for i in T.unroll(count):
@@ -129,7 +129,7 @@ def wait_for(row_local, zero, sums):
 
 @macro
 def scale_row(raw_local, row_scale, col_local, x_local, sums):
-    """Multiply the matrix by both scales, in float32; sums[0] = the sum of the squares."""
+    """Multiply the matrix by both scales in float32; sums[0] = the sum of the squares."""
     T.clear(sums)
     for i in T.unroll(x_local.shape[0]):
         for e in T.unroll(x_local.shape[1]):

@@ -9,7 +9,7 @@ from tile_kernels.engram._checks import BF16, DTYPES, split_packed
 def random_gate(num_tokens: int, hidden: int, num_streams: int = 4, layout: str = 'dense', images: float = 0.0) -> dict:
     """Inputs of a gate.
 
-    k and v are `dense`, `packed` in one tensor, `odd`: rows that no wide access may touch, or `far` apart.
+    k and v are `dense`, `packed` in one tensor, `odd` (rows that allow no wide access), or `far` (large strides).
     """
     x = torch.randn(num_tokens, num_streams, hidden, dtype=BF16)
     k = torch.randn(num_tokens, num_streams, hidden, dtype=BF16)
@@ -46,9 +46,9 @@ def gate_arguments(eps: float = 1e-20, clamp_value: float = 1e-6, residual: bool
 GATE_SMOKE = (
     grid(num_tokens=[0, 1], hidden=[256])
     + grid(num_tokens=[3], hidden=[64], num_streams=[1])
-    + grid(num_tokens=[3], hidden=[576, 2560], num_streams=[3])  # idle threads, one warp and several
+    + grid(num_tokens=[3], hidden=[576, 2560], num_streams=[3])  # idle threads, with one warp and with several
     + grid(num_tokens=[5], hidden=[512], num_streams=[8], layout=['packed', 'odd'], images=[0.4])
-    + grid(num_tokens=[300], hidden=[64], clamp_value=[0.01])  # many rows; no steep roots
+    + grid(num_tokens=[300], hidden=[64], clamp_value=[0.01])  # many rows; the root is not steep
     + grid(num_tokens=[4], hidden=[128], eps=[1e-6], clamp_value=[0.5], images=[0.5], residual=[False])
 )
 
@@ -92,7 +92,7 @@ GATE_BWD_SMOKE = (
     + grid(num_tokens=[3], hidden=[576, 2560], num_streams=[3])  # idle threads, one warp and several
     + grid(num_tokens=[5], hidden=[512], num_streams=[8], layout=['packed', 'odd'], images=[0.4])
     + grid(num_tokens=[4], hidden=[128], clamp_value=[0.5], images=[0.5], residual=[False])
-    + grid(num_tokens=[3], hidden=[18432], num_streams=[1])  # weights that shared memory does not hold
+    + grid(num_tokens=[3], hidden=[18432], num_streams=[1])  # the weights exceed shared memory
 )
 
 

@@ -37,9 +37,9 @@ def _packed_gate_bwd(
 
 @shown_as(_split_gate_bwd, _packed_gate_bwd)
 def engram_gate_bwd(grad_out: Tensor, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """Gradients of `engram_gate_fwd`, that of the fused weights as partial sums for `grad_w_reduce`.
+    """Gradients of `engram_gate_fwd`; that of the fused weights is returned as partial sums for `grad_w_reduce`.
 
-    Two forms, with keys and values apart or packed in one tensor:
+    There are two forms, with keys and values separate or packed in one tensor:
 
         engram_gate_bwd(grad_out, hidden_states, k, v, weight_fused, dot, gate_score, rstd_x, rstd_k, clamp_value,
                         image_token_mask=None, residual=True) -> (grad_x, grad_k, grad_v, grad_w_partial)
@@ -49,11 +49,11 @@ def engram_gate_bwd(grad_out: Tensor, hidden_states: Tensor, *args: Any, **kwarg
     Args:
         grad_out: gradient of the result, (num_tokens, num_streams, hidden) bfloat16, contiguous.
         hidden_states: (num_tokens, num_streams, hidden) bfloat16, contiguous, as given to the forward function.
-        args: the other arguments of either form, in order: what the forward function was given and what it returned.
-        kwargs: or by name.
+        args: the other arguments of either form, in order: inputs and results of the forward function.
+        kwargs: the same arguments by name.
 
     Returns:
-        Contiguous gradients, and (num_partials, num_streams, hidden) float32 that adds up to the gradient of
+        Contiguous gradients, and (num_partials, num_streams, hidden) float32, which sum up to the gradient of
         weight_fused. Deterministic; num_partials depends on the shape alone, not on the GPU.
     """
     form = _packed_gate_bwd if is_packed(hidden_states, args, kwargs) else _split_gate_bwd

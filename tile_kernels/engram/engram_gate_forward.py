@@ -3,7 +3,7 @@
     norm[t, h]   = hidden[t, h] * rsqrt(mean_h(hidden[t, h]^2) + eps)
     output[t, e] = sum_h norm[t, h] * weight[e, h]                           times the same with gate_weight, if given
 
-Matrix products of PyTorch around a normalised row; there is no kernel of its own.
+PyTorch computes the matrix products and the norm; this function has no kernel.
 """
 
 import torch
@@ -41,7 +41,7 @@ def engram_gate_forward(
     """
     _check(hidden, weight, gate_weight)
     norm_hidden = torch.nn.functional.rms_norm(hidden.float(), hidden.shape[-1:], eps=eps).to(hidden.dtype)
-    with torch.autocast(hidden.device.type, enabled=False):  # dtypes are said here
+    with torch.autocast(hidden.device.type, enabled=False):  # dtypes are explicit here
         output = torch.nn.functional.linear(norm_hidden, weight.to(hidden.dtype))
         if gate_weight is not None:
             output = torch.nn.functional.linear(norm_hidden, gate_weight.to(hidden.dtype)) * output
@@ -61,7 +61,7 @@ def engram_gate_backward(
         eps: that of the forward function.
 
     Returns:
-        (num_tokens, hidden) of the dtype of hidden, found in float32.
+        (num_tokens, hidden) of the dtype of hidden, computed in float32.
     """
     _check(hidden, weight, gate_weight)
     known = {'num_tokens': hidden.shape[0], 'num_experts': weight.shape[0]}

@@ -1,8 +1,8 @@
-"""Fused weight: the product of both norm weights, which is all the Engram gate needs of them.
+"""Fused weight: the product of both norm weights; the Engram gate needs nothing else of them.
 
     weight_fused[c, h] = weight_hidden[c, h] * weight_embed[c, h]           in float32
 
-A thread owns eight neighbouring elements. A few hundred kilobytes: the launch is what it costs.
+A thread owns eight neighbouring elements. The tensors have a few hundred kilobytes, so launch time dominates.
 """
 
 import torch
@@ -24,7 +24,7 @@ DTYPES = (torch.bfloat16, torch.float32)
     pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True},
 )
 def fused_weight_kernel(dtype: torch.dtype, width: int, *, num_threads: int):
-    """`width` elements for a thread."""
+    """Each thread handles `width` elements."""
     num_elements = T.dynamic('num_elements')
 
     @T.prim_func

@@ -1,4 +1,4 @@
-"""Engram gate: how much of an embedding's value each residual stream of a token takes in.
+"""Engram gate: computes how much of an embedding's value is added to each residual stream of a token.
 
     dot[t, c]    = sum_h x[t, c, h] * weight_fused[c, h] * k[t, c, h]
     rstd_x[t, c] = rsqrt(sum_h x[t, c, h]^2 / hidden + eps)                 rstd_k likewise from k
@@ -6,7 +6,7 @@
     gate[t, c]   = sigmoid(copysign(sqrt(max(|z|, clamp_value)), z))
     y[t, c, h]   = x[t, c, h] + gate[t, c] * v[t, h]                        all in float32, rounded once
 
-Image tokens, given by a mask, take in nothing. Memory bound: the floor is reading x, k and v and writing y.
+Image tokens, given by a mask, get nothing added. Memory bound: the floor is reading x, k and v and writing y.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ def gate(
     image_token_mask: Tensor | None = None,
     residual: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gate the value of each token into its residual streams, and keep what the gradient needs.
+    """Gate the value of each token into its residual streams, and save the tensors that the gradient needs.
 
     Args:
         x: (num_tokens, num_streams, hidden) bfloat16, contiguous; 1 to 8 streams, hidden a multiple of 64.
@@ -43,7 +43,7 @@ def gate(
         weight_fused: (num_streams, hidden) float32, the product of both norm weights.
         eps: added to the mean squares.
         clamp_value: lower bound of |z| under the root.
-        image_token_mask: (num_tokens,) bool, tokens that take in nothing; their gate, dot and rstd are 0.
+        image_token_mask: (num_tokens,) bool, tokens that get no value; their gate, dot and rstd are 0.
         residual: add x to the result.
 
     Returns:
@@ -72,7 +72,7 @@ def gate_(
         weight_fused: (num_streams, hidden) float32.
         eps: added to the mean squares.
         clamp_value: lower bound of |z| under the root.
-        image_token_mask: (num_tokens,) bool, tokens that take in nothing.
+        image_token_mask: (num_tokens,) bool, tokens that get no value.
         residual: add x to the result.
     """
     run_gate(x, k, v, weight_fused, eps, clamp_value, image_token_mask, residual, x, False)
@@ -113,7 +113,7 @@ def engram_gate_fwd(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Gate the value of each token into its residual streams.
 
-    Two forms, with keys and values apart or packed in one tensor:
+    There are two forms, with keys and values separate or packed in one tensor:
 
         engram_gate_fwd(hidden_states, k, v, weight_fused, eps, clamp_value, save_for_backward=True,
                         image_token_mask=None, inplace=False, residual=True)
@@ -125,17 +125,17 @@ def engram_gate_fwd(
     Args:
         hidden_states: (num_tokens, num_streams, hidden) bfloat16, contiguous; 1 to 8 streams, hidden a multiple of 64.
         args: the other arguments of either form, in order.
-        kwargs: or by name.
-            k: (num_tokens, num_streams, hidden) bfloat16, dense last dimension.
-            v: (num_tokens, hidden) bfloat16, dense last dimension.
-            kv: (num_tokens, num_streams + 1, hidden) bfloat16, the keys and then the value of each token.
-            weight_fused: (num_streams, hidden) float32; see `fused_weight`.
-            eps: added to the mean squares.
-            clamp_value: lower bound of |z| under the root.
-            save_for_backward: return what `engram_gate_bwd` needs.
-            image_token_mask: (num_tokens,) bool, tokens that take in nothing; what is saved of them is 0.
-            inplace: write to hidden_states; not with save_for_backward.
-            residual: add hidden_states to the result.
+        kwargs: the same arguments by name:
+            - k: (num_tokens, num_streams, hidden) bfloat16, dense last dimension.
+            - v: (num_tokens, hidden) bfloat16, dense last dimension.
+            - kv: (num_tokens, num_streams + 1, hidden) bfloat16, the keys and then the value of each token.
+            - weight_fused: (num_streams, hidden) float32; see `fused_weight`.
+            - eps: added to the mean squares.
+            - clamp_value: lower bound of |z| under the root.
+            - save_for_backward: return the tensors that `engram_gate_bwd` needs.
+            - image_token_mask: (num_tokens,) bool, tokens that get no value; their saved values are 0.
+            - inplace: write to hidden_states; not with save_for_backward.
+            - residual: add hidden_states to the result.
 
     Returns:
         The new hidden states, then dot, gate, rstd_x and rstd_k, each (num_tokens, num_streams) float32 or None.

@@ -9,9 +9,9 @@
     dw[c, h]     = sum_t d[t, c] * x[t, c, h] * k[t, c, h]
 
 A block owns one stream of every num_partials-th token. It keeps its weights and its sum over tokens, dw, in shared
-memory, where each thread touches its own channels only. The blocks of a token divide the channels of dv among them.
-Each reads dy of the other streams while their blocks do, so dy leaves memory once. The number of partial sums depends
-on the shape alone, so results are the same on every GPU. Memory bound.
+memory, where each thread accesses only its own channels. The blocks of a token divide the channels of dv among them.
+Each block reads dy of the other streams at about the same time as their blocks, so memory is read once. The number of
+partial sums depends on the shape alone, so results are the same on every GPU. Memory bound.
 """
 
 import torch
@@ -47,7 +47,7 @@ def run_gate_bwd(
     residual: bool,
     dkv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx, dk, dv and the partial sums of dweight_fused; dk and dv are views of `dkv` if it is given."""
+    """Compute dx, dk, dv and the partial sums of dweight_fused; dk and dv are views of `dkv` if given."""
     num_tokens, num_streams, hidden = check_gate(x, k, v, weight_fused, image_token_mask)
     known = {'num_tokens': num_tokens, 'num_streams': num_streams}
     check.shape(dy, 'grad_out', 'num_tokens num_streams hidden', dtype=x.dtype, hidden=hidden, **known)

@@ -1,4 +1,4 @@
-"""Kernel of the gradient of the Engram gate. See `gate_bwd.py` for the mathematics."""
+"""Kernel of the gradient of the Engram gate; `gate_bwd.py` has the mathematics."""
 
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import WARP, T, macro, resident_blocks
@@ -13,16 +13,16 @@ from tile_kernels.engram._macros import (
     sum_over_row,
 )
 
-#: Longest row whose weights fit into shared memory beside the partial sum.
+#: The longest row whose weights fit into shared memory together with the partial sum.
 MAX_STAGED = 16384
 
 
-#: Channels of 16 bytes of float32.
+#: Channels in 16 bytes of float32.
 HALF = SLOT // 2
 
 
 def choose(hidden: int, num_streams: int, piece: int, masked: bool, residual: bool, size: int) -> dict:
-    """The number of partial sums belongs to it, so both are decided in one place."""
+    """The config also determines the number of partial sums, so `bwd_config` decides both."""
     return bwd_config(hidden)
 
 
@@ -37,7 +37,7 @@ def dot_rows(a_local, b_local, sums):
 
 @macro
 def gate_slope(grad, score, dot, inv_x, inv_k, clamp_value, hidden):
-    """Gradient of dot: 0 where the clamp was in force."""
+    """Gradient of dot; 0 if the clamp was active."""
     s = inv_x * inv_k * (hidden**-0.5)
     slope = grad * score * (T.float32(1.0) - score) * T.float32(0.5) * T.sqrt(s / T.abs(dot))
     return T.if_then_else(T.abs(dot) * s < clamp_value, T.float32(0.0), slope)
@@ -45,7 +45,7 @@ def gate_slope(grad, score, dot, inv_x, inv_k, clamp_value, hidden):
 
 @macro
 def stage_weights(weight, stream, row_threads, piece, weight_shared):
-    """Put the weights of a thread's slots where it finds them again: `weight_shared[vectors, 2, row_threads, HALF]`."""
+    """Copy the weights of a thread's slots to shared memory, `weight_shared[vectors, 2, row_threads, HALF]`."""
     half_local = T.alloc_local((HALF,), T.float32)
     for j in T.unroll(weight_shared.shape[0]):
         for p in T.unroll(2):
@@ -56,7 +56,7 @@ def stage_weights(weight, stream, row_threads, piece, weight_shared):
 
 @macro
 def load_half_slot(weight, stream, slot, p, piece, half_local):
-    """Half p of a slot of float32 weights, bytes of `piece` channels in an access; zeros beyond the end."""
+    """Load half p of a slot of float32 weights, with the bytes of `piece` channels per access; zeros beyond the end."""
     width = max(1, piece // 2)
     T.clear(half_local)
     if slot < weight.shape[1] // SLOT:
@@ -84,7 +84,7 @@ def load_token(
     rows,
     saved,
 ):
-    """Read what a block needs of a token: four rows, and `saved`: dot, rstd_x, rstd_k, own gate, all gates, image."""
+    """Load the data of a token: four rows, and `saved`: dot, rstd_x, rstd_k, own gate, all gates, image flag."""
     load_row(dy, token, stream, row_threads, piece, rows[0])
     load_row(v, token, 0, row_threads, piece, rows[3])
     load_row(x, token, stream, row_threads, piece, rows[1])
@@ -101,7 +101,7 @@ def load_token(
 
 @macro
 def move_on(rows, saved, next_rows, next_saved):
-    """What was read ahead becomes the token at hand."""
+    """Make the prefetched token the current one."""
     for r in (0, 1, 2, 3):
         for i in T.unroll(rows[r].shape[0]):
             for e in T.vectorized(SLOT):
@@ -112,7 +112,7 @@ def move_on(rows, saved, next_rows, next_saved):
 
 @macro
 def load_streams(dy, token, stream, share, row_threads, piece, streams_local):
-    """Read of dy of all streams of a token the slots of a thread in this stream's share of dv."""
+    """Load a thread's slots of dy of all streams, within this stream's part of dv."""
     rounds, num_streams = streams_local.shape[0], streams_local.shape[1]
     T.clear(streams_local)
     for r in T.unroll(rounds):
@@ -126,7 +126,7 @@ def load_streams(dy, token, stream, share, row_threads, piece, streams_local):
 
 @macro
 def store_value_gradient(streams_local, saved, image, dv, token, stream, share, row_threads):
-    """Add up the streams, each times its gate, and write this stream's share of dv."""
+    """Sum the streams, each times its gate, and store this stream's part of dv."""
     rounds, num_streams = streams_local.shape[0], streams_local.shape[1]
     sum_local = T.alloc_local((SLOT,), T.float32)
     dv_local = T.alloc_local((SLOT,), T.bfloat16)
@@ -144,7 +144,7 @@ def store_value_gradient(streams_local, saved, image, dv, token, stream, share, 
 
 @macro
 def gradients_of_half(dy_local, x_local, k_local, j, p, weight_local, slope, x_scale, k_scale, residual, dweight_local):
-    """Replace dy by dx and k by dk in half p of slot j of a thread, and add to the gradient of the weights."""
+    """Replace dy by dx and k by dk in half p of slot j of a thread, and accumulate the weight gradient."""
     dx_local = T.alloc_local((HALF,), T.float32)
     dk_local = T.alloc_local((HALF,), T.float32)
     for e in T.unroll(HALF):
@@ -177,10 +177,10 @@ def gate_bwd_kernel(
     resident_threads: int,
     ahead: bool,
 ):
-    """`piece` channels in an access."""
+    """Accesses have `piece` channels."""
     row_threads, vectors = row_layout(hidden, vectors)
     staged = hidden <= MAX_STAGED
-    share = -(-hidden // (SLOT * num_streams))  # slots of dv for each stream's block
+    share = -(-hidden // (SLOT * num_streams))  # slots of dv per stream
     rounds = -(-share // row_threads)
     num_tokens, num_partials = T.dynamic('num_tokens'), T.dynamic('num_partials')
     k_pitch, k_stream_pitch, v_pitch = T.dynamic('k_pitch'), T.dynamic('k_stream_pitch'), T.dynamic('v_pitch')

@@ -29,7 +29,7 @@ def gate_bwd_partial(
     image_token_mask: Tensor | None = None,
     residual: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of `gate`, that of the weights as partial sums.
+    """Gradients of `gate`; that of the weights is returned as partial sums.
 
     Args:
         dy: gradient of y, (num_tokens, num_streams, hidden) bfloat16, contiguous.

@@ -1,4 +1,4 @@
-"""The Engram gate without what its gradient needs; `gate.py` has the mathematics."""
+"""The Engram gate without the saved tensors of its gradient; `gate.py` has the mathematics."""
 
 from torch import Tensor
 
@@ -18,7 +18,7 @@ def gate_inference(
     image_token_mask: Tensor | None = None,
     residual: bool = True,
 ) -> Tensor:
-    """`gate` without what the gradient needs.
+    """`gate` without the tensors that the gradient needs.
 
     Args:
         x: (num_tokens, num_streams, hidden) bfloat16, contiguous.
@@ -27,7 +27,7 @@ def gate_inference(
         weight_fused: (num_streams, hidden) float32.
         eps: added to the mean squares.
         clamp_value: lower bound of |z| under the root.
-        image_token_mask: (num_tokens,) bool, tokens that take in nothing.
+        image_token_mask: (num_tokens,) bool, tokens that get no value.
         residual: add x to the result.
 
     Returns:

@@ -1,7 +1,7 @@
 """The kernel of the Engram gate; `gate.py` has the mathematics.
 
 A block owns one stream of one token. It issues the loads of all its rows before the first sum, and keeps x and v in
-registers until the gate is known. Blocks of the streams of a token start together, so v leaves memory once.
+registers until the gate is known. The blocks of the streams of a token start together, so v is read from memory once.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ from tile_kernels.engram._macros import (
 
 
 def choose(hidden: int, num_streams: int, piece: int, saving: bool, masked: bool, residual: bool, size: int) -> dict:
-    """Twelve loads in flight for each thread; few short rows are shared by more threads, which shortens the wait."""
+    """Each thread has twelve loads in flight; few short rows get more threads per row, which lowers the latency."""
     few = size * num_streams <= 512 and hidden <= 4096
     return dict(vectors=2 if few else 4, resident_threads=512)
 
@@ -74,7 +74,7 @@ def gate_kernel(
     vectors: int,
     resident_threads: int,
 ):
-    """`piece` channels in an access; x and y may be one tensor; `zero` is 0, which the compiler must not know."""
+    """Accesses have `piece` channels; x and y may be one tensor; `zero` is a 0 that the compiler must not know."""
     row_threads, vectors = row_layout(hidden, vectors)
     num_tokens, v_pitch = T.dynamic('num_tokens'), T.dynamic('v_pitch')
     k_pitch, k_stream_pitch = T.dynamic('k_pitch'), T.dynamic('k_stream_pitch')
@@ -158,7 +158,7 @@ def run_gate(
     y: Tensor | None,
     saving: bool,
 ) -> Any:
-    """Launch the gate; returns y, in `y` if given, and the four saved tensors, None unless `saving`."""
+    """Launch the gate; returns y (the given `y`, if any) and the four saved tensors, None unless `saving`."""
     num_tokens, num_streams, hidden = check_gate(x, k, v, weight_fused, image_token_mask)
     y = torch.empty_like(x) if y is None else y
     saved = [x.new_empty(num_tokens, num_streams, dtype=torch.float32) for _ in range(4)] if saving else [None] * 4

@@ -1,11 +1,12 @@
-"""Add up partial sums, in an order that the shape fixes, and hand them on.
+"""Add up partial sums in an order that depends only on the shape, then store or apply the result.
 
     s[j]  = sum_p partial[p, j]                              in float32
     out   = s                                               `sum_of_partials`, `engram_sinkhorn_step_reduce`
     grad_weight_hidden += s * weight_embed,  grad_weight_embed += s * weight_hidden            `grad_w_reduce`
 
-A few threads side by side own the columns of a block; groups of them share the partial sums, so that many are on their
-way at once, and meet by shuffles and in shared memory. Memory bound: the floor is reading the partial sums.
+A few neighbouring threads own the columns of a block. Several such groups divide the partial sums, so that many loads
+are in flight. Shuffles and shared memory combine the sums of the groups. Memory bound: the floor is reading the partial
+sums.
 """
 
 import torch
@@ -22,18 +23,18 @@ from tile_kernels.core.op import Mut, op
 WEIGHTS = (torch.bfloat16, torch.float32)
 
 
-#: Warps of a block, partial sums that a thread has in flight.
+#: Warps of a block, and loads in flight per thread.
 WARPS, IN_FLIGHT = 16, 8
 
 
 def choose(width: int, weight_dtype: torch.dtype | None, grad_dtype: torch.dtype | None, num_columns: int) -> dict:
-    """Whole warps side by side, or fewer threads where few columns would leave SMs idle."""
+    """Whole warps per row of columns; fewer threads if few columns would leave SMs idle."""
     return dict(lanes=32 if num_columns >= 8192 else 8)
 
 
 @kernel(choose=choose, space=dict(lanes=(8, 16, 32)), pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True})
 def sum_partials_kernel(width: int, weight_dtype: torch.dtype | None, grad_dtype: torch.dtype | None, *, lanes: int):
-    """`width` columns in an access; with weights, their gradients grow, without, the sums are written to `total`."""
+    """Accesses have `width` columns; the sums update the weight gradients, or without weights go to `total`."""
     groups = WARPS * WARP // lanes
     num_partials, num_columns = T.dynamic('num_partials'), T.dynamic('num_columns')
     weighted = weight_dtype is not None
@@ -59,7 +60,7 @@ def sum_partials_kernel(width: int, weight_dtype: torch.dtype | None, grad_dtype
             thread = T.get_thread_binding()
             group, lane = thread // lanes, thread % lanes
             column = pid * block_columns + lane * width
-            own = pid * block_columns + thread  # of the threads that hand on what was added up
+            own = pid * block_columns + thread  # the column of a thread that stores a result
 
             if weighted and thread < block_columns and own < num_columns:
                 before[0] = T.cast(grad_weight_hidden[own], T.float32)
@@ -98,7 +99,7 @@ def sum_partials_kernel(width: int, weight_dtype: torch.dtype | None, grad_dtype
 
 
 def sum_of_partials(partial: Tensor, out: Tensor | None = None) -> Tensor:
-    """The sum over the first dimension, written to `out` if it is given."""
+    """The sum over the first dimension, stored in `out` if given."""
     out = partial.new_empty(partial.shape[1:]) if out is None else out
     flat = partial.view(partial.shape[0], out.numel())
     width = 4 if check.vector_bytes(flat) == 16 else 1
@@ -114,14 +115,14 @@ def grad_w_reduce(
     grad_weight_hidden: Mut,
     grad_weight_embed: Mut,
 ) -> None:
-    """Add the gradients of both norm weights, from the partial sums of `engram_gate_bwd`, to the given buffers.
+    """Add the gradients of both norm weights to the given buffers, from the partial sums of `engram_gate_bwd`.
 
     Args:
         grad_w_partial: (num_partials, num_streams, hidden) float32, contiguous; any number of partial sums.
         weight_hidden: (num_streams, hidden) bfloat16 or float32, contiguous.
         weight_embed: (num_streams, hidden) of the same dtype, contiguous.
-        grad_weight_hidden: (num_streams, hidden) float32 or bfloat16, contiguous; grows by the sum times weight_embed.
-        grad_weight_embed: (num_streams, hidden) of the same dtype, contiguous; grows by the sum times weight_hidden.
+        grad_weight_hidden: (num_streams, hidden) float32 or bfloat16, contiguous; the sum times weight_embed is added.
+        grad_weight_embed: (num_streams, hidden) of the same dtype, contiguous; the sum times weight_hidden is added.
     """
     _, num_streams, hidden = check.shape(
         grad_w_partial, 'grad_w_partial', 'num_partials num_streams hidden', dtype=torch.float32

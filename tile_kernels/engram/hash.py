@@ -1,11 +1,11 @@
-"""Engram hash: the rows of the embedding tables that the n-grams ending at a token look up.
+"""Engram hash: the rows of the embedding tables for the n-grams that end at a token.
 
     mix[l, t, i]  = mix[l, t, i - 1] ^ (ids[t, i] * multipliers[l, i])       int64, wrapping; mix[l, t, -1] = 0
     hash[l, t, (i - 1) * heads + j] = mix[l, t, i] mod vocab_sizes[l, i - 1, j] + offsets[l, (i - 1) * heads + j]
 
 for i = 1 .. ngram - 1, with the remainder of floor division; -1 for image tokens. A thread owns one column of a layer
-and goes through a few tokens, so what is expensive about a division is done once; neighbouring threads write
-neighbouring numbers. Bound by the divisions.
+and loops over a few tokens, so it computes the inverse of a divisor once. Neighbouring threads write neighbouring
+numbers. The divisions limit the speed.
 """
 
 import torch
@@ -20,7 +20,7 @@ from tile_kernels.core.op import op
 
 
 def choose(ngram: int, num_heads: int, masked: bool, size: int) -> dict:
-    """Four tokens share a division's preparation; few tokens are spread over more threads."""
+    """Four tokens use one computed inverse; few tokens are spread over more threads."""
     return dict(block_tokens=4 if size >= 2048 else 1, num_threads=128)
 
 
@@ -28,8 +28,8 @@ def choose(ngram: int, num_heads: int, masked: bool, size: int) -> dict:
 def floor_mod(value, divisor, inverse):
     """Remainder in 0 .. divisor - 1 of an int64 by an int32 divisor > 0; `inverse` is 1 / divisor in float64.
 
-    ~value >= 0 counts back from the end where value < 0. The high word goes first; what is left is below
-    divisor * 2^32, so the quotient has 32 bits, and one guessed in float64 is off by at most one.
+    For value < 0, the remainder of ~value >= 0 is counted back from the end. The high word is reduced first. The rest
+    is below divisor * 2^32, so the quotient has 32 bits. A quotient estimated in float64 is off by at most one.
     """
     negative = value < T.int64(0)
     magnitude = T.reinterpret(T.if_then_else(negative, ~value, value), T.uint64)
@@ -52,7 +52,7 @@ def floor_mod(value, divisor, inverse):
     pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True},
 )
 def hash_kernel(ngram: int, num_heads: int, masked: bool, *, block_tokens: int, num_threads: int):
-    """Columns of a token are neighbours; `lanes` tokens are beside each other in a block, `block_tokens` in a row."""
+    """A thread has one column; a block has `lanes` tokens in parallel and `block_tokens` in sequence."""
     columns = (ngram - 1) * num_heads
     lanes = max(1, num_threads // columns)
     rounds = -(-columns // num_threads) if columns > num_threads else 1
@@ -116,8 +116,8 @@ def engram_hash(
         ngram_token_ids: (num_tokens, ngram) int32, contiguous: the token and its predecessors.
         multipliers: (num_layers, ngram) int64, contiguous.
         vocab_sizes: (num_layers, ngram - 1, num_heads) int32, contiguous, all positive.
-        offsets: (num_layers, (ngram - 1) * num_heads) int32, contiguous: where each table starts.
-        image_token_mask: (num_tokens,) bool, tokens that look up nothing.
+        offsets: (num_layers, (ngram - 1) * num_heads) int32, contiguous: the first row of each table.
+        image_token_mask: (num_tokens,) bool, tokens without a lookup.
 
     Returns:
         (num_layers, num_tokens, (ngram - 1) * num_heads) int32; -1 for image tokens.
@@ -160,7 +160,7 @@ def _make(
     images: float = 0.0,
     extreme: bool = False,
 ) -> dict:
-    """`extreme`: multipliers of 63 bits and any sign, vocabularies of any size."""
+    """`extreme` uses 63-bit multipliers of any sign and vocabularies of any size."""
     span = 2**62 if extreme else 2**40
     sizes = torch.randint(1, 2**31 - 1 if extreme else 100_000, (num_layers, ngram - 1, num_heads), dtype=torch.int32)
     return dict(

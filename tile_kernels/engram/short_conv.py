@@ -1,4 +1,4 @@
-"""Short convolution: each channel looks a few tokens back, and what it sees goes through SiLU.
+"""Short convolution: each channel is convolved with a few previous tokens, followed by SiLU.
 
     a[b, t, c] = sum_j weight[c, j] * x[b, t - (taps - 1 - j) * dilation, c]         0 before the sequence starts
     y[b, t, c] = a * sigmoid(a)                                                       in float32, rounded once
@@ -7,10 +7,11 @@
     dx[b, t, c]      = sum_j weight[c, j] * da[b, t + (taps - 1 - j) * dilation, c]
     dweight[c, j]    = sum_bt da[b, t, c] * x[b, t - (taps - 1 - j) * dilation, c]
 
-Tokens that lie `dilation` apart form a walk of their own: a warp takes `length` tokens of one, each lane `width`
-neighbouring channels, and needs no more of the past than the last taps - 1 tokens, which stay in registers. The next
-tokens are on their way while it computes. Gradients are found on the same walk, those of x taps - 1 steps late; the
-sums over tokens are partial sums of the walks of a block, added up in a fixed order. Memory bound.
+Tokens that are `dilation` apart form a chain, called a walk. A warp processes `length` tokens of a walk, and each lane
+`width` neighbouring channels. Of earlier tokens it needs only the last taps - 1, which stay in registers. It prefetches
+the next tokens while it computes. The gradient uses the same walks; the gradient of x follows taps - 1 steps later.
+Each block adds the weight gradients of its walks into a partial sum, and a second kernel adds these in a fixed order.
+Memory bound.
 """
 
 import torch
@@ -36,14 +37,14 @@ PASS_CONFIGS = {
 
 
 def choose(channels: int, taps: int, dilation: int, size: int) -> dict:
-    """Long walks re-read less, short ones fill the GPU when there are few tokens; more taps need more registers."""
+    """Long walks re-read less, short ones fill the GPU for few tokens; more taps need more registers."""
     resident_threads = 1024 if taps <= 4 else 768 if taps == 5 else 512
     length = 64 if size * channels >= 2**24 else 4
     return dict(width=4, chunk=4, length=length, warps=4, resident_threads=resident_threads)
 
 
 def choose_bwd(channels: int, taps: int, dilation: int, size: int) -> dict:
-    """As `choose`; a thread holds more of each channel."""
+    """Like `choose`; a thread holds more values per channel."""
     length = 64 if size * channels >= 2**24 else 8
     return dict(width=4, chunk=4, length=length, warps=4, resident_threads=512 if taps <= 4 else 256)
 
@@ -58,13 +59,13 @@ SPACE = dict(
 
 
 def num_walks(num_tokens: int, dilation: int, length: int) -> int:
-    """Walks of a sequence."""
+    """The number of walks of a sequence."""
     return -(-num_tokens // (dilation * length)) * dilation
 
 
 @macro
 def load_tokens(x, batch, first, dilation, slot, x_local):
-    """Read channels of tokens first, first + dilation, ...; zeros outside of the sequence."""
+    """Load channels of tokens first, first + dilation, ...; zeros outside the sequence."""
     count, width = x_local.shape
     T.clear(x_local)
     if slot < x.shape[2] // width:
@@ -76,7 +77,7 @@ def load_tokens(x, batch, first, dilation, slot, x_local):
 
 @macro
 def widen(x_local, at, seen):
-    """Put tokens into the window, in float32."""
+    """Copy tokens into the window as float32."""
     count, width = x_local.shape
     pairs = T.view(x_local, (count, width // 2), T.uint32)
     for i in T.unroll(count):
@@ -87,7 +88,7 @@ def widen(x_local, at, seen):
 
 @macro
 def load_taps(weight, slot, weight_local):
-    """Weights of the channels of a thread, `weight_local[width * taps]`, channel by channel."""
+    """Load the weights of a thread's channels, `weight_local[width * taps]`, channel by channel."""
     count = weight_local.shape[0]
     T.clear(weight_local)
     if slot < weight.shape[0] // count:
@@ -98,7 +99,7 @@ def load_taps(weight, slot, weight_local):
 
 @macro
 def convolve(seen, weight_local, at, a_local):
-    """Sum over the taps, the first of which meets seen[at]."""
+    """Sum over the taps; the first tap is multiplied with seen[at]."""
     width = a_local.shape[0]
     taps = weight_local.shape[0] // width
     for e in T.unroll(width):
@@ -109,7 +110,7 @@ def convolve(seen, weight_local, at, a_local):
 
 @macro
 def forget(seen, count):
-    """Move on by `count` tokens."""
+    """Shift the window by `count` tokens."""
     for i in T.unroll(seen.shape[0] - count):
         for e in T.unroll(seen.shape[1]):
             seen[i, e] = seen[i + count, e]
@@ -119,7 +120,7 @@ def forget(seen, count):
 def short_conv_kernel(
     channels: int, taps: int, dilation: int, *, width: int, chunk: int, length: int, warps: int, resident_threads: int
 ):
-    """`chunk` tokens of a walk are read at a time."""
+    """A thread loads `chunk` tokens of a walk at a time."""
     past = taps - 1
     batch_size, num_tokens = T.dynamic('batch_size'), T.dynamic('num_tokens')
 
@@ -141,7 +142,7 @@ def short_conv_kernel(
             weight_local = T.alloc_local((width * taps,), T.float32)
             a_local = T.alloc_local((width,), T.float32)
             y_local = T.alloc_local((width,), T.bfloat16)
-            first = T.alloc_var(T.int32)  # variables, lest the divisions be widened to 64 bits with the addresses
+            first = T.alloc_var(T.int32)  # variables: otherwise the divisions become 64-bit together with the addresses
             steps = T.alloc_var(T.int32)
             slot = pid * WARP + T.get_thread_binding() % WARP
             walk = part * warps + T.get_thread_binding() // WARP
@@ -176,7 +177,7 @@ def short_conv_kernel(
 def short_conv_bwd_kernel(
     channels: int, taps: int, dilation: int, *, width: int, chunk: int, length: int, warps: int, resident_threads: int
 ):
-    """`dweight_partial[batch, part]` holds the sums over the tokens of `warps` walks of a sequence."""
+    """`dweight_partial[batch, part]` is the sum over the tokens of `warps` walks of a sequence."""
     past, count = taps - 1, width * taps
     batch_size, num_tokens, num_parts = T.dynamic('batch_size'), T.dynamic('num_tokens'), T.dynamic('num_parts')
 
@@ -273,7 +274,7 @@ def short_conv_bwd_kernel(
 
 
 def _check(x: Tensor, weight: Tensor, dilation: int) -> tuple[int, int, int, int]:
-    """Check what both directions share; returns batch_size, num_tokens, channels, taps."""
+    """Check the arguments of both directions; returns batch_size, num_tokens, channels, taps."""
     batch_size, num_tokens, channels = check.shape(x, 'x', 'batch num_tokens channels', dtype=torch.bfloat16)
     _, taps = check.shape(weight, 'weight', 'channels taps', dtype=torch.float32, channels=channels)
     check.multiple(channels, SLOT, 'channels')
@@ -323,8 +324,8 @@ def short_conv(x: Tensor, weight: Tensor, dilation: int = 1) -> Tensor:
 
     Args:
         x: (batch, num_tokens, channels) bfloat16, contiguous; channels a multiple of 8.
-        weight: (channels, taps) float32, contiguous; the last tap meets the token itself. Up to 8 taps.
-        dilation: tokens between taps; taps reach at most 32 tokens back.
+        weight: (channels, taps) float32, contiguous; the last tap applies to the token itself. Up to 8 taps.
+        dilation: distance between taps in tokens; taps reach at most 32 tokens back.
 
     Returns:
         (batch, num_tokens, channels) bfloat16.

@@ -1,4 +1,4 @@
-"""The end of the Sinkhorn steps: the scaled matrix with rows of length alpha.
+"""The last step of Sinkhorn: the scaled matrix with rows of length alpha.
 
 out[r, d] = x[r, d] * alpha / (norm[r] + eps)                            x and norm as in `sinkhorn_step`
 """
@@ -33,7 +33,7 @@ def sinkhorn_finalize_kernel(
     block_rows: int,
     resident_threads: int,
 ):
-    """A block goes through `block_rows` rows for each of its teams, reading one row ahead."""
+    """Each group of `row_threads` threads processes `block_rows` rows and prefetches one row."""
     width, piece = 16 // dtype.itemsize, vector_bytes // dtype.itemsize
     row_threads, vectors = row_layout(num_columns, OWN // width, width)
     teams = max(1, 256 // row_threads)
@@ -97,7 +97,7 @@ def _finalize(matrix: Tensor, row_scale: Tensor, col_scale: Tensor, eps: float, 
 
 @op(outputs='out', name='sinkhorn_finalize', twin='sinkhorn_finalize')
 def _engram_sinkhorn_finalize(matrix: Tensor, row_scale: Tensor, col_scale: Tensor, eps: float, alpha: float) -> Tensor:
-    """The scaled matrix, each row brought to length alpha.
+    """The scaled matrix; each row is normalized to length alpha.
 
     Args:
         matrix: (num_rows, num_columns) float32 or bfloat16, contiguous; num_columns a multiple of 8.
@@ -118,7 +118,7 @@ def _engram_sinkhorn_finalize(matrix: Tensor, row_scale: Tensor, col_scale: Tens
 def sinkhorn_finalize_(
     out: Out, matrix: Tensor, row_scale: Tensor, col_scale: Tensor, eps: float, alpha: float
 ) -> None:
-    """`sinkhorn_finalize` into memory of the caller.
+    """`sinkhorn_finalize` with the result in memory of the caller.
 
     Args:
         out: (num_rows, num_columns) float32 or bfloat16, contiguous, aligned to 16 bytes; overwritten. May be matrix.
@@ -141,7 +141,7 @@ def sinkhorn_finalize_(
 def engram_sinkhorn_finalize(
     matrix: Tensor, row_scale: Tensor, col_scale: Tensor, eps: float, alpha: float, out: Tensor | None = None
 ) -> Tensor:
-    """The scaled matrix, each row brought to length alpha: the update of an embedding table.
+    """The scaled matrix with each row normalized to length alpha: the update of an embedding table.
 
     Args:
         matrix: (num_rows, num_columns) float32 or bfloat16, contiguous; num_columns a multiple of 8.
@@ -149,7 +149,7 @@ def engram_sinkhorn_finalize(
         col_scale: (num_columns,) float32.
         eps: added to the length of a row.
         alpha: length of the rows of the result.
-        out: where to write the result, float32 or bfloat16, or None.
+        out: tensor for the result, float32 or bfloat16, or None.
 
     Returns:
         (num_rows, num_columns) of the dtype of matrix, or `out`.

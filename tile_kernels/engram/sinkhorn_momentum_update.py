@@ -1,9 +1,9 @@
-"""Momentum of the Engram optimiser.
+"""Momentum of the Engram optimizer.
 
     m      <- fma(m, beta1, (1 - beta1) * g)                in float32; the buffer keeps it in its own dtype
     update  = fma(g, 1 - beta1, beta1 * m)                  with Nesterov, from the m not yet rounded; otherwise m
 
-A thread owns a few quads of elements; neighbours own neighbouring quads, so that whole sectors are written at a time.
+A thread owns a few quads of elements. Neighbouring threads own neighbouring quads, so they write whole sectors.
 Memory bound: the floor is reading g and m and writing m and the update.
 """
 
@@ -18,13 +18,13 @@ from tile_kernels.core.launch import launch
 from tile_kernels.core.op import Mut, op
 from tile_kernels.engram._checks import DTYPES
 
-#: Neighbouring elements that a thread owns: 16 bytes of float32.
+#: Neighbouring elements of a thread: 16 bytes of float32.
 QUAD = 4
 
 
 @macro
 def load_quads(x, first, stride, piece, whole, x_local):
-    """Read quads first, first + stride, ..., `piece` elements in an access, or one by one at the end of the tensor."""
+    """Load quads first, first + stride, ..., with `piece` elements per access, or one at the end of the tensor."""
     if not whole:
         T.clear(x_local)
     for i in T.unroll(x_local.shape[0]):
@@ -66,7 +66,7 @@ def sinkhorn_momentum_kernel(
     quads: int,
     num_threads: int,
 ):
-    """Accesses of at most `vector_bytes` bytes."""
+    """Accesses have at most `vector_bytes` bytes."""
     num_elements = T.dynamic('num_elements', 'int64')  # tables are large
     grad_piece = min(QUAD, vector_bytes // grad_dtype.itemsize)
     buffer_piece = min(QUAD, vector_bytes // buffer_dtype.itemsize)
@@ -113,13 +113,13 @@ def sinkhorn_momentum_kernel(
 
 @op(outputs='update', name='sinkhorn_momentum_update')
 def engram_sinkhorn_momentum_update(grad: Tensor, momentum_buffer: Mut, beta1: float, nesterov: bool = True) -> Tensor:
-    """Move the momentum towards the gradient and give the update.
+    """Update the momentum with the gradient and return the parameter update.
 
     Args:
         grad: float32 or bfloat16, contiguous, any shape.
         momentum_buffer: float32 or bfloat16, contiguous, shape of grad; overwritten.
-        beta1: share of the momentum that stays.
-        nesterov: look one step ahead.
+        beta1: decay rate of the momentum.
+        nesterov: use Nesterov momentum.
 
     Returns:
         The update, float32, shape of grad.
@@ -156,7 +156,7 @@ def _make(
 engram_sinkhorn_momentum_update.cases(
     make=_make,
     match='bitwise',
-    smoke=grid(shape=[(17, 256), (5, 67)], dtype=DTYPES, buffer_dtype=DTYPES)  # more than a block, less than one
+    smoke=grid(shape=[(17, 256), (5, 67)], dtype=DTYPES, buffer_dtype=DTYPES)  # more than one block, less than one
     + grid(shape=[(0, 4)])
     + grid(shape=[(9,)], nesterov=[False], beta1=[0.3]),
     full=grid(shape=[(4001, 1280)], dtype=DTYPES, buffer_dtype=DTYPES),

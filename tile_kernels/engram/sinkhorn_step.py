@@ -1,4 +1,4 @@
-"""Sinkhorn steps of the Engram optimiser: rows and columns of an update brought to equal length by two scales.
+"""Sinkhorn steps of the Engram optimizer: two scales bring the rows and columns of an update to equal length.
 
     x[r, d]        = row_scale[r] * matrix[r, d] * col_scale[d]
     norm[r]        = sqrt(sum_d x[r, d]^2)
@@ -6,8 +6,9 @@
     col_sumsq[d]   = sum_r (x[r, d] / (norm[r] + eps))^2                     a step, as partial sums
     out[r, d]      = x[r, d] * alpha / (norm[r] + eps)                       the end
 
-`row_threads` threads own a row; those of a block go through rows side by side, with the scales of their columns and
-their sums over rows in registers. Memory bound: the floor is reading the matrix (and writing the result).
+`row_threads` threads own a row. The groups of a block process several rows in parallel. A thread keeps the scales of
+its columns and their sums over rows in registers. Memory bound: the floor is reading the matrix (and writing the
+result).
 """
 
 import torch
@@ -31,9 +32,9 @@ from tile_kernels.engram._samples import SINKHORN_BENCH, SINKHORN_BOUNDS, SINKHO
     pass_configs=ROW_PASS_CONFIGS,
 )
 def sinkhorn_step_kernel(num_columns: int, dtype: torch.dtype, vector_bytes: int, *, resident_threads: int):
-    """Block p goes through the rows r with r % num_partials = p, `teams` of them at a time.
+    """Block p processes the rows r with r % num_partials = p, `teams` of them at a time.
 
-    It reads two rows ahead, or one where registers do not suffice for two.
+    It prefetches two rows, or one if registers do not suffice for two.
     """
     width, piece = 16 // dtype.itemsize, vector_bytes // dtype.itemsize
     row_threads, vectors = row_layout(num_columns, OWN // width, width)
@@ -121,7 +122,7 @@ def sinkhorn_step_kernel(num_columns: int, dtype: torch.dtype, vector_bytes: int
 
 @op(outputs='row_norm col_sumsq_partial', name='sinkhorn_step')
 def engram_sinkhorn_step(matrix: Tensor, row_scale: Mut, col_scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Bring the rows of the scaled matrix to length 1 and measure its columns.
+    """Normalize the rows of the scaled matrix to length 1 and compute the sums of squares of its columns.
 
     Args:
         matrix: (num_rows, num_columns) float32 or bfloat16, contiguous; num_columns a multiple of 8.

@@ -1,4 +1,4 @@
-"""Sum of what `sinkhorn_step` measured of the columns."""
+"""Sum of the partial column sums of `sinkhorn_step`."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from tile_kernels.engram.grad_w_reduce import sum_of_partials
 
 @op(name='sinkhorn_step_reduce')
 def engram_sinkhorn_step_reduce(col_sumsq_partial: Tensor, col_sumsq: Out) -> None:
-    """Add up what `engram_sinkhorn_step` measured of the columns.
+    """Add up the partial column sums of `engram_sinkhorn_step`.
 
     Args:
         col_sumsq_partial: (num_partials, num_columns) float32, contiguous; any number of partial sums.

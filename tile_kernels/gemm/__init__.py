@@ -1,4 +1,4 @@
-"""Matrix products, dense and of groups of rows, each with its own matrix."""
+"""Matrix products: dense, and grouped, where each group of rows has its own matrix."""
 
 from tile_kernels.gemm.gemm import gemm, gemm_bwd
 from tile_kernels.gemm.gemm_fp8 import gemm_fp8

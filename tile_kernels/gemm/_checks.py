@@ -1,4 +1,4 @@
-"""What the products need of their operands."""
+"""Checks of the operands of matrix products."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ MAX_GROUPS = 4096
 
 
 def check_operands(extents: tuple[int, ...], **operands: Tensor) -> None:
-    """What the loads of a product need of its operands."""
+    """Check what the loads of a product require of its operands."""
     for name, x in operands.items():
         check.contiguous(x, name)
         for extent in extents:
@@ -22,7 +22,7 @@ def check_operands(extents: tuple[int, ...], **operands: Tensor) -> None:
 
 
 def check_groups(group_end: Tensor, num_groups: int, a: Tensor) -> None:
-    """Where the groups of the rows of `a` end."""
+    """Check the ends of the groups of the rows of `a`."""
     check.at_most(num_groups, MAX_GROUPS, 'num_groups')
     check.shape(group_end, 'group_end', 'num_groups', dtype=torch.int32, num_groups=num_groups)
     check.contiguous(group_end, 'group_end')
@@ -30,7 +30,7 @@ def check_groups(group_end: Tensor, num_groups: int, a: Tensor) -> None:
 
 
 def check_product(a: Tensor, b: Tensor, group_end: Tensor) -> tuple[int, int, int, int]:
-    """The operands of a product in half precision; returns num_rows, num_groups, n, k."""
+    """Check the operands of a product in half precision; returns num_rows, num_groups, n, k."""
     num_rows, k = check.shape(a, 'a', 'num_rows k', dtype=HALVES)
     num_groups, n, _ = check.shape(b, 'b', 'num_groups n k', dtype=a.dtype, k=k)
     check_operands((n, k), a=a, b=b)
@@ -39,7 +39,7 @@ def check_product(a: Tensor, b: Tensor, group_end: Tensor) -> tuple[int, int, in
 
 
 def check_gradient(dd: Tensor, a: Tensor, b: Tensor, group_end: Tensor) -> tuple[int, int, int, int]:
-    """The same with the gradient of the result."""
+    """The same, with the gradient of the result."""
     num_rows, n = check.shape(dd, 'dd', 'num_rows n', dtype=HALVES)
     _, k = check.shape(a, 'a', 'num_rows k', dtype=dd.dtype, num_rows=num_rows)
     num_groups, _, _ = check.shape(b, 'b', 'num_groups n k', dtype=dd.dtype, n=n, k=k)
@@ -51,7 +51,7 @@ def check_gradient(dd: Tensor, a: Tensor, b: Tensor, group_end: Tensor) -> tuple
 def check_fp8(
     a: Tensor, a_sf: Tensor, b: Tensor, b_sf: Tensor, group_end: Tensor, multiple_of: int
 ) -> tuple[int, int, int, int]:
-    """The operands of a product of fp8 codes; returns num_rows, num_groups, n (a multiple as given), k."""
+    """Check the operands of an fp8 product; returns num_rows, num_groups, n (a multiple as given), k."""
     num_rows, k = check.shape(a, 'a', 'num_rows k', dtype=FP8)
     num_groups, n, _ = check.shape(b, 'b', 'num_groups n k', dtype=FP8, k=k)
     depth = dict(depth_groups=-(-k // GROUP))

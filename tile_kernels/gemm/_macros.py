@@ -1,8 +1,8 @@
-"""Device macros of the products: tiles of groups of rows, the ring of buffers between warpgroups, the stores.
+"""Device macros of the products: tiles of row groups, the ring of stages between warpgroups, the stores.
 
 A tile of `block_m` rows never crosses the end of a group. A thread block counts the tiles of all groups when it starts,
-so that it finds the group of a tile by bisection; thread blocks take equally many, since no number is without a tile.
-The rows a tile reads behind the end of its group belong to others; their products are not stored.
+and then finds the group of a tile by bisection. Tiles are numbered without gaps, so all thread blocks process equally
+many. A tile may read rows after the end of its group; their products are not stored.
 """
 
 from dataclasses import dataclass
@@ -17,17 +17,17 @@ from tile_kernels.core.lang import T, macro
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 AMAX_FLOOR = 1e-4
-GROUP = 128  # channels that share a scale factor; also the rows of b that do, and a step of the sum
+GROUP = 128  # channels per scale factor; also rows of b per scale factor, and depth of one step of the sum
 
 WARPGROUP = 128
-WARPGROUP_ROWS = 64  # of a tile, which one warpgroup multiplies
-DENSE = 0  # groups of a product of all rows with one matrix: nothing says where they end
-BAND = 16  # rows of tiles of a group that are finished before the next; the last band takes what would be a lower one
-#: Registers of a thread where one warpgroup loads for two that multiply; together the 64 K of an SM.
+WARPGROUP_ROWS = 64  # rows of a tile that one warpgroup multiplies
+DENSE = 0  # num_groups of a dense product
+BAND = 16  # rows of tiles in a band; the next band starts after it, and the last band may be higher
+#: Registers per thread if one warpgroup loads for two that multiply; together the 64 K registers of an SM.
 LOADING_REGISTERS, MULTIPLYING_REGISTERS = 24, 240
 
-#: Kernels of warpgroups with different roles, which meet at barriers of their own; one for all threads would stop them
-#: for ever. Every index is in bounds by what the kernel says itself: further guards would cost registers.
+#: Options of warp-specialized kernels. Their warpgroups use named barriers; an inserted barrier of all threads would
+#: deadlock. The kernels guarantee that every index is in bounds; additional guards would cost registers.
 WARPGROUP_ROLES: dict[str, Any] = dict(
     pass_configs={
         'TL_DISABLE_THREAD_STORAGE_SYNC': True,
@@ -38,21 +38,21 @@ WARPGROUP_ROLES: dict[str, Any] = dict(
     flops=count_product,
 )
 
-#: Tile of a product by mma, which every GPU has, and its step over the depth.
+#: The tile of a product with mma, which every GPU has, and its step along k.
 MMA_M, MMA_N, MMA_K = 64, 128, 32
 MMA_THREADS = 128
-#: The fallback of every product: `T.gemm` of tiles that threads copy to shared memory themselves. It is simple. It has
-#: not been timed on the GPUs it is for.
+#: Options of the fallback of every product: `T.gemm` on tiles that the threads copy to shared memory. It is simple, and
+#: it has not been timed on the GPUs that use it.
 FALLBACK: dict[str, Any] = dict(pass_configs=PLAIN_PRODUCTS, flops=count_product)
 
 
 def wastes_little(extent: int, block: int) -> bool:
-    """Whether blocks of this size cover the extent with few columns to spare: they are faster than smaller ones."""
+    """Whether blocks of this size waste few columns of the extent; if so, they are faster than smaller ones."""
     return 4 * (-(-extent // block) * block - extent) <= extent
 
 
 def swizzled(buffer: Any) -> Any:
-    """A layout of shared memory in which neither the rows of a tile nor its columns meet in a bank."""
+    """A layout of shared memory without bank conflicts in the rows and the columns of a tile."""
     from tilelang.layout import make_swizzled_layout
 
     return make_swizzled_layout(buffer)
@@ -63,10 +63,10 @@ def swizzled(buffer: Any) -> Any:
 
 @dataclass(frozen=True)
 class Tiles:
-    """How the rows of a product are cut into tiles of `block_m`, and its columns into `tiles_n`."""
+    """The tiling of a product: rows in tiles of `block_m`, columns in `tiles_n` tiles."""
 
     group_end: Any
-    first_shared: Any  # tiles of the groups before each; `count_tiles` writes it
+    first_shared: Any  # number of tiles before each group; written by `count_tiles`
     num_rows: Any
     num_groups: int
     block_m: int
@@ -75,7 +75,7 @@ class Tiles:
 
 @macro
 def count_tiles(tiles, num_threads: int):
-    """`first_shared[g]` = tiles of the groups before g, for g up to `num_groups`. All threads take part."""
+    """`first_shared[g]` = number of tiles before group g, for g up to `num_groups`. All threads take part."""
     group_end, first_shared = tiles.group_end, tiles.first_shared
     num_rows, num_groups, block_m = tiles.num_rows, tiles.num_groups, tiles.block_m
     thread = T.get_thread_binding()
@@ -85,10 +85,10 @@ def count_tiles(tiles, num_threads: int):
     T.sync_threads()
     if thread < 32:
         before = T.alloc_var(T.int32, init=0)  # tiles of earlier parts
-        start = T.alloc_var(T.int32, init=0)  # of this thread's group
+        start = T.alloc_var(T.int32, init=0)  # first row of this thread's group
         count = T.alloc_var(T.int32, init=0)
         other = T.alloc_var(T.int32, init=0)
-        last = T.alloc_var(T.int32, init=0)  # where the groups of earlier parts end
+        last = T.alloc_var(T.int32, init=0)  # end of the last group of earlier parts
         for part in T.serial(T.ceildiv(num_groups, 32)):
             group = part * 32 + thread
             end = first_shared[T.min(group, num_groups - 1) + 1]
@@ -111,12 +111,12 @@ def count_tiles(tiles, num_threads: int):
 
 
 def num_turns(number: Any, num_blocks: Any) -> Any:
-    """Turns after which `num_blocks` thread blocks have taken a number of tiles; in the last some find none."""
+    """Iterations in which `num_blocks` thread blocks process this many tiles; the last may be partial."""
     return T.truncdiv(number + num_blocks - 1, num_blocks)
 
 
 def num_tiles(tiles: Tiles) -> Any:
-    """Tiles of all groups and of the rows behind them, times the `tiles_n` tiles of a row of tiles."""
+    """The number of tiles of all groups and of the rows after them: rows of tiles times `tiles_n`."""
     if tiles.num_groups == DENSE:
         return T.truncdiv(tiles.num_rows + tiles.block_m - 1, tiles.block_m) * tiles.tiles_n
     behind = T.max(tiles.num_rows - tiles.group_end[tiles.num_groups - 1], 0)
@@ -126,7 +126,7 @@ def num_tiles(tiles: Tiles) -> Any:
 
 @macro
 def count_turns(tiles, num_blocks, num_threads: int):
-    """Count the tiles of the groups, and the turns in which `num_blocks` thread blocks take them all."""
+    """Count the tiles of the groups, and the iterations in which `num_blocks` thread blocks process them."""
     if tiles.num_groups != DENSE:
         count_tiles(tiles, num_threads)
     number = num_tiles(tiles)
@@ -135,9 +135,9 @@ def count_turns(tiles, num_blocks, num_threads: int):
 
 @macro
 def locate_tile(tiles, index, tile):
-    """`tile` = (group, first row, end of the group, 1 if there is something to multiply, number in its row of tiles).
+    """`tile` = (group, first row, end of the group, 1 if it needs a product, column index of the tile).
 
-    The rows behind all groups are group `num_groups`, which has no matrix: they are only stored, as zeros.
+    The rows after all groups form group `num_groups`. This group has no matrix; its rows are stored as zeros.
     """
     num_groups, block_m, tiles_n = tiles.num_groups, tiles.block_m, tiles.tiles_n
     tile[0] = 0
@@ -150,7 +150,7 @@ def locate_tile(tiles, index, tile):
                 tile[0] = later
         inner = index - first_shared[tile[0]] * tiles_n
     bound_group(tiles.group_end, tiles.num_rows, num_groups, tile)
-    # Tiles that run at a time form a rectangle as high as wide: their operands stay in the L2 cache.
+    # Tiles that run at the same time form a roughly square rectangle, so their operands stay in the L2 cache.
     tiles_m = T.truncdiv(tile[2] - tile[1] + block_m - 1, block_m)
     band = T.min(T.truncdiv(inner, BAND * tiles_n), T.max(T.truncdiv(tiles_m, BAND), 1) - 1)
     left = tiles_m - band * BAND
@@ -164,7 +164,7 @@ def locate_tile(tiles, index, tile):
 
 @macro
 def bound_group(group_end, num_rows, num_groups: int, tile):
-    """`tile[1:3]` = where the rows of group `tile[0]` begin and end."""
+    """`tile[1:3]` = first row and end of group `tile[0]`."""
     if num_groups == DENSE:
         tile[1] = 0
         tile[2] = num_rows
@@ -176,7 +176,7 @@ def bound_group(group_end, num_rows, num_groups: int, tile):
 
 @macro
 def find_rows(group_end, group, num_rows, num_groups: int, rows):
-    """`rows` = where the rows of the group begin and end, which is never before; there are none behind the groups."""
+    """`rows` = first row and end of the group, end >= first; empty for an index after the last group."""
     if num_groups == DENSE:
         rows[0] = 0
         rows[1] = T.if_then_else(group > 0, 0, num_rows)
@@ -190,17 +190,17 @@ def find_rows(group_end, group, num_rows, num_groups: int, rows):
 
 @dataclass(frozen=True)
 class Ring:
-    """Buffers that the last warpgroup of a thread block fills for the `members` before it, by turns."""
+    """Stages that the last warpgroup of a thread block fills for the `members` warpgroups before it."""
 
     full: Any
     free: Any
-    used: Any  # buffers this thread has filled or read
+    used: Any  # number of stages this thread has filled or read
     size: int
 
 
 @macro
 def make_ring(size: int, members: int):
-    """A ring of free buffers. The `members` multiply, each its own rows of a tile."""
+    """Create a ring of free stages. Each of the `members` multiplies its own rows of a tile."""
     full = T.alloc_barrier([WARPGROUP] * size)
     free = T.alloc_barrier([members * WARPGROUP] * size)
     used = T.alloc_local((1,), T.int32)
@@ -210,7 +210,7 @@ def make_ring(size: int, members: int):
 
 @macro
 def next_free(ring):
-    """The next buffer to fill, once nobody reads it."""
+    """Wait for the next stage to become free; returns its index."""
     slot = T.truncmod(ring.used[0], ring.size)
     T.mbarrier_wait_parity(ring.free[slot], (T.truncdiv(ring.used[0], ring.size) + 1) & 1)
     return slot
@@ -218,7 +218,7 @@ def next_free(ring):
 
 @macro
 def next_full(ring):
-    """The next buffer to read, once it is filled."""
+    """Wait for the next stage to become full; returns its index."""
     slot = T.truncmod(ring.used[0], ring.size)
     T.mbarrier_wait_parity(ring.full[slot], T.truncdiv(ring.used[0], ring.size) & 1)
     return slot
@@ -226,13 +226,13 @@ def next_full(ring):
 
 @macro
 def free_last(ring):
-    """Hand back the buffer before the next."""
+    """Release the previous stage."""
     T.barrier_arrive(ring.free[T.truncmod(ring.used[0] - 1, ring.size)])
 
 
 @macro
 def skip_steps(ring, steps):
-    """Hand the buffers of a tile back: a warpgroup whose rows lie behind the end of the group has no use for them."""
+    """Release the stages of a tile unread: the rows of this warpgroup are after the end of the group."""
     for _ in T.unroll(steps, unroll_factor=1):
         slot = next_full(ring)
         T.barrier_arrive(ring.free[slot])
@@ -241,7 +241,7 @@ def skip_steps(ring, steps):
 
 @macro
 def load_rows(x, row, end, depth, x_shared, slot, barrier):
-    """Load the columns from `depth` on of the rows of a tile, 64 for each warpgroup that has some to multiply."""
+    """Load the columns from `depth` on of the rows of a tile, 64 rows for each warpgroup with rows in the group."""
     for member in (0, 1)[: int(x_shared.shape[1])]:
         first = row + member * WARPGROUP_ROWS
         if first < end:
@@ -256,15 +256,15 @@ def load_rows(x, row, end, depth, x_shared, slot, barrier):
 
 
 def silu(x: Any) -> Any:
-    """The SiLU x / (1 + exp(-x)) by the bare functions of the hardware, exact enough for what is stored."""
+    """The SiLU x / (1 + exp(-x)) with fast hardware functions, which are accurate enough for the stored dtypes."""
     return x * T.fast_rcp(1.0 + T.__exp(-x))
 
 
 @macro
 def stage(acc_frag, first: int, d_shared, member: int):
-    """Put the columns from `first` on of what warpgroup `member` has summed where the copy engine may fetch them.
+    """Copy the columns from `first` on of the sums of warpgroup `member` to shared memory, for a TMA store.
 
-    It waits until the last ones are through.
+    It first waits until the previous TMA store has read this memory.
     """
     T.tma_store_wait(0)
     T.sync_threads(8 + member, WARPGROUP)
@@ -275,9 +275,9 @@ def stage(acc_frag, first: int, d_shared, member: int):
 
 @macro
 def store_rows(acc_frag, d_shared, d, row, end, col, width: int, member: int):
-    """Store what warpgroup `member` has summed, by way of `d_shared`: the rows from `row` on that lie before `end`.
+    """Store the sums of warpgroup `member` through `d_shared`: the rows from `row` on that are before `end`.
 
-    A whole tile is left to the copy engine, which stores while the warpgroup goes on; the next call waits for it.
+    TMA stores a whole tile while the warpgroup continues; the next call waits for it.
     """
     columns = int(d_shared.shape[1])
     for part in (0, 1, 2, 3)[: int(acc_frag.shape[1]) // columns]:
@@ -286,8 +286,8 @@ def store_rows(acc_frag, d_shared, d, row, end, col, width: int, member: int):
         if row + WARPGROUP_ROWS <= end:
             T.tma_copy(d_shared, d[row : row + WARPGROUP_ROWS, col + first : col + first + columns])
         else:
-            lanes = 16 // d.dtype.itemsize  # a row is a multiple of 16 bytes, and so much is stored at once
-            for rows in T.unroll(WARPGROUP_ROWS // 16, unroll_factor=1):  # rare: code and registers are spared
+            lanes = 16 // d.dtype.itemsize  # a row is a multiple of 16 bytes, so stores have 16 bytes
+            for rows in T.unroll(WARPGROUP_ROWS // 16, unroll_factor=1):  # rarely runs: a loop saves code and registers
                 for i, j in T.Parallel(16, columns):
                     if row + rows * 16 + i < end and col + first + T.truncdiv(j, lanes) * lanes < width:
                         d[row + rows * 16 + i, col + first + j] = d_shared[rows * 16 + i, j]
@@ -297,13 +297,13 @@ def store_rows(acc_frag, d_shared, d, row, end, col, width: int, member: int):
 
 
 def most_tiles(num_rows: Any, num_groups: int, tiles_n: int) -> Any:
-    """Numbers of tiles: group g owns those from group_end[g - 1] // MMA_M + g on, one more than it can need."""
+    """The number of tile indices; group g starts at group_end[g - 1] // MMA_M + g, which leaves one spare index."""
     return (T.truncdiv(num_rows, MMA_M) + num_groups + 1) * tiles_n
 
 
 @macro
 def find_tile(group_end, index, num_rows, num_groups: int, tiles_n: int, tile):
-    """The tile of a number, as `locate_tile` has it; a thread block with one tile to do does not count all of them."""
+    """The tile of an index, like `locate_tile`, but without counting the tiles: the thread block has only one."""
     tile[0] = 0
     tile_m = T.truncdiv(index, tiles_n)
     tile[4] = T.truncmod(index, tiles_n)

@@ -1,4 +1,4 @@
-"""Inputs of the cases of the products, and the bounds their results keep."""
+"""Inputs of the cases of matrix products, and the error bounds of their results."""
 
 import torch
 from torch import Tensor
@@ -6,15 +6,15 @@ from torch import Tensor
 from tile_kernels.gemm._macros import FP8, GROUP
 
 SUMS = dict(rtol=1e-2, atol=1e-2)  # float32 sums in another order, rounded to half precision
-CODES = dict(rtol=0.13, atol=0.25)  # a neighbour is an eighth away; fp8 sums keep 14 bits of their largest term
+CODES = dict(rtol=0.13, atol=0.25)  # e4m3 codes differ by up to an eighth; fp8 sums keep 14 bits of their largest term
 
 
 def random_ends(
     num_rows: int, num_groups: int, alignment: int = 1, behind: int = 0, whole: bool = False, even: bool = False
 ) -> Tensor:
-    """Ends of groups of random sizes, a third of them empty, or of `even` ones.
+    """Ends of groups of random sizes, a third of them empty, or of `even` sizes.
 
-    `behind` rows or more follow the last group, none if `whole`.
+    At least `behind` rows follow the last group, none if `whole`.
     """
     if even:
         return (torch.arange(1, num_groups + 1) * num_rows // num_groups).int()
@@ -27,7 +27,7 @@ def random_ends(
 
 
 def product_flops(a: Tensor, b: Tensor, group_end: Tensor, **others: Tensor) -> int:
-    """Operations of a grouped GEMM: every row of a group meets all of its matrix."""
+    """Operations of a grouped GEMM: every row is multiplied with the matrix of its group."""
     return 2 * int(group_end[-1]) * b.shape[1] * b.shape[2]
 
 
@@ -43,7 +43,7 @@ def random_operands(num_rows: int, n: int, k: int, num_groups: int, dtype: torch
 
 
 def random_gradient(**case) -> dict:
-    """The same with the gradient of the result."""
+    """The same, with the gradient of the result."""
     made = random_operands(**case)
     return dict(dd=torch.randn(made['a'].shape[0], made['b'].shape[1], dtype=made['a'].dtype), **made)
 
@@ -60,7 +60,7 @@ def random_fp8(num_rows: int, n: int, k: int, num_groups: int, **ends) -> dict:
 
 
 def random_fp8_swiglu(**case) -> dict:
-    """The same for SwiGLU: scale factors of up large enough for those of the result to be told apart from 0."""
+    """The same for SwiGLU; the scale factors of up are large enough to give results clearly above 0."""
     made = random_fp8(**case)
     gate_sf, up_sf = made['b_sf'].chunk(2, dim=1)
     return made | dict(b_sf=torch.cat((gate_sf, up_sf * 4096), dim=1))

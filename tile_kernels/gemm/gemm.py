@@ -2,8 +2,8 @@
 
     d[m, n] = sum_k a[m, k] * b[n, k]        D = A @ B.T, as `nn.functional.linear` has it
 
-The kernels are those of the grouped GEMMs; tiles are taken in bands, so that operands stay in the L2 cache. The sum
-over k is never split: a product with few rows and few columns leaves SMs idle.
+The kernels are those of the grouped GEMMs. Thread blocks process tiles in bands, so that operands stay in the L2 cache.
+The sum over k is never split, so a product with few rows and few columns leaves SMs idle.
 """
 
 import torch
@@ -29,7 +29,7 @@ def gemm_bwd(dd: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         dd: (m, n) gradient of the result.
         a: as in `gemm`.
-        b: as there.
+        b: as in `gemm`.
 
     Returns:
         Gradients of `a` and `b` in their dtype, summed in float32.

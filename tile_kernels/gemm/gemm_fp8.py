@@ -22,7 +22,7 @@ from tile_kernels.gemm.grouped_gemm_fp8_kernels import PRODUCT_FP8
 
 @op(outputs='d')
 def gemm_fp8(a: Tensor, a_sf: Tensor, b: Tensor, b_sf: Tensor) -> Tensor:
-    """The product D = A @ B.T of e4m3 codes with scale factors, in groups of 128 summed in float32.
+    """The product D = A @ B.T of e4m3 codes with scale factors; groups of 128 are summed in float32.
 
     Args:
         a: (m, k) float8_e4m3fn, contiguous, k a multiple of 16.

@@ -1,10 +1,10 @@
-"""Grouped matrix product: every row meets the matrix of its group.
+"""Grouped matrix product: every row is multiplied with the matrix of its group.
 
     d[r, n] = sum_k a[r, k] * b[g, n, k]        for group_end[g - 1] <= r < group_end[g]
 
-Rows of a group are neighbours; where the groups end is known to the device alone. Rows behind the last group give 0.
+The rows of a group are contiguous. Only the device knows the ends of the groups. Rows after the last group give 0.
 
-Compute bound for many rows; for few rows a group the floor is reading b once.
+Compute bound for many rows; with few rows per group the floor is reading b once.
 """
 
 import torch
@@ -28,8 +28,8 @@ def grouped_gemm_bwd(dd: Tensor, a: Tensor, b: Tensor, group_end: Tensor) -> tup
     Args:
         dd: (num_rows, n) gradient of the result.
         a: as in `grouped_gemm`.
-        b: as there.
-        group_end: as there.
+        b: as in `grouped_gemm`.
+        group_end: as in `grouped_gemm`.
 
     Returns:
         Gradients of `a` and `b` in their dtype, summed in float32.
@@ -48,13 +48,13 @@ def grouped_gemm(a: Tensor, b: Tensor, group_end: Tensor) -> Tensor:
     """The product of every row with the matrix of its group: d[r, n] = sum_k a[r, k] * b[g, n, k].
 
     Args:
-        a: (num_rows, k) bfloat16 or float16, contiguous; rows of a group are neighbours.
+        a: (num_rows, k) bfloat16 or float16, contiguous; the rows of a group are contiguous.
         b: (num_groups, n, k) of a's dtype, contiguous; n and k are multiples of 8, and there are up to 4096 groups.
-        group_end: (num_groups,) int32, never falling: group g is the rows from group_end[g - 1] (0 for the first) to
-            group_end[g]. `RoutingMap.expert_end` is one.
+        group_end: (num_groups,) int32, non-decreasing: group g is the rows from group_end[g - 1] (0 for the first) to
+            group_end[g]. `RoutingMap.expert_end` has this form.
 
     Returns:
-        (num_rows, n) of a's dtype, summed in float32; 0 in rows behind the last group.
+        (num_rows, n) of a's dtype, summed in float32; 0 in rows after the last group.
     """
     num_rows, num_groups, n, k = check_product(a, b, group_end)
     d = a.new_empty(num_rows, n)

@@ -1,9 +1,9 @@
-"""Kernels of the gradient of the matrices of a grouped GEMM: one product over the rows of each group.
+"""Kernels of the weight gradient of a grouped GEMM: one product over the rows of each group.
 
     db[g, n, k] = sum_r dd[r, n] * a[r, k]        over group_end[g - 1] <= r < group_end[g]
 
-A thread block owns a tile of one matrix and walks the rows of its group; a group without rows gives 0. The last step
-of a group also loads rows of others behind its end: the multiplying warps clear them before they are used.
+A thread block owns a tile of one matrix and loops over the rows of its group; an empty group gives 0. The last step of
+a group also loads rows of the next group. The multiplying warps set these rows to zero first.
 """
 
 import torch
@@ -49,12 +49,12 @@ def choose(n: int, k: int, num_groups: int, dtype: torch.dtype, size: int) -> di
 def grouped_gemm_dw_kernel(
     n: int, k: int, num_groups: int, dtype: torch.dtype, *, block_n: int, block_k: int, ring: int
 ):
-    """The last warpgroup loads, the others multiply 64 rows of the tile each; see `grouped_gemm_kernel`."""
+    """The last warpgroup loads; each of the others multiplies 64 rows of the tile. See `grouped_gemm_kernel`."""
     num_rows = T.dynamic('num_rows')
     elem = T.dtype(dtype)
     members, num_matrices = block_n // WARPGROUP_ROWS, max(num_groups, 1)
     tiles_k, tiles_n = -(-k // block_k), -(-n // block_n)
-    share = block_k // members  # columns of a that one of the multiplying warpgroups clears
+    share = block_k // members  # columns of a that each multiplying warpgroup clears
 
     @T.prim_func
     def grouped_gemm_dw(
@@ -110,7 +110,7 @@ def grouped_gemm_dw_kernel(
                         k_start = T.truncmod(index, tiles_k) * block_k
                         T.clear(acc_frag[member])
                         for step in T.serial(T.ceildiv(rows[1] - rows[0], BLOCK_ROWS)):
-                            behind = rows[1] - rows[0] - step * BLOCK_ROWS  # first row of this step behind the group
+                            behind = rows[1] - rows[0] - step * BLOCK_ROWS  # first row of this step after the group
                             slot = next_full(buffers)
                             if behind < BLOCK_ROWS:
                                 for i, j in T.Parallel(BLOCK_ROWS, WARPGROUP_ROWS):
@@ -144,7 +144,7 @@ def grouped_gemm_dw_kernel(
 
 @kernel(**FALLBACK)
 def portable_dw_kernel(n: int, k: int, num_groups: int, dtype: torch.dtype):
-    """A thread block owns a tile of one matrix and walks the rows of its group; rows of others count as 0."""
+    """A thread block owns a tile of one matrix and loops over the rows of its group; other rows count as 0."""
     num_rows = T.dynamic('num_rows')
     elem = T.dtype(dtype)
     num_matrices = max(num_groups, 1)
@@ -155,7 +155,7 @@ def portable_dw_kernel(n: int, k: int, num_groups: int, dtype: torch.dtype):
         a: T.Tensor((num_rows, k), elem),
         group_end: T.Tensor((num_matrices,), T.int32),
         db: T.Tensor((num_matrices, n, k), elem),
-        num_blocks: T.int32,  # of the other variant
+        num_blocks: T.int32,  # used by the other variant only
     ):
         with T.Kernel(T.ceildiv(k, MMA_N), T.ceildiv(n, MMA_M), num_matrices, threads=MMA_THREADS) as (
             pid_k,

@@ -3,7 +3,8 @@
     d[r, n] = sum_s a_sf[r, s] * b_sf[g, n // 128, s] * sum_(k in group s of 128) a[r, k] * b[g, n, k]
 
 for the group g of row r; see `grouped_gemm`. The tensor cores sum 128 products into fresh registers. That sum is scaled
-and added in float32: the precision of the fp8 accumulator limits neither scale factors nor the length of the sum.
+and added in float32. So the precision of the fp8 accumulator limits neither the scale factors nor the length of the
+sum.
 """
 
 import torch
@@ -24,14 +25,14 @@ def grouped_gemm_fp8(a: Tensor, a_sf: Tensor, b: Tensor, b_sf: Tensor, group_end
     """The product of every row with the matrix of its group, of e4m3 operands with scale factors.
 
     Args:
-        a: (num_rows, k) float8_e4m3fn, contiguous, k a multiple of 16; rows of a group are neighbours.
+        a: (num_rows, k) float8_e4m3fn, contiguous, k a multiple of 16; the rows of a group are contiguous.
         a_sf: (num_rows, ceil(k / 128)) float32; `per_token_cast(x, 'e4m3_1x128_f32')` gives both.
         b: (num_groups, n, k) float8_e4m3fn, contiguous, n a multiple of 8.
         b_sf: (num_groups, ceil(n / 128), ceil(k / 128)) float32, one for each block of 128 x 128.
-        group_end: (num_groups,) int32, where the rows of each group end; see `grouped_gemm`.
+        group_end: (num_groups,) int32, the end of the rows of each group; see `grouped_gemm`.
 
     Returns:
-        (num_rows, n) bfloat16, summed in float32; 0 in rows behind the last group.
+        (num_rows, n) bfloat16, summed in float32; 0 in rows after the last group.
     """
     num_rows, num_groups, n, k = check_fp8(a, a_sf, b, b_sf, group_end, 8)
     d = torch.empty((num_rows, n), dtype=torch.bfloat16, device=a.device)

@@ -1,8 +1,8 @@
-"""Kernels of the grouped GEMM of fp8 operands: by wgmma on Hopper, by mma elsewhere. See `grouped_gemm_fp8`.
+"""Kernels of the fp8 grouped GEMM: with wgmma on Hopper, with mma elsewhere. See `grouped_gemm_fp8`.
 
-By wgmma: while one warpgroup adds, the tensor cores work for the other; two groups of rows of b for each group of rows
-of a give them enough to do. By mma: codes are widened to bfloat16 in shared memory. They and their products are exact
-there, so no fp8 tensor cores are needed.
+With wgmma, the tensor cores work for one warpgroup while another adds. Each group of rows of a is multiplied with two
+groups of rows of b, which keeps the tensor cores busy. With mma, codes are widened to bfloat16 in shared memory. The
+codes and their products are exact in bfloat16, so the kernel needs no fp8 tensor cores.
 """
 
 from tile_kernels.core.jit import kernel
@@ -35,13 +35,13 @@ from tile_kernels.gemm._macros import (
     swizzled,
 )
 
-NUM_THREADS_FP8 = 256  # two accumulators beside a fresh sum do not fit into the registers of fewer
+NUM_THREADS_FP8 = 256  # fewer threads lack the registers for two accumulators and a fresh sum
 
 # Config -------------------------------------------------------------------------------------
 
 
 def choose(n: int, k: int, num_groups: int, swiglu: bool, num_rows: int) -> dict:
-    """With few rows a group, short tiles waste fewer products."""
+    """With few rows per group, short tiles waste fewer products."""
     return dict(block_m=64 if num_rows <= 64 * max(num_groups, 1) else 128, ring=3)
 
 
@@ -50,22 +50,22 @@ def choose(n: int, k: int, num_groups: int, swiglu: bool, num_rows: int) -> dict
 
 @macro
 def multiply(a_shared, b_shared, part_frag):
-    """Sum 128 products into fresh registers; asynchronous."""
+    """Sum 128 products into fresh registers with an asynchronous wgmma."""
     T.wgmma_gemm(a_shared, b_shared, part_frag, transpose_B=True, clear_accum=True)
 
 
 @macro
 def add_scaled(part_frag, scale_frag, acc_frag):
-    """Add `part`, times the factors of its rows, to `acc`."""
+    """Add `part`, times the scale factors of its rows, to `acc`."""
     for i, j in T.Parallel(WARPGROUP_ROWS, GROUP):
         acc_frag[i, j] += part_frag[i, j] * scale_frag[i]
 
 
 @kernel(choose=choose, space=dict(block_m=(64, 128), ring=(3, 4)), **WARPGROUP_ROLES)
 def grouped_gemm_fp8_kernel(n: int, k: int, num_groups: int, swiglu: bool, *, block_m: int, ring: int):
-    """The last warpgroup loads, the others multiply 64 rows each, with two times 128 rows of b.
+    """The last warpgroup loads; each of the others multiplies 64 rows with two groups of 128 rows of b.
 
-    These are neighbours, or the same channels of gate and up if `swiglu`. See `grouped_gemm_kernel`.
+    The two groups are adjacent, or with `swiglu` the same channels of gate and up. See `grouped_gemm_kernel`.
     """
     num_rows = T.dynamic('num_rows')
     elem = T.dtype(FP8)
@@ -74,8 +74,8 @@ def grouped_gemm_fp8_kernel(n: int, k: int, num_groups: int, swiglu: bool, *, bl
     width = n // 2 if swiglu else n
     width_groups = -(-width // GROUP)
     last_group = -(-n // GROUP) - 1
-    span = GROUP if swiglu else 2 * GROUP  # columns of d that a tile owns
-    second = width // GROUP if swiglu else 1  # from its first to its second group of rows of b
+    span = GROUP if swiglu else 2 * GROUP  # columns of d per tile
+    second = width // GROUP if swiglu else 1  # distance from the first to the second group of rows of b
     members = block_m // WARPGROUP_ROWS
     tiles_n = -(-width // span)
     out = elem if swiglu else T.bfloat16
@@ -147,7 +147,7 @@ def grouped_gemm_fp8_kernel(n: int, k: int, num_groups: int, swiglu: bool, *, bl
                             for step in T.serial(tile[3] * steps):
                                 slot = next_full(buffers)
                                 multiply(a_shared[slot, member, :, :], b_shared[0, slot, :, :], part)
-                                for i in T.Parallel(WARPGROUP_ROWS):  # while the tensor cores work
+                                for i in T.Parallel(WARPGROUP_ROWS):  # overlaps with the tensor cores
                                     scale[i] = sf_shared[slot, member * WARPGROUP_ROWS + i] * b_sf[b_sf_row, step]
                                 T.wait_wgmma(0)
                                 add_scaled(part, scale, acc)
@@ -181,9 +181,9 @@ def grouped_gemm_fp8_kernel(n: int, k: int, num_groups: int, swiglu: bool, *, bl
 
 @kernel(**FALLBACK)
 def portable_fp8_kernel(n: int, k: int, num_groups: int, swiglu: bool):
-    """A thread block owns 128 columns of d; with SwiGLU it multiplies with those rows of gate and of up.
+    """A thread block owns 128 columns of d; with SwiGLU it uses those rows of both gate and up.
 
-    Operands are widened to bfloat16. 128 products are summed, scaled, and added in float32.
+    Operands are widened to bfloat16. The kernel sums 128 products, scales the sum, and adds it in float32.
     """
     num_rows = T.dynamic('num_rows')
     elem = T.dtype(FP8)
@@ -202,7 +202,7 @@ def portable_fp8_kernel(n: int, k: int, num_groups: int, swiglu: bool):
         group_end: T.Tensor((num_matrices,), T.int32),
         d: T.Tensor((num_rows, width), out),
         d_sf: T.Tensor((num_rows, -(-width // GROUP)), T.float32),
-        num_blocks: T.int32,  # of the other variant
+        num_blocks: T.int32,  # used by the other variant only
     ):
         with T.Kernel(most_tiles(num_rows, num_groups, tiles_n), threads=NUM_THREADS_FP8) as pid:
             a_shared = T.alloc_shared((MMA_M, GROUP), T.bfloat16)

@@ -1,9 +1,9 @@
-"""Grouped matrix product of fp8 operands with SwiGLU and a cast behind it.
+"""Grouped matrix product of fp8 operands, followed by SwiGLU and a cast.
 
     y[r, n] = silu(gate[r, n]) * up[r, n],   y_sf[r, s] = max(|y|) / 448 over group s of 128 channels,   codes y / y_sf
 
-where gate and up are the halves of a row of `grouped_gemm_fp8`. The rows of b hold the gate first and then up; a thread
-block owns the same 128 channels of both, which is one group of the quantized result.
+where gate and up are the halves of a row of `grouped_gemm_fp8`. The rows of b are those of the gate, then those of up.
+A thread block owns the same 128 channels of both, which form one group of the quantized result.
 """
 
 from torch import Tensor
@@ -24,17 +24,17 @@ from tile_kernels.gemm.grouped_gemm_fp8_kernels import PRODUCT_FP8
 def grouped_gemm_fp8_swiglu_cast(
     a: Tensor, a_sf: Tensor, b: Tensor, b_sf: Tensor, group_end: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`grouped_gemm_fp8` with SwiGLU behind it, quantised from float32 in groups of 128 channels.
+    """`grouped_gemm_fp8` followed by SwiGLU; the result is quantized from float32 in groups of 128 channels.
 
     Args:
         a: as in `grouped_gemm_fp8`.
-        a_sf: as there.
+        a_sf: as in `grouped_gemm_fp8`.
         b: (num_groups, 2 * width, k), the rows of the gate first; width is a multiple of 128.
-        b_sf: as there.
-        group_end: as there.
+        b_sf: as in `grouped_gemm_fp8`.
+        group_end: as in `grouped_gemm_fp8`.
 
     Returns:
-        (num_rows, width) float8_e4m3fn and its scale factors (num_rows, width / 128) float32; codes of rows behind the
+        (num_rows, width) float8_e4m3fn and its scale factors (num_rows, width / 128) float32; codes of rows after the
         last group are 0.
     """
     num_rows, num_groups, n, k = check_fp8(a, a_sf, b, b_sf, group_end, 2 * GROUP)

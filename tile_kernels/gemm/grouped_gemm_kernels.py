@@ -1,4 +1,4 @@
-"""Kernels of the grouped GEMM: by wgmma from a ring of buffers on Hopper, by mma elsewhere. See `grouped_gemm`."""
+"""Kernels of the grouped GEMM: with wgmma and a ring of stages on Hopper, with mma elsewhere. See `grouped_gemm`."""
 
 from typing import Any
 
@@ -38,21 +38,21 @@ from tile_kernels.gemm._macros import (
 )
 
 BLOCK_K = 64
-STAGED = 128  # columns of a result that wait in shared memory to be stored; more would cost a buffer of the ring
+STAGED = 128  # columns of a result staged in shared memory for the store; more would cost a stage of the ring
 
 # Config -------------------------------------------------------------------------------------
 
 
 def choose(n: int, k: int, num_groups: int, b_is_nk: bool, dtype: torch.dtype, num_rows: int, gpu: Gpu) -> dict:
-    """Wide tiles read each operand less often; with few rows a group, small ones waste fewer products."""
-    if num_rows <= 64 * num_groups:  # the matrices are the traffic: short tiles keep more of them in flight
+    """Wide tiles read each operand less often; with few rows per group, small ones waste fewer products."""
+    if num_rows <= 64 * num_groups:  # reading b dominates: short tiles keep more of it in flight
         return dict(block_m=64, block_n=128, ring=4)
     if num_groups == DENSE:
         if num_rows <= 64:
             return dict(block_m=64, block_n=64, ring=6)
         if -(-num_rows // 128) * -(-n // 256) < gpu.sms:
             return dict(block_m=128, block_n=128, ring=4)
-    # the counts of tiles take room, too
+    # the tile counts also need shared memory
     return dict(block_m=128, block_n=256 if wastes_little(n, 256) else 128, ring=4 if num_groups <= 256 else 3)
 
 
@@ -73,8 +73,8 @@ def build_product(
 ) -> Any:
     """`b` is (num_groups, n, k) if `b_is_nk`, else (num_groups, k, n); a dense product has one, and no `group_end`.
 
-    The last warpgroup loads, the others multiply 64 rows each; they hand over the `ring` buffers through barriers. With
-    SwiGLU a thread block multiplies with `block_n` rows of the gate and the same of the up matrix.
+    The last warpgroup loads; each of the others multiplies 64 rows. Barriers pass the `ring` stages between them. With
+    SwiGLU a thread block uses `block_n` rows of the gate and the same rows of the up matrix.
     """
     num_rows = T.dynamic('num_rows')
     elem = T.dtype(dtype)
@@ -84,7 +84,7 @@ def build_product(
     halves = (0, 1) if swiglu else (0,)
     width = n // len(halves)
     members = block_m // WARPGROUP_ROWS
-    per_sm = 3 - members  # thread blocks of an SM; a small tile leaves room for two
+    per_sm = 3 - members  # thread blocks per SM; two fit if the tile is small
     tiles_n, steps = -(-width // block_n), -(-k // BLOCK_K)
 
     @T.prim_func
@@ -163,7 +163,7 @@ def build_product(
                                 if step > 0:
                                     free_last(buffers)
                                 buffers.used[0] += 1
-                            locate_tile(tiles, following, tile)  # while the tensor cores work
+                            locate_tile(tiles, following, tile)  # overlaps with the tensor cores
                             T.wait_wgmma(0)
                             if depth > 0:
                                 free_last(buffers)
@@ -207,7 +207,7 @@ def build_mma_product(n: int, k: int, num_groups: int, b_is_nk: bool, dtype: tor
         b: T.Tensor(b_shape, elem),
         group_end: T.Tensor((num_matrices,), T.int32),
         d: T.Tensor((num_rows, width), elem),
-        num_blocks: T.int32,  # of the other variant
+        num_blocks: T.int32,  # used by the other variant only
     ):
         with T.Kernel(most_tiles(num_rows, num_groups, tiles_n), threads=MMA_THREADS) as pid:
             a_shared = T.alloc_shared((MMA_M, MMA_K), elem)

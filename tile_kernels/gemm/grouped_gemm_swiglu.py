@@ -1,9 +1,9 @@
-"""Grouped matrix product with SwiGLU behind it: gate and up never reach memory.
+"""Grouped matrix product followed by SwiGLU; gate and up are never written to memory.
 
     d[r, n] = silu(gate[r, n]) * up[r, n]       gate = a[r] @ b[g, : width].T,  up = a[r] @ b[g, width :].T
 
 for the group g of row r; see `grouped_gemm`. A thread block multiplies its rows with `block_n` rows of the gate and the
-same of the up matrix, so both sums of an output meet in one register file.
+same rows of the up matrix. So both sums of an output are in the registers of one thread.
 """
 
 import torch
@@ -23,10 +23,10 @@ from tile_kernels.gemm.grouped_gemm_kernels import build_mma_product, build_prod
 
 
 def choose(n: int, k: int, num_groups: int, dtype: torch.dtype, num_rows: int) -> dict:
-    """Wide tiles read each operand less often; with few rows a group, small ones waste fewer products."""
+    """Wide tiles read each operand less often; with few rows per group, small ones waste fewer products."""
     if num_rows <= 64 * num_groups:
         return dict(block_m=64, block_n=64, ring=4)
-    return dict(block_m=128, block_n=128, ring=4 if num_groups <= 256 else 3)  # the counts of tiles take room, too
+    return dict(block_m=128, block_n=128, ring=4 if num_groups <= 256 else 3)  # the tile counts also need shared memory
 
 
 # Kernels ------------------------------------------------------------------------------------
@@ -50,15 +50,15 @@ def portable_swiglu_kernel(n: int, k: int, num_groups: int, dtype: torch.dtype):
 
 @op(outputs='d')
 def grouped_gemm_swiglu(a: Tensor, b: Tensor, group_end: Tensor) -> Tensor:
-    """SwiGLU of the product of every row with the matrix of its group, from float32 sums; not differentiable.
+    """SwiGLU of the grouped matrix product, computed from float32 sums; not differentiable.
 
     Args:
-        a: (num_rows, k) bfloat16 or float16, contiguous; rows of a group are neighbours.
+        a: (num_rows, k) bfloat16 or float16, contiguous; the rows of a group are contiguous.
         b: (num_groups, 2 * width, k) of a's dtype, contiguous, the rows of the gate first; all extents multiples of 8.
-        group_end: (num_groups,) int32, where the rows of each group end; see `grouped_gemm`.
+        group_end: (num_groups,) int32, the end of the rows of each group; see `grouped_gemm`.
 
     Returns:
-        (num_rows, width) of a's dtype; 0 in rows behind the last group.
+        (num_rows, width) of a's dtype; 0 in rows after the last group.
     """
     num_rows, num_groups, n, k = check_product(a, b, group_end)
     check.multiple(n, 16, 'the rows of a matrix of b')

@@ -1,4 +1,4 @@
-"""Run TileLang kernels on a CPU from their real source, and catch their memory errors."""
+"""Run TileLang kernels on a CPU from their real source, and find their memory errors."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def __dir__() -> list[str]:
 
 
 def fake_cuda(capability: tuple[int, int] = (9, 0), num_sms: int = 132) -> Any:
-    """A context in which `device='cuda'` tensors live on the CPU, and SM counts and target queries answer.
+    """A context in which `device='cuda'` tensors are on the CPU, and queries about SMs and the target work.
 
     Args:
-        capability: Compute capability of the GPU that is imitated.
+        capability: Compute capability of the simulated GPU.
         num_sms: Number of its streaming multiprocessors.
 
     Returns:
@@ -96,13 +96,13 @@ def interpreting(checks: str = 'memory', **settings: Any) -> Any:
 
 
 def unknown_constructs(prim_func: Any) -> list[str]:
-    """Names of the operators, nodes and annotations of a kernel that the interpreter does not know.
+    """Names of the operators, nodes and annotations of a kernel that the interpreter does not support.
 
     Args:
         prim_func: The kernel.
 
     Returns:
-        One line per unknown construct; empty if the whole kernel is understood.
+        One line per unsupported construct; empty if the whole kernel is supported.
     """
     from tile_kernels.interpreter.engine.dialect import unknown_constructs as scan
 

@@ -1,4 +1,4 @@
-"""Run a Python file whose TileLang kernels want a GPU: `python -m tile_kernels.interpreter FILE.py [arguments]`."""
+"""Run a Python file with TileLang kernels without a GPU: `python -m tile_kernels.interpreter FILE.py [arguments]`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tile_kernels.interpreter.api import CHECKS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the file with interpreted kernels and a GPU that PyTorch believes in."""
+    """Run the file with interpreted kernels and a simulated GPU."""
     parser = argparse.ArgumentParser('python -m tile_kernels.interpreter', description=__doc__)
     parser.add_argument('--checks', choices=CHECKS, default=knobs.checks)
     parser.add_argument('--capability', default='9.0', help='compute capability of the GPU that is imitated')

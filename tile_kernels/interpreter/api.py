@@ -1,4 +1,4 @@
-"""Run kernels: `interpret`, its report, and what it accepts as a kernel."""
+"""Run kernels: `interpret`, its report, and the objects it accepts as a kernel."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class Branch:
 
 @dataclass(frozen=True)
 class Report:
-    """What a run of a kernel showed.
+    """The results of a run of a kernel.
 
     Attributes:
         kernel: Name of the kernel.
         seconds: Time the run took.
         branches: Every side of every `if`, and whether any lane took it.
         guarded: (line, buffer) of accesses that needed TileLang's bounds guard.
-        errors: What `checks='collect'` found, one per kind, line and buffer; `error.times` counts its occurrences.
-        prints: The lines `T.print` wrote.
+        errors: Findings of `checks='collect'`, one per exception type, line and buffer; `error.times` counts them.
+        prints: The lines that `T.print` wrote.
         lines: Time spent per source line, the slowest first, if `profile` was given.
     """
 
@@ -48,7 +48,7 @@ class Report:
 
     @property
     def findings(self) -> tuple[str, ...]:
-        """One sentence each: what was collected, then what is legal but worth knowing."""
+        """One sentence each: first the collected findings, then notes about legal but unusual behavior."""
         return tuple(str(error) for error in self.errors) + tuple(
             f'{self.kernel}: {buffer} is accessed outside its shape at line {line}, where its guard steps in'
             for line, buffer in self.guarded
@@ -56,7 +56,7 @@ class Report:
 
     @property
     def uncovered(self) -> tuple[Branch, ...]:
-        """Branches no lane took."""
+        """Branches that no lane took."""
         return tuple(branch for branch in self.branches if not branch.ran)
 
 
@@ -77,25 +77,26 @@ def interpret(
 
     Args:
         kernel: A PrimFunc, or an object with a `prim_func` attribute (a compiled kernel).
-        *tensors: The kernel's arguments in order, outputs included; outputs are written in place. A tensor the
-            kernel does not touch may be None.
-        checks: 'none', 'memory' (bounds, uninitialised reads, waits), 'races' (these too), 'all' (also outputs that
-            were not written), or 'collect' (as 'all', but findings go into the report and the kernel runs on).
-        pass_configs: Compiler switches of the kernel that change its meaning.
-        lower: Also lower the kernel, for sm_90a or the architecture named here, and report what TileLang refuses.
-        strict: Whether an access outside a tensor is a finding even where TileLang guards it.
+        *tensors: The kernel's arguments in order, outputs included; outputs are written in place. A tensor that the
+            kernel does not access may be None.
+        checks: 'none', 'memory' (bounds, uninitialized reads, waits), 'races' (memory checks and races), 'all' (also
+            unwritten outputs), or 'collect'. The last is like 'all', but the report collects findings and the kernel
+            continues.
+        pass_configs: Compiler switches of the kernel that change its semantics.
+        lower: Also lower the kernel, for sm_90a or the architecture named here, and report what TileLang rejects.
+        strict: Whether an access outside a tensor is a finding even if TileLang guards it.
         watch: Called with a `Touch` for every element that is loaded or stored; `breakpoint()` in it works.
-        at: Source lines and names of buffers that `watch` is wanted for; all if not given.
-        observer: An `Observer`, which sees every access with its lanes, addresses, banks and sectors.
+        at: Source lines and names of buffers for `watch`; all if not given.
+        observer: An `Observer`, which receives every access with its lanes, addresses, banks and sectors.
         on_error: 'raise', or 'pdb' to open the debugger at the failing line first.
-        profile: Whether to book the time of every source line in `report.lines`.
+        profile: Whether to record the time of every source line in `report.lines`.
 
     Returns:
-        A report: time, branch coverage, guards that were needed, findings, prints.
+        A report: time, branch coverage, necessary guards, findings, prints.
 
     Raises:
-        InterpreterError: The kernel does something wrong; the subclass says what. `error.post_mortem` holds the
-            shared, fragment and local contents of the failing block.
+        InterpreterError: The kernel has an error; the subclass names it. `error.post_mortem` holds the shared, fragment
+            and local contents of the failing block.
     """
     from tile_kernels.interpreter.engine.program import compiled
 
@@ -129,7 +130,7 @@ def interpret(
 
 
 def _run(program: Any, tensors: tuple[Any, ...], session: Session, on_error: str) -> tuple[Any, float]:
-    """Run; a finding takes with it what its block held."""
+    """Run the program; a finding gets the memory contents of its block."""
     from tile_kernels.interpreter.engine.program import Shared
 
     shared = Shared(session)
@@ -157,7 +158,7 @@ def _one_observer(watch: Any, at: Any, observer: Observer | None) -> Observer | 
 
 
 def options_of(kernel: Any, pass_configs: dict[Any, Any] | None, checks: str) -> Any:
-    """How to compile a kernel: the checks wanted and the compiler switches that change its meaning."""
+    """The compile options of a kernel: the checks, and the compiler switches that change its semantics."""
     from tile_kernels.interpreter.engine.translate import Options
 
     prim_func = getattr(kernel, 'prim_func', kernel)

@@ -1,4 +1,4 @@
-"""Answer for a GPU that is not there: `device='cuda'` tensors live on the CPU, SM counts and target queries answer."""
+"""Simulate a GPU: `device='cuda'` tensors are on the CPU, and queries about SMs and the target work."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def arch_of(capability: tuple[int, int]) -> str:
 
 
 class _OnCpu(TorchFunctionMode):
-    """Every request for a CUDA device becomes one for the CPU."""
+    """Redirects every request for a CUDA device to the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -68,7 +68,7 @@ def _on_cpu(device: Any) -> Any:
 
 
 class _Event:
-    """A CUDA event that takes the time of the host."""
+    """A CUDA event that uses host time."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.at = time.perf_counter()
@@ -77,10 +77,10 @@ class _Event:
         self.at = time.perf_counter()
 
     def synchronize(self) -> None:
-        """Nothing runs in the background."""
+        """Do nothing: nothing runs in the background."""
 
     def wait(self, *_: Any) -> None:
-        """Nothing runs in the background."""
+        """Do nothing: nothing runs in the background."""
 
     def query(self) -> bool:
         return True
@@ -90,7 +90,7 @@ class _Event:
 
 
 class _Stream:
-    """A stream; work is done when it is submitted."""
+    """A stream; work finishes when it is submitted."""
 
     cuda_stream = 0
     device = torch.device('cpu')
@@ -105,13 +105,13 @@ class _Stream:
         pass
 
     def synchronize(self) -> None:
-        """Nothing runs in the background."""
+        """Do nothing: nothing runs in the background."""
 
     def wait_stream(self, *_: Any) -> None:
-        """Nothing runs in the background."""
+        """Do nothing: nothing runs in the background."""
 
     def wait_event(self, *_: Any) -> None:
-        """Nothing runs in the background."""
+        """Do nothing: nothing runs in the background."""
 
     def record_event(self, event: Any = None) -> Any:
         return event or _Event()
@@ -121,7 +121,7 @@ class _Stream:
 
 
 class _Generator(torch.Generator):
-    """A generator of random numbers; one for the GPU lives on the CPU."""
+    """A random number generator; a CUDA generator is on the CPU."""
 
     def __new__(cls, device: Any = 'cpu') -> _Generator:
         return super().__new__(cls, _on_cpu(device))  # type: ignore[call-arg]
@@ -132,7 +132,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def properties(capability: tuple[int, int], num_sms: int) -> Any:
-    """What `torch.cuda.get_device_properties` says of the GPU that is not there."""
+    """The result of `torch.cuda.get_device_properties` for the simulated GPU."""
     shared = _SHARED_KB.get(capability, 99) << 10
     return SimpleNamespace(
         name=_NAMES.get(capability, f'NVIDIA GPU sm_{capability[0]}{capability[1]}'),
@@ -195,7 +195,7 @@ def _cuda_functions(capability: tuple[int, int], num_sms: int) -> dict[str, Any]
 
 
 def bench_once(fn: Callable[[], Any], *_: Any, quantiles: Any = None, **__: Any) -> Any:
-    """Stands in for `tilelang.profiler.do_bench`: one run, whose milliseconds say nothing about a GPU."""
+    """Replacement of `tilelang.profiler.do_bench`: one run, whose milliseconds say nothing about a GPU."""
     started = time.perf_counter()
     fn()
     milliseconds = (time.perf_counter() - started) * 1e3
@@ -204,14 +204,14 @@ def bench_once(fn: Callable[[], Any], *_: Any, quantiles: Any = None, **__: Any)
 
 @contextmanager
 def fake_cuda(capability: tuple[int, int] = (9, 0), num_sms: int = 132) -> Iterator[None]:
-    """Inside this context PyTorch and TileLang believe in a GPU, and its tensors live on the CPU.
+    """Inside this context PyTorch and TileLang see a simulated GPU, whose tensors are on the CPU.
 
     Args:
         capability: Compute capability of the GPU, (9, 0) for Hopper.
         num_sms: Number of its streaming multiprocessors.
 
     Yields:
-        Nothing. Kernels run inside `interpreting()`; nothing else changes their meaning.
+        Nothing. Kernels run inside `interpreting()`; this context does not change their semantics.
     """
     import tilelang
     from tilelang import tvm
@@ -237,7 +237,7 @@ def fake_cuda(capability: tuple[int, int] = (9, 0), num_sms: int = 132) -> Itera
 
 
 def _patch_tvm_device(stack: ExitStack, device: type, capability: tuple[int, int], num_sms: int) -> None:
-    """TVM's own questions about a CUDA device."""
+    """Replace TVM's own queries of a CUDA device."""
     shared = _SHARED_KB.get(capability, 99) << 10
     answers = {
         'exist': True,

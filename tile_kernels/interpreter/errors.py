@@ -1,4 +1,4 @@
-"""What the interpreter can find wrong with a kernel, one exception per kind of finding."""
+"""Findings of the interpreter: one exception class for each type of error in a kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Site:
-    """Where in the user's source a construct was written."""
+    """The position of a construct in the user's source."""
 
     kernel: str
     file: str = ''
@@ -25,12 +25,12 @@ class InterpreterError(RuntimeError):
         kernel: Name of the kernel.
         buffer: Name of the buffer concerned, or an empty string.
         index: Index of the first offending element, if there is one.
-        block: Block coordinates (x, y, z) of the first offender, if known.
-        thread: Thread number of the first offender, if known.
-        filename: Source file of the guilty statement.
-        line: Source line of the guilty statement (0 if unknown).
-        times: How often it was found, where findings are collected.
-        post_mortem: What the block of the finding held (`session.PostMortem`), if it was raised by `interpret`.
+        block: Block coordinates (x, y, z) of the first failing lane, if known.
+        thread: Thread number of the first failing lane, if known.
+        filename: Source file of the failing statement.
+        line: Source line of the failing statement (0 if unknown).
+        times: How often it was found, if findings are collected.
+        post_mortem: Memory contents of the failing block (`session.PostMortem`), if `interpret` raised the error.
     """
 
     post_mortem: Any = None
@@ -55,11 +55,11 @@ class InterpreterError(RuntimeError):
         self.kernel, self.filename, self.line = site.kernel, site.file, site.line
         self.buffer, self.index, self.block, self.thread = buffer, index, block, thread
         self.times = 0
-        self.frame: Any = None  # the state of the run, until `interpret` has taken from it what it keeps
+        self.frame: Any = None  # the state of the run; `interpret` clears it
 
 
 class UnsupportedConstruct(InterpreterError):
-    """The kernel uses something the interpreter does not model; nothing was guessed."""
+    """The kernel uses something that the interpreter does not model; the interpreter never guesses."""
 
 
 class OutOfBounds(InterpreterError):
@@ -67,15 +67,15 @@ class OutOfBounds(InterpreterError):
 
 
 class LayoutDependent(InterpreterError):
-    """The threads hold different values of a fragment, and the layout decides whose value is used."""
+    """Threads hold different values of a fragment, and the layout decides which value is used."""
 
 
 class UninitializedRead(InterpreterError):
-    """A read of memory nobody wrote."""
+    """A read of memory that was never written."""
 
 
 class DataRace(InterpreterError):
-    """Two threads, or two blocks, touch one element without an order between them."""
+    """Two threads, or two blocks, access one element without an order between them."""
 
 
 class UnwrittenOutput(InterpreterError):
@@ -83,7 +83,7 @@ class UnwrittenOutput(InterpreterError):
 
 
 class AsyncReadBeforeWait(InterpreterError):
-    """Data of an asynchronous copy or matrix product used before its wait."""
+    """Data of an asynchronous copy or wgmma used before its wait."""
 
 
 class BarrierDivergence(InterpreterError):
@@ -111,7 +111,7 @@ class ResourceLimit(InterpreterError):
 
 
 class LoweringFailed(InterpreterError):
-    """TileLang refuses to lower the kernel for the target."""
+    """TileLang cannot lower the kernel for the target."""
 
 
 class AssertionFailed(InterpreterError):

@@ -1,4 +1,4 @@
-"""Let a user's own `@tilelang.jit` functions run on CPU tensors, unchanged."""
+"""Run a user's own `@tilelang.jit` functions on CPU tensors, unchanged."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tile_kernels.interpreter.engine.program import compiled
 
 
 class Adapter:
-    """The part of a kernel that examples reach by `kernel.adapter` and profilers call.
+    """The object behind `kernel.adapter`, which examples use and profilers call.
 
     Attributes:
         params: Type and shape of every parameter.
         result_idx: Positions of the outputs.
         prim_func: The kernel's TIR.
-        func: What runs the kernel.
+        func: The function that runs the kernel.
     """
 
     def __init__(self, kernel: InterpretedKernel, result_idx: list[int]) -> None:
@@ -48,18 +48,18 @@ class Adapter:
         return self.kernel.get_kernel_source(kernel_only)
 
     def get_host_source(self) -> str:
-        """The TIR text; there is no host code here."""
+        """The TIR text; there is no host code."""
         return self.kernel.get_host_source()
 
 
 class InterpretedKernel(JITKernel):
-    """Stands in for a compiled kernel: called with tensors, it interprets them.
+    """Replaces a compiled kernel: a call with tensors runs the interpreter.
 
     Attributes:
         prim_func: The kernel's TIR.
         report: The report of the last call.
         settings: Keyword arguments for `interpret`.
-        compile_really: Gives the compiled kernel, for CUDA tensors and for a library, if there is a GPU compiler.
+        compile_really: Returns the compiled kernel, for CUDA tensors and for a library, if there is a GPU compiler.
     """
 
     compile_really: Callable[[], Any] | None = None
@@ -85,7 +85,7 @@ class InterpretedKernel(JITKernel):
 
     @property
     def target(self) -> Any:
-        """The target kernels are lowered for: the current one, or Hopper."""
+        """The target for lowering: the current one, or Hopper."""
         from tilelang import tvm
 
         current = tvm.target.Target.current(allow_none=True)
@@ -96,7 +96,7 @@ class InterpretedKernel(JITKernel):
         return self.adapter(*tensors, **named)
 
     def run(self, *tensors: Any, **named: Any) -> Any:
-        """Run on tensors in the order of the parameters, or by their names."""
+        """Run on tensors in parameter order or by name."""
         given = self._in_order(list(tensors), named)
         if self.compile_really is not None and any(_on_gpu(tensor) for tensor in given):
             return self.compile_really()(*given)
@@ -114,7 +114,7 @@ class InterpretedKernel(JITKernel):
         return None if not outputs else outputs[0] if len(outputs) == 1 else outputs
 
     def _in_order(self, given: list[Any], named: dict[str, Any]) -> list[Any]:
-        """Arguments in the order of the parameters; what is not a parameter (a stream) is left out."""
+        """Arguments in parameter order; others (such as a stream) are dropped."""
         if not named:
             return given
         names = []
@@ -135,7 +135,7 @@ class InterpretedKernel(JITKernel):
             return str(tilelang.lower(self.prim_func, target=target, enable_device_compile=False).kernel_source)
 
     def get_host_source(self) -> str:
-        """The kernel as TIR text: there is no host code here."""
+        """The kernel as TIR text; there is no host code."""
         return str(self.prim_func.script())
 
     @property
@@ -150,7 +150,7 @@ class InterpretedKernel(JITKernel):
         self.compile_really().export_library(kernel_file)
 
     def run_once(self, func: Callable[..., Any] | None = None) -> Any:
-        """Run once, on inputs that TileLang makes up."""
+        """Run once, on inputs that TileLang generates."""
         return self.get_profiler().run_once(func)
 
 
@@ -161,7 +161,7 @@ def _arch() -> str:
 
 
 def _for_cpu(target: Any) -> bool:
-    """Whether a kernel is compiled for the CPU: such a kernel needs no interpreter."""
+    """Whether a kernel is compiled for the CPU; such a kernel needs no interpreter."""
     if isinstance(target, dict):
         target = target.get('kind')
     kind = target if isinstance(target, str) else getattr(getattr(target, 'kind', None), 'name', '')
@@ -174,14 +174,14 @@ def _on_gpu(tensor: Any) -> bool:
 
 @contextmanager
 def interpreting(checks: str = 'memory', **settings: Any) -> Iterator[None]:
-    """Inside this context `@tilelang.jit` functions and `tilelang.compile` give interpreted kernels.
+    """Inside this context `@tilelang.jit` functions and `tilelang.compile` return interpreted kernels.
 
     Args:
         checks: As for `interpret`.
         **settings: Further keyword arguments for `interpret`.
 
     Yields:
-        Nothing; TileLang compiles as usual again afterwards.
+        Nothing; afterwards TileLang compiles as usual again.
     """
     with ExitStack() as stack:
         _install(stack, checks, settings)
@@ -189,7 +189,7 @@ def interpreting(checks: str = 'memory', **settings: Any) -> Iterator[None]:
 
 
 def _install(stack: ExitStack, checks: str, settings: dict[str, Any]) -> None:
-    """Replace what compiles kernels by what interprets them, until the stack unwinds."""
+    """Replace TileLang's compilation of kernels by interpretation, until the stack unwinds."""
     import tilelang
     from tilelang.autotuner import tuner
 
@@ -208,7 +208,7 @@ def _install(stack: ExitStack, checks: str, settings: dict[str, Any]) -> None:
         return made
 
     def call_jit(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Interpreted and compiled kernels must not meet in one cache.
+        # Interpreted and compiled kernels must not be in one cache.
         kept = self._kernel_cache, self._call_form_cache
         self._kernel_cache, self._call_form_cache = caches.setdefault(id(self), ({}, type(kept[1])()))
         try:
@@ -239,7 +239,7 @@ def _install(stack: ExitStack, checks: str, settings: dict[str, Any]) -> None:
 
 
 def _first_configuration(tuner: Any, *_: Any, **__: Any) -> Any:
-    """Stands in for tuning: the first configuration, or the one the caller gives."""
+    """Replacement of tuning: the first configuration, or the one that the caller gives."""
     import inspect
 
     from tilelang.autotuner.param import AutotuneResult

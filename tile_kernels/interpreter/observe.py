@@ -1,8 +1,8 @@
-"""See every access of a kernel: the observer interface, and `watch` built on it.
+"""Observe every access of a kernel: the observer interface, and `watch`, which uses it.
 
 An `Observer` has one method, `access(event)`. The interpreter calls it once per statement and buffer, for all lanes of
 the statement together. The arrays of an `AccessEvent` have one entry per active lane; they are computed when read.
-Without an observer a run pays one comparison per statement.
+Without an observer, a run has the cost of one comparison per statement.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ BANKS, BANK_BYTES, SECTOR_BYTES, WARP = 32, 4, 32, 32
 
 
 class Observer(Protocol):
-    """What wants to see the accesses of a kernel."""
+    """An object that receives the accesses of a kernel."""
 
     def access(self, event: AccessEvent) -> None:
-        """One statement accesses one buffer; nothing the observer does changes the run."""
+        """Receive the access of one statement to one buffer; the observer cannot change the run."""
 
 
 class AccessEvent:
@@ -93,7 +93,7 @@ class AccessEvent:
 
     @cached_property
     def iteration(self) -> np.ndarray:
-        """(lanes, axes): coordinates in the parallel loops around, and within the tile of a tile operation."""
+        """(lanes, axes): coordinates in the enclosing parallel loops, and within the tile of a tile operation."""
         shape, _, lanes = self._lanes
         return (
             np.stack(np.unravel_index(lanes, shape)[2:], axis=1) if len(shape) > 2 else np.zeros((len(lanes), 0), int)
@@ -119,7 +119,7 @@ class AccessEvent:
 
     @cached_property
     def address(self) -> np.ndarray:
-        """Byte of each element, counted from the start of its buffer's memory."""
+        """Byte offset of each element from the start of its buffer's memory."""
         return self.element * self._bits // 8
 
     @property
@@ -134,7 +134,7 @@ class AccessEvent:
 
     @cached_property
     def value(self) -> np.ndarray:
-        """What each lane loads, stores or contributes."""
+        """The value that each lane loads, stores or contributes."""
         shape, _, lanes = self._lanes
         given = self._value
         if isinstance(given, tuple):  # a vector
@@ -151,7 +151,7 @@ class AccessEvent:
 
 @dataclass(frozen=True)
 class Touch:
-    """One element touched by one lane: what a `watch` callback gets.
+    """One element accessed by one lane: the argument of a `watch` callback.
 
     Attributes:
         action: 'load', 'store' or 'update'.
@@ -160,8 +160,8 @@ class Touch:
         index: Index of the element.
         block: Coordinates of the block.
         thread: Number of the thread; None in tile operations and T.Parallel.
-        iteration: Coordinates in the parallel loops around.
-        value: What is loaded, stored or contributed.
+        iteration: Coordinates in the enclosing parallel loops.
+        value: The value that is loaded, stored or contributed.
     """
 
     action: str
@@ -180,7 +180,7 @@ class Touch:
 
 
 class Watcher:
-    """An observer that calls a function for every element touched at chosen lines or in chosen buffers."""
+    """An observer that calls a function for every element accessed at chosen lines or in chosen buffers."""
 
     def __init__(self, callback: Callable[[Touch], Any], at: int | str | Iterable[int | str] | None = None) -> None:
         self.callback = callback
@@ -210,23 +210,23 @@ class Watcher:
 
 
 class Several:
-    """One observer made of several."""
+    """An observer that consists of several."""
 
     def __init__(self, observers: list[Observer]) -> None:
         self.observers = observers
 
     def access(self, event: AccessEvent) -> None:
-        """Tell all of them."""
+        """Forward the event to all of them."""
         for observer in self.observers:
             observer.access(event)
 
 
 class Counter:
-    """An observer that counts, per source line and buffer, what the hardware would do.
+    """An observer that counts, per source line and buffer, the work of the hardware.
 
     Attributes:
         rows: (line, buffer, action) -> [lanes, bytes, shared-memory wavefronts, 32-byte sectors]. The last two count
-            accesses whose threads are known; vector widths and swizzles are not modelled.
+            accesses with known threads; vector widths and swizzles are not modelled.
     """
 
     def __init__(self) -> None:
@@ -246,7 +246,7 @@ class Counter:
 
 
 def _wavefronts(warp: np.ndarray, word: np.ndarray) -> int:
-    """Passes over shared memory: for each warp, the most words that any one bank has to give."""
+    """Shared-memory wavefronts: for each warp, the largest number of words in one bank."""
     words = np.unique(np.stack([warp, word]), axis=1)
     banks, counts = np.unique(np.stack([words[0], words[1] % BANKS]), axis=1, return_counts=True)
     total = 0

@@ -1,4 +1,4 @@
-"""What one `interpret` call was asked to show: prints, findings, accesses, times; and what a failing block held."""
+"""The output of one `interpret` call: prints, findings, accesses, times, and the memory of a failing block."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LineTime:
     Attributes:
         file: Source file.
         line: Source line.
-        seconds: Time, without that of statements inside it.
+        seconds: Time, without that of nested statements.
         runs: How often it ran.
     """
 
@@ -51,7 +51,7 @@ class Times:
 
 
 def timed(run: Callable[[Any], Any], site: Site) -> Callable[[Any], Any]:
-    """A statement that also books its time, without that of the statements inside it."""
+    """A statement that also records its time, without that of nested statements."""
     if getattr(run, 'waits', False):
         return run
 
@@ -76,13 +76,13 @@ def timed(run: Callable[[Any], Any], site: Site) -> Callable[[Any], Any]:
 
 @dataclass
 class Session:
-    """State of one `interpret` call beyond the run itself.
+    """State of one `interpret` call besides the run itself.
 
     Attributes:
-        collect: Findings are kept in `findings` instead of raised.
+        collect: Findings are collected in `findings` instead of raised.
         strict: Accesses that TileLang's guards mask are findings.
-        observer: What sees every access, or None.
-        write: Where the lines of `T.print` go.
+        observer: The receiver of every access, or None.
+        write: The function that receives the lines of `T.print`.
     """
 
     collect: bool = False
@@ -95,7 +95,7 @@ class Session:
     times: Times = field(default_factory=Times)
 
     def found(self, error: InterpreterError) -> None:
-        """Raise a finding, or keep the first of its line and buffer and count the others."""
+        """Raise a finding, or collect the first of its line and buffer and count the others."""
         if not self.collect:
             raise error
         key = (type(error), Site(error.kernel, error.filename, error.line), error.buffer)
@@ -104,7 +104,7 @@ class Session:
         error.frame = None
 
     def print(self, frame: Any, site: Site, text: str, value: Any, mask: Any) -> None:
-        """`T.print`: one line for each active lane, the first of a source line only."""
+        """`T.print`: one line for each active lane, up to a limit for each source line."""
         shape = _lane_shape(frame, value, mask)
         active = np.ones(shape, bool) if mask is None else np.broadcast_to(mask, shape)
         before = self.printed.get(site, 0)
@@ -118,7 +118,7 @@ class Session:
             self._line(f'{site.kernel}: {text}{shown} ({", ".join(where)}), at {site}')
 
     def close(self) -> None:
-        """Say how many lines were left out."""
+        """Report how many lines were left out."""
         for site, count in self.printed.items():
             if count > PRINTS_PER_LINE:
                 self._line(f'{site.kernel}: {count - PRINTS_PER_LINE} more prints, at {site}')
@@ -149,9 +149,9 @@ def _show(value: Any, spot: tuple[Any, ...]) -> str:
 
 
 class PostMortem:
-    """What the block of a finding held when it failed.
+    """The memory of the block of a finding at the time of the failure.
 
-    Arrays are masked where nothing was written. Registers have an axis of threads in front.
+    Arrays are masked at elements that were not written. The first axis of registers is the thread.
 
     Attributes:
         error: The finding.
@@ -159,7 +159,7 @@ class PostMortem:
         shared: Shared buffers by name.
         fragment: Fragments by name.
         local: Registers by name.
-        variables: Loop variables and other names bound when it failed.
+        variables: Loop variables and other names bound at the time of the failure.
     """
 
     def __init__(self, error: InterpreterError, frame: Any, compiler: Any) -> None:

@@ -1,4 +1,4 @@
-"""`TK_INTERPRET=1` reaches a user's own `@tilelang.jit` kernels as soon as TileLang is imported, and not before."""
+"""`TK_INTERPRET=1` applies to a user's own `@tilelang.jit` kernels once TileLang is imported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def hook_tilelang() -> None:
-    """Interpret kernels from now on if TileLang is loaded, or from the moment it is."""
+    """Interpret kernels from now on if TileLang is loaded, or as soon as it is imported."""
     if 'tilelang' in sys.modules:
         from tile_kernels.interpreter.jit_hook import install
 
@@ -20,14 +20,14 @@ def hook_tilelang() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Sees the first import of TileLang."""
+    """Detects the first import of TileLang."""
 
     asked = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != 'tilelang' or self.asked:
             return None
-        self.asked = True  # the other finders answer the question below
+        self.asked = True  # the other finders handle the call below
         try:
             spec = importlib.util.find_spec(name)
         finally:
@@ -38,7 +38,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Loads TileLang as usual, then puts the interpreter in the place of its compiler."""
+    """Loads TileLang as usual, then replaces its compiler by the interpreter."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader

@@ -1,4 +1,4 @@
-"""Layers built from the ops: modules and autograd functions, loaded when first used. Nothing here is a kernel."""
+"""Layers that use the ops: modules and autograd functions, imported at first use. There are no kernels here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _HOMES = {'Engram': 'engram', 'EngramGateLayer': 'engram', 'MHCPipeline': 'mhc.pipeline', 'MoELayer': 'moe'}
 _MODULES = ('engram', 'mhc', 'moe')
 
-#: Without the modules: `import *` must not put them in the place of the families of the same names.
+#: Without the modules: `import *` must not replace the families that have the same names.
 __all__ = [*_HOMES]
 
 

@@ -3,7 +3,7 @@
     value = gate(hidden_states, keys, value)                                 no residual
     hidden_states + value + silu(conv(rms_norm(value)))                      `Engram`
 
-Keys and values are projections of the embeddings that the hashes of the last tokens look up (`engram_hash`).
+Keys and values are projections of embeddings; the hashes of the last tokens select them (`engram_hash`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class EngramGateFn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, *args: Any) -> Tensor:
-        """Gate; keeps what the gradient needs only if one is wanted."""
+        """Apply the gate; save the tensors of the gradient only if one is needed."""
         sources, weight_hidden, weight_embed, clamp_value, eps, mask, residual = _by_name(args)
         x, flat, mask = _flatten(hidden_states, sources, mask)
         weight = fused_weight(weight_hidden, weight_embed)
@@ -70,7 +70,7 @@ class EngramGateFn(torch.autograd.Function):
 
 
 def _by_name(args: tuple) -> tuple:
-    """Either form of the arguments: ((k, v) or (kv,), both weights, clamp_value, eps, image_token_mask, residual)."""
+    """Both forms of the arguments as ((k, v) or (kv,), both weights, clamp_value, eps, image_token_mask, residual)."""
     if len(args) < 5:
         check.fail(
             'hidden_states', 'must come with k and v or kv, two weights, clamp_value and eps', f'{len(args)} more'
@@ -84,7 +84,7 @@ def _by_name(args: tuple) -> tuple:
 def _flatten(
     hidden_states: Tensor, sources: tuple[Tensor, ...], mask: Tensor | None
 ) -> tuple[Tensor, list[Tensor], Tensor | None]:
-    """Tokens in one dimension."""
+    """Flatten the leading dimensions into one dimension of tokens."""
     if hidden_states.dim() < 2:
         check.fail('hidden_states', 'must be (..., num_streams, hidden)', check.describe(hidden_states))
     *lead, num_streams, hidden = hidden_states.shape
@@ -104,7 +104,7 @@ def _flatten(
 
 
 def _traced_gate(hidden_states: Tensor, args: tuple) -> Tensor:
-    """The gate inside a compiled graph: the differentiable operator, which knows no `main_grad`."""
+    """The gate inside a compiled graph: the differentiable operator, which does not support `main_grad`."""
     sources, weight_hidden, weight_embed, clamp_value, eps, mask, residual = _by_name(args)
     x, flat, mask = _flatten(hidden_states, sources, mask)
     weight = weight_hidden.float() * weight_embed.float()
@@ -113,7 +113,7 @@ def _traced_gate(hidden_states: Tensor, args: tuple) -> Tensor:
 
 
 def _weight_grads(partial: Tensor, weight_hidden: Tensor, weight_embed: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of both norm weights; None for one whose gradient went to its `main_grad`."""
+    """Gradients of both norm weights; None for a gradient that was added to a `main_grad`."""
     weights = weight_hidden, weight_embed
     mains = [getattr(weight, 'main_grad', None) for weight in weights]
     buffers = [
@@ -128,28 +128,28 @@ def _weight_grads(partial: Tensor, weight_hidden: Tensor, weight_embed: Tensor) 
 def engram_gate(hidden_states: Tensor, *args: Any) -> Tensor:
     """Gate the value of each token into its residual streams, with gradients for all tensors.
 
-    Two forms, with keys and values apart or packed in one tensor; arguments are positional:
+    There are two forms, with keys and values separate or packed in one tensor; arguments are positional:
 
         engram_gate(hidden_states, k, v, weight_hidden, weight_embed, clamp_value, eps,
                     image_token_mask=None, residual=True)
         engram_gate(hidden_states, kv, weight_hidden, weight_embed, clamp_value, eps,
                     image_token_mask=None, residual=True)
 
-    The gradient of a weight that has a `main_grad` is added to it, and its `grad` stays as it is; not inside
-    `torch.compile`, where gradients are part of the graph.
+    The gradient of a weight that has a `main_grad` is added to it, and its `grad` does not change. This does not apply
+    inside `torch.compile`, where gradients are part of the graph.
 
     Args:
         hidden_states: (..., num_streams, hidden) bfloat16.
-        args: the other arguments of either form.
-            k: (..., num_streams, hidden) bfloat16.
-            v: (..., hidden) bfloat16.
-            kv: (..., (num_streams + 1) * hidden) bfloat16, the keys and then the value of each token.
-            weight_hidden: (num_streams, hidden) bfloat16 or float32, norm weight of the hidden states.
-            weight_embed: (num_streams, hidden), norm weight of the keys.
-            clamp_value: lower bound of |z| under the root.
-            eps: added to the mean squares.
-            image_token_mask: (...) bool, tokens that take in nothing.
-            residual: add hidden_states to the result.
+        args: the other arguments of either form:
+            - k: (..., num_streams, hidden) bfloat16.
+            - v: (..., hidden) bfloat16.
+            - kv: (..., (num_streams + 1) * hidden) bfloat16, the keys and then the value of each token.
+            - weight_hidden: (num_streams, hidden) bfloat16 or float32, norm weight of the hidden states.
+            - weight_embed: (num_streams, hidden), norm weight of the keys.
+            - clamp_value: lower bound of |z| under the root.
+            - eps: added to the mean squares.
+            - image_token_mask: (...) bool, tokens that get no value.
+            - residual: add hidden_states to the result.
 
     Returns:
         Like hidden_states.
@@ -163,14 +163,14 @@ def engram_gate(hidden_states: Tensor, *args: Any) -> Tensor:
 class Engram(nn.Module):
     """The published Engram module: gate, short convolution, residual.
 
-    Parameters are float32 (or what `.to()` makes of them), activations bfloat16.
+    Parameters are float32 (or the dtype that `.to()` sets), activations bfloat16.
 
     Args:
         hidden_size: channels of a residual stream, a multiple of 64.
         embed_size: channels of the looked-up embeddings of a token.
         num_streams: residual streams, 1 to 8.
-        taps: tokens each channel of the convolution meets.
-        dilation: tokens between them.
+        taps: number of tokens that each output of the convolution uses.
+        dilation: distance between these tokens.
         eps: added to the mean squares of all norms.
         clamp_value: lower bound of |z| under the root.
     """
@@ -201,15 +201,15 @@ class Engram(nn.Module):
         self.weight_hidden = nn.Parameter(torch.ones(num_streams, hidden_size))
         self.weight_embed = nn.Parameter(torch.ones(num_streams, hidden_size))
         self.norm_weight = nn.Parameter(torch.ones(num_streams, hidden_size))
-        self.conv_weight = nn.Parameter(torch.zeros(num_streams * hidden_size, taps))  # starts as plain `value`
+        self.conv_weight = nn.Parameter(torch.zeros(num_streams * hidden_size, taps))  # zeros: adds plain `value`
 
     def forward(self, hidden_states: Tensor, embeddings: Tensor, image_token_mask: Tensor | None = None) -> Tensor:
-        """Take in what was looked up.
+        """Add the gated embeddings to the hidden states.
 
         Args:
             hidden_states: (batch, num_tokens, num_streams, hidden) bfloat16.
             embeddings: (batch, num_tokens, embed_size).
-            image_token_mask: (batch, num_tokens) bool, tokens that take in nothing.
+            image_token_mask: (batch, num_tokens) bool, tokens that get no value.
 
         Returns:
             Like hidden_states.
@@ -217,7 +217,7 @@ class Engram(nn.Module):
         check.shape(hidden_states, 'hidden_states', 'batch num_tokens num_streams hidden', dtype=torch.bfloat16)
         kv = functional.linear(embeddings.to(hidden_states.dtype), self.kv_proj.weight.to(hidden_states.dtype))
         weights = self.weight_hidden, self.weight_embed
-        if weights[0].dtype is not torch.bfloat16:  # which the gate reads as it is
+        if weights[0].dtype is not torch.bfloat16:  # the gate reads bfloat16 directly
             weights = float32_of(weights[0]), float32_of(weights[1])
         value = engram_gate(hidden_states, kv, *weights, self.clamp_value, self.eps, image_token_mask, False)
         norm = functional.rms_norm(value.float(), value.shape[-1:], eps=self.eps) * self.norm_weight

@@ -1,13 +1,13 @@
-"""Normal random numbers from a counter: number i of a stream is a function of the seed and of i, on every device.
+"""Normal random numbers from a counter: number i of a stream depends only on the seed and i, on every device.
 
     w[4]   = philox4x32_10(counter = offset + i // 4, key = seed)
     u      = float32(w[0] | 1) * 2^-32                      in (0, 1]
-    phi    = float32(int32(w[1] << 2)) * pi / 2^33          a quarter turn around 0, and w[1] >> 30 more
+    phi    = float32(int32(w[1] << 2)) * pi / 2^33          in [-pi/4, pi/4], plus (w[1] >> 30) * pi/2
     y[i]   = sqrt(-2 ln u) * cos phi, y[i + 1] = sqrt(-2 ln u) * sin phi, and the same of w[2] and w[3]
 
-Logarithm, sine and cosine are polynomials whose every product and sum is rounded to float32 by itself, and the root is
-the correctly rounded one. So a CPU and a GPU give the same bits, which library functions would not. A thread makes
-eight neighbours. Compute and memory bound alike: the floor is writing y.
+Logarithm, sine and cosine are polynomials with every product and sum rounded to float32, and the root is correctly
+rounded. So a CPU and a GPU give the same bits, unlike library functions. A thread computes eight adjacent numbers.
+Compute and memory take about equally long; the floor is writing y.
 """
 
 import math
@@ -37,16 +37,16 @@ LOG = (
     0.12879090011119843,
     -0.07865164428949356,
 )
-#: sin x = x + x * (x^2 * SIN(x^2)) and cos x = 1 + x^2 * COS(x^2) within an eighth of a turn, within 2^-26.
+#: sin x = x + x * (x^2 * SIN(x^2)) and cos x = 1 + x^2 * COS(x^2) for |x| <= pi/4, within 2^-26.
 SIN = (-0.1666666716337204, 0.008333403617143631, -0.0001987083232961595, 3.0557675927411765e-06)
 COS = (-0.5, 0.04166701063513756, -0.0013902996433898807, 2.6117166271433234e-05)
 
-#: float32 bits of sqrt(1/2): numbers are split into a power of two and a factor from here to sqrt(2).
+#: float32 bits of sqrt(1/2): a number is split into a power of two and a factor from sqrt(1/2) to sqrt(2).
 ROOT_HALF = 0x3F3504F3
 LN2 = 0.6931471824645996
 STEP = math.pi / 2**33
 
-#: Numbers of a thread.
+#: Numbers per thread.
 OWN = 8
 
 
@@ -54,7 +54,7 @@ OWN = 8
 
 
 def _polynomial(coefficients: tuple, x):
-    """Horner's rule, every step rounded twice."""
+    """Horner's rule with two roundings per step."""
     value = T.float32(coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
         value = T.ieee_add(T.ieee_mul(value, x), T.float32(coefficient))
@@ -73,7 +73,7 @@ def _high(value):
 
 @macro
 def philox(counter, seed, words):
-    """Four random words for `counter` and for each that follows it, `words[counters, 4]`; they share a key."""
+    """Four random words for `counter` and for each of the following counters, `words[counters, 4]`, with one key."""
     key = T.alloc_local((2,), T.uint32)
     product = T.alloc_local((2,), T.uint64)
     for k in T.unroll(words.shape[0]):
@@ -115,7 +115,7 @@ def normal_pair(first, second, values, place):
     square = T.ieee_mul(angle, angle)
     sin = T.ieee_add(angle, T.ieee_mul(angle, T.ieee_mul(square, _polynomial(SIN, square))))
     cos = T.ieee_add(T.float32(1.0), T.ieee_mul(square, _polynomial(COS, square)))
-    odd = (second & T.uint32(1 << 30)) != T.uint32(0)  # quarters of a turn; the upper bit is half of one: a sign
+    odd = (second & T.uint32(1 << 30)) != T.uint32(0)  # rotates by pi/2; the upper bit by pi: a sign
     radius = T.reinterpret(T.reinterpret(radius, T.uint32) ^ (second & T.uint32(1 << 31)), T.float32)
     values[place] = T.ieee_mul(radius, T.if_then_else(odd, -sin, cos))
     values[place + 1] = T.ieee_mul(radius, T.if_then_else(odd, cos, sin))
@@ -123,7 +123,7 @@ def normal_pair(first, second, values, place):
 
 @kernel(pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True, 'TL_ENABLE_LOWER_LDGSTG': True})
 def normal_kernel(dtype: torch.dtype, width: int):
-    """`width` numbers are aligned and can be written at a time."""
+    """Accesses have `width` aligned numbers."""
     num_threads = 256
     count = T.dynamic('count')
 
@@ -162,8 +162,8 @@ def normal_(out: Out, seed: int, offset: int = 0) -> None:
 
     Args:
         out: bfloat16, float16 or float32, contiguous, any shape; overwritten.
-        seed: which stream, any 64-bit integer.
-        offset: where in the stream to begin, in units of four numbers; a tensor takes ceil(numel / 4) of them.
+        seed: selects the stream, any 64-bit integer.
+        offset: start in the stream, in units of four numbers; a tensor uses ceil(numel / 4) of them.
     """
     check.dtype(out, 'out', DTYPES)
     check.contiguous(out, 'out')
@@ -172,7 +172,7 @@ def normal_(out: Out, seed: int, offset: int = 0) -> None:
 
 
 def _signed(value: int) -> int:
-    """The 64-bit integer with the bits of `value`."""
+    """The signed 64-bit integer with the bits of `value`."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -180,7 +180,7 @@ def _signed(value: int) -> int:
 
 
 def _make(shape: tuple, dtype: torch.dtype, seed: int = 1, offset: int = 0, shift: int = 0) -> dict:
-    """`shift` elements before the tensor make it misaligned."""
+    """The tensor is misaligned by `shift` elements."""
     out = torch.empty(math.prod(shape) + shift, dtype=dtype)[shift:].view(shape)
     return dict(out=out, seed=seed, offset=offset)
 

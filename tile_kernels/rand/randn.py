@@ -1,7 +1,7 @@
 """Normal random numbers that are the same on a CPU and on a GPU, for the same seed and the same order of calls.
 
-A call takes the next numbers of one stream for the whole process, also inside `torch.compile`. The stream is advanced
-by the host: a call captured in a CUDA graph gives the same numbers each time it is replayed.
+A call takes the next numbers of one stream for the whole process, also inside `torch.compile`. The host advances the
+stream, so a call captured in a CUDA graph gives the same numbers in each replay.
 """
 
 import math
@@ -17,7 +17,7 @@ from tile_kernels.rand.normal import DTYPES, normal_
 
 
 class _Stream:
-    """The seed of the process and how many groups of four numbers have been taken."""
+    """The seed of the process, and the number of groups of four numbers taken so far."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -41,7 +41,7 @@ _stream = _Stream()
 
 
 def set_seed(seed: int) -> None:
-    """Begin the stream of `seed`, here and in PyTorch's own generators (`torch.manual_seed`)."""
+    """Start the stream of `seed`, here and in PyTorch's own generators (`torch.manual_seed`)."""
     check.integer(seed, 'seed')
     if not -(1 << 63) <= seed < 1 << 64:
         check.fail('seed', 'must have at most 64 bits', str(seed))
@@ -57,7 +57,7 @@ def randn(
     Args:
         size: extents, one by one or as a tuple.
         dtype: bfloat16, float16 or float32; PyTorch's default dtype if None.
-        device: where to make them; a GPU if there is one and None is given.
+        device: device of the tensor; None means the GPU if there is one.
 
     Returns:
         A contiguous tensor; its numbers depend on `set_seed` and on the calls since, not on the device. Without
@@ -79,7 +79,7 @@ def _draw(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tens
     return out
 
 
-#: `_draw` as an operator: a compiled graph calls it each time it runs, and the stream goes on.
+#: `_draw` as an operator: a compiled graph calls it in each run, so the stream advances.
 _traced_draw = torch.library.custom_op(
     'tile_kernels::rand_draw', _draw, mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
 )
@@ -91,6 +91,6 @@ def _(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def randn_like(t: Tensor) -> Tensor:
-    """`randn` in the shape and dtype and on the device of `t`."""
+    """`randn` with the shape, dtype and device of `t`."""
     check.dtype(t, 't', DTYPES)
     return randn(t.shape, dtype=t.dtype, device=t.device)

@@ -1,7 +1,7 @@
-"""Tools for testing and measuring kernels, ours and yours: numerics, timers, inputs, the contract of an op.
+"""Tools to test and measure kernels, ours and yours: numerics, timers, inputs, the contract of an op.
 
-The pytest plugin (`tile_kernels_pytest`) comes with the package. pytest loads it in every project of an environment; it
-imports neither the package nor torch there. Modules here load when they are used.
+The pytest plugin (`tile_kernels_pytest`) is part of the package. In every project of an environment pytest loads the
+plugin, which there imports neither the package nor torch. The modules here are imported at first use.
 """
 
 import importlib
@@ -50,7 +50,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Load the modules at the first use of any name."""
+    """Import the modules at the first use of any name."""
     if name not in __all__ and name not in _MODULES:
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
     for module in _MODULES:

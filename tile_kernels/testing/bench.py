@@ -1,8 +1,8 @@
-"""One timer for everything: median of CUDA-event timings with a cold L2, beside a copy of the same bytes.
+"""One timer for all benchmarks: median of CUDA-event timings with a cold L2, next to a copy of the same bytes.
 
-The yardstick of this project is `pct_of_copy`: the time of a plain device-to-device copy that moves the same bytes
-(each input read once, each output written once), by the same timer in the same run, over the time of the op.
-On a CPU the clock on the wall takes the place of events.
+This project compares ops by `pct_of_copy`: the time of a device-to-device copy of the same bytes, divided by the time
+of the op. The copy reads each input once and writes each output once; the same timer measures it in the same run. On a
+CPU, wall time replaces events.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ __all__ = [
     'suppress_stdout_stderr',
 ]
 
-#: Written before every timed launch: more than twice the L2 of any GPU the library runs on.
+#: Bytes written before every timed launch: more than twice the L2 of any supported GPU.
 FLUSH_BYTES = 256 << 20
 
-#: Larger copies run at the speed of this one, so their time is scaled instead of doubling the memory of a benchmark.
+#: Larger copies have the same bandwidth as this one, so their time is scaled, which saves memory.
 COPY_LIMIT_BYTES = 1 << 30
 
 MIN_TIMED_CALLS, MAX_TIMED_CALLS = 5, 2000
@@ -51,7 +51,7 @@ MIN_TIMED_CALLS, MAX_TIMED_CALLS = 5, 2000
 
 @dataclass(frozen=True)
 class BenchResult:
-    """Times of one call in milliseconds, and what they mean for the bytes and operations it needs."""
+    """Times of one call in milliseconds, and the rates that follow from its bytes and operations."""
 
     times: tuple[float, ...]
     num_bytes: int
@@ -71,12 +71,12 @@ class BenchResult:
 
     @property
     def p20(self) -> float:
-        """Time in ms that a fifth of the calls stayed below."""
+        """20th percentile of the times in ms."""
         return self._percentile(20)
 
     @property
     def p80(self) -> float:
-        """Time in ms that a fifth of the calls exceeded."""
+        """80th percentile of the times in ms."""
         return self._percentile(80)
 
     @property
@@ -91,7 +91,7 @@ class BenchResult:
 
     @property
     def pct_of_copy(self) -> float | None:
-        """Time of a copy of the same bytes in percent of the median; None when there is nothing to copy."""
+        """Time of a copy of the same bytes in percent of the median; None if there is nothing to copy."""
         return None if self.copy is None else 100 * self.copy / self.median
 
     def _percentile(self, percent: int) -> float:
@@ -110,7 +110,7 @@ class BenchResult:
 
 
 def format_ms(milliseconds: float) -> str:
-    """Three significant digits in the unit that suits them: `2.31 us`, `28.7 us`, `1.25 ms`."""
+    """Three significant digits in a suitable unit: `2.31 us`, `28.7 us`, `1.25 ms`."""
     value, unit = (milliseconds * 1e3, 'us') if milliseconds < 1 else (milliseconds, 'ms')
     digits = 0 if value >= 100 else 1 if value >= 10 else 2
     return f'{value:.{digits}f} {unit}'
@@ -131,14 +131,14 @@ def benchmark_kernel(
     """Time `fn(*args, **kwargs)` and a copy of the same bytes.
 
     Args:
-        fn: what to time; it is called often, so it must not depend on how many times it ran.
+        fn: the function to time; it is called often, so it must not depend on the number of calls.
         args: its positional arguments.
         kwargs: its keyword arguments.
         warmup: milliseconds of untimed calls, after one call that may compile.
         rep: milliseconds of timed calls (at least 5 calls, at most 2000).
-        num_bytes: bytes the call must move; default: every tensor of arguments and result once.
+        num_bytes: bytes that the call must move; default: every tensor of arguments and result once.
         flops: floating-point operations of the call, for `tflops`.
-        device: where it runs; default: the device of its first tensor.
+        device: device of the call; default: the device of its first tensor.
 
     Returns:
         `BenchResult` with `mean`, `median`, `p20`, `p80` in ms, `gbps`, `tflops` and `pct_of_copy`.
@@ -193,7 +193,7 @@ def host_time(
     calls: int = 100,
     rep: int = 20,
 ) -> float:
-    """Milliseconds Python needs to issue one call, while nothing waits for the GPU."""
+    """Milliseconds that Python needs to issue one call, while nothing waits for the GPU."""
     kwargs = kwargs or {}
     fn(*args, **kwargs)
     times = []
@@ -231,13 +231,13 @@ def _wall_times(call: Callable[[], Any], warmup: float, rep: float) -> list[floa
 
 
 def _cold_event_times(call: Callable[[], Any], warmup: float, rep: float) -> list[float]:
-    """Event timings with the L2 flushed before each call, all enqueued without waiting in between."""
+    """Event timings with the L2 flushed before each call; all calls are enqueued without waits."""
     flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device='cuda')
     host, device = _issue_and_run_time(call)
     flush_host, flush_device = _issue_and_run_time(lambda: flush.fill_(1))
-    # While the GPU writes the flush buffer the host gets ahead of it, so that the events time the device alone; a slow
-    # host needs more than one write for that. Recording the three events takes it 0.01 to 0.03 ms, and a host with
-    # neighbours is at times half as fast as it was a moment ago.
+    # While the GPU writes the flush buffer, the host runs ahead, so that the events time the device alone. A slow host
+    # needs more than one write for that. Recording the three events takes the host 0.01 to 0.03 ms. On a shared machine
+    # the host may slow down by half at any time.
     flushes = math.ceil(2 * (host + 0.02) / max(flush_device - flush_host, 0.01))
     flushes = min(flushes, 32)
 
@@ -246,7 +246,7 @@ def _cold_event_times(call: Callable[[], Any], warmup: float, rep: float) -> lis
     def prepare() -> None:
         for _ in range(flushes):
             flush.fill_(1)
-        spare.record()  # the first event after a kernel may come late: every second call would seem 0.7 us longer
+        spare.record()  # the first event after a kernel may be late, which would add 0.7 us to every second call
 
     each = max(host, device) + flushes * flush_device
     for _ in range(min(math.ceil(warmup / each), MAX_TIMED_CALLS)):
@@ -268,7 +268,7 @@ def _event_times(call: Callable[[], Any], count: int, prepare: Callable[[], Any]
 
 
 def _issue_and_run_time(call: Callable[[], Any], calls: int = 5) -> tuple[float, float]:
-    """Rough milliseconds of one call: on the host to issue it, and until the device is done."""
+    """Rough milliseconds of one call: on the host to issue it, and until the device has finished."""
     call()
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -282,7 +282,7 @@ def _issue_and_run_time(call: Callable[[], Any], calls: int = 5) -> tuple[float,
 def _copy_time(num_bytes: int, device: torch.device, warmup: float, rep: float) -> float:
     """Median milliseconds of a copy that reads half of `num_bytes` and writes the other half, in 8-byte words."""
     words = max(min(num_bytes, COPY_LIMIT_BYTES) // 16, 1)
-    generator = torch.Generator(device).manual_seed(0)  # zeros may run faster than data; the caller's seed stays his
+    generator = torch.Generator(device).manual_seed(0)  # zeros may be faster than data; the caller's seed is not used
     source = torch.empty(words, dtype=torch.int64, device=device).random_(generator=generator)
     target = torch.empty_like(source)
     median = statistics.median(_times(lambda: target.copy_(source), device, warmup, rep))
@@ -290,7 +290,7 @@ def _copy_time(num_bytes: int, device: torch.device, warmup: float, rep: float) 
 
 
 def _device_of(*values: Any) -> torch.device:
-    """Device of the first tensor; without any tensor the GPU if there is one."""
+    """Device of the first tensor; without a tensor, the GPU if there is one."""
     for leaf in torch.utils._pytree.tree_leaves(values):
         if isinstance(leaf, torch.Tensor):
             return leaf.device
@@ -317,7 +317,7 @@ def _need_cuda(what: str) -> None:
 
 
 def print_average_perf(results: Iterable[BenchResult]) -> None:
-    """Write the mean time and bandwidth of several results to stdout, one line."""
+    """Print the mean time and bandwidth of several results as one line."""
     results = list(results)
     if not results:
         return
@@ -331,7 +331,7 @@ def print_average_perf(results: Iterable[BenchResult]) -> None:
 
 @contextmanager
 def suppress_stdout_stderr() -> Iterator[None]:
-    """Send everything written to stdout and stderr to nowhere, that of compilers started inside included."""
+    """Discard everything written to stdout and stderr, including the output of compilers started inside."""
     sys.stdout.flush()
     sys.stderr.flush()
     saved = os.dup(1), os.dup(2)

@@ -1,11 +1,13 @@
-"""The contract every op keeps, checked from its declaration alone: cases, twin, schema, backward.
+"""The contract of every op, checked from its declaration alone: cases, twin, schema, backward.
 
-kernel     its results equal those of the twin (bit for bit, or within the bounds the op states), starting from
-           poisoned memory; on a CPU the kernel runs in the interpreter
-operator   `torch.ops.tile_kernels.*` and the direct call give the same
-fake       fake tensors get the shapes, dtypes, strides and device of real ones
-opcheck    `torch.library.opcheck` passes
-gradient   the backward op agrees with autograd through the twin
+The clauses of the contract:
+
+    kernel     its results equal those of the twin (bitwise, or within the bounds of the op), starting from
+               poisoned memory; on a CPU the kernel runs in the interpreter
+    operator   `torch.ops.tile_kernels.*` and the direct call give the same results
+    fake       fake tensors have the shapes, dtypes, strides and device of real ones
+    opcheck    `torch.library.opcheck` passes
+    gradient   the backward op agrees with autograd through the twin
 """
 
 from __future__ import annotations
@@ -32,15 +34,15 @@ from tile_kernels.testing.poison import poisoned
 
 Outcome = dict[str, Tensor]
 
-#: PyTorch's schema check compares inputs before and after a call, which it cannot do for these on a CPU.
+#: PyTorch's schema check compares inputs before and after a call; on a CPU it cannot do so for these dtypes.
 _NOT_COMPARABLE = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True)
 class ContractCase:
-    """One op on one of its cases; reads as `quant.per_token_cast[num_tokens=37-hidden=256]`.
+    """One op with one of its cases; its text is `quant.per_token_cast[num_tokens=37-hidden=256]`.
 
-    With a `gpu`, the case runs the kernels of that GPU and reads as `gemm.gemm[m=1-n=136-k=72-bfloat16]@a100`.
+    With a `gpu`, the case runs the kernels of that GPU; the text is then `gemm.gemm[m=1-n=136-k=72-bfloat16]@a100`.
     """
 
     op: Op
@@ -51,15 +53,15 @@ class ContractCase:
         return f'{self.op.name}[{case_id(self.case)}]' + (f'@{self.gpu}' if self.gpu else '')
 
     def choosing(self) -> AbstractContextManager:
-        """A block in which the kernels of the case are chosen."""
+        """A context that chooses the kernels of the case."""
         return on_gpu(self.gpu) if self.gpu else nullcontext()
 
 
 def contract_cases(level: str | None = None, variants: bool = False) -> list[ContractCase]:
-    """Every registered op with every case of a level: 'smoke', or 'full' which includes smoke (`TK_FULL_TEST=1`).
+    """Every registered op with every case of a level: 'smoke', or 'full', which includes smoke (`TK_FULL_TEST=1`).
 
-    With `variants`, a smoke case that runs other kernels on other GPUs is there once for each set of kernels. On a CUDA
-    device, those are left out that the device cannot run.
+    With `variants`, a smoke case that runs other kernels on other GPUs appears once for each set of kernels. On a CUDA
+    device, sets that the device cannot run are left out.
     """
     if level is None:
         level = 'full' if knobs.full_test else 'smoke'
@@ -74,7 +76,7 @@ def contract_cases(level: str | None = None, variants: bool = False) -> list[Con
 
 
 class _Watched:
-    """A GPU that notes whether anybody asks about it."""
+    """A GPU record that remembers whether any property was read."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
@@ -118,7 +120,7 @@ def check_contract(op: Op, case: Case, device: str | torch.device = 'cpu') -> No
 
 
 def check_kernel(op: Op, case: Case, device: str | torch.device = 'cpu') -> tuple[Outcome, Outcome]:
-    """Assert that the kernel and the twin agree, each starting from poisoned memory; returns what both produced."""
+    """Assert that kernel and twin agree, both starting from poisoned memory; returns the outputs of both."""
     with poisoned():
         expected = _outcome(op, op.twin, _arguments(op, case, device))
         for _ in range(3 if torch.device(device).type == 'cuda' else 1):  # the third call on a GPU is a replay
@@ -129,14 +131,14 @@ def check_kernel(op: Op, case: Case, device: str | torch.device = 'cpu') -> tupl
 
 
 def check_operator(op: Op, case: Case, device: str | torch.device = 'cpu') -> None:
-    """Assert that the operator gives what the direct call gives."""
+    """Assert that the operator returns the same as the direct call."""
     direct = _outcome(op, op.call, _arguments(op, case, device))
     operator = _outcome(op, lambda **kwargs: op.operator_form(kwargs), _arguments(op, case, device))
     _compare('direct call and operator', direct, operator, _match(op))
 
 
 def check_fake(op: Op, case: Case, device: str | torch.device = 'cpu') -> None:
-    """Assert that fake tensors tell the truth about the result."""
+    """Assert that fake results match the real results."""
     real = _outcome(op, op.call, _arguments(op, case, device))
     mode = FakeTensorMode()
     arguments = tree_map_only(Tensor, mode.from_tensor, _arguments(op, case, device))
@@ -148,7 +150,7 @@ def check_fake(op: Op, case: Case, device: str | torch.device = 'cpu') -> None:
 
 
 def check_opcheck(op: Op, case: Case, device: str | torch.device = 'cpu') -> None:
-    """Assert what PyTorch itself demands of an operator: schema, fake, autograd, tracing with dynamic shapes."""
+    """Assert PyTorch's own requirements of an operator: schema, fake, autograd, tracing with dynamic shapes."""
     arguments = _arguments(op, case, device)
     _require_gradients(op, arguments)
     flat, keywords = op.operator_form.arguments(arguments)
@@ -176,14 +178,14 @@ def check_gradient(op: Op, case: Case, device: str | torch.device = 'cpu') -> No
 
 
 def cases_of(op: Op) -> Cases:
-    """The cases an op declares."""
+    """The declared cases of an op."""
     if op.case_set is None:
         raise ArgumentError(f'{op.name} declares no cases')
     return op.case_set
 
 
 def _arguments(op: Op, case: Case, device: str | torch.device) -> dict[str, Any]:
-    """The arguments of a case; those the op says it overwrites hold NaN, or -1, unless one is an input as well."""
+    """The arguments of a case; overwritten arguments hold NaN or -1, unless they are also inputs."""
     ones = torch.full((16,), 0xFF, dtype=torch.uint8, device=device)
     arguments = cases_of(op).arguments(op.name, case, device)
     names = [param.name for param in op.params if param.overwritten]
@@ -197,12 +199,12 @@ def _arguments(op: Op, case: Case, device: str | torch.device) -> dict[str, Any]
 
 
 def _running_kernels(device: str | torch.device) -> AbstractContextManager:
-    """Where the kernel itself runs: always on a GPU, in the interpreter on a CPU, which looks for races too."""
+    """A context in which kernels run: on a GPU always; on a CPU in the interpreter, which also checks races."""
     return knobs(interpret=True, checks='races') if torch.device(device).type == 'cpu' else nullcontext()
 
 
 def _outcome(op: Op, call: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
-    """Everything a call produced, by name: its results and the arguments it wrote in place."""
+    """All outputs of a call by name: its results and the arguments it wrote in place."""
     result = call(**arguments)
     results = () if result is None else result if isinstance(result, tuple) else (result,)
     mutated: Outcome = {}
@@ -214,7 +216,7 @@ def _outcome(op: Op, call: Callable[..., Any], arguments: dict[str, Any]) -> Out
 
 
 def _require_gradients(op: Op, arguments: dict[str, Any]) -> list[str]:
-    """Make leaves of the arguments the backward op has gradients for, where their dtype allows; returns their names."""
+    """Make leaves of the arguments that have a gradient, if their dtype allows; returns their names."""
     outputs = op.backward.outputs if op.backward is not None and op.backward != IDENTITY else ()
     given = {name: arguments.get(name) for name in (output.removeprefix('d') for output in outputs)}
     leaves = [name for name, value in given.items() if isinstance(value, Tensor) and value.is_floating_point()]
@@ -224,7 +226,7 @@ def _require_gradients(op: Op, arguments: dict[str, Any]) -> list[str]:
 
 
 def _gradients(op: Op, call: Callable[..., Any], outputs: list[str], arguments: dict[str, Any]) -> Outcome:
-    """Gradients of the inputs for one random gradient of the outputs; an input that has no influence has gradient 0."""
+    """Gradients of the inputs for one random gradient of the outputs; 0 for an input without influence."""
     leaves = _require_gradients(op, arguments)
     if not leaves:
         return {}
@@ -245,7 +247,7 @@ def _match(op: Op) -> str | dict[str, Any]:
 
 
 def _compare(what: str, actual: Outcome, expected: Outcome, match: str | dict[str, Any]) -> None:
-    """Assert that two outcomes agree bit for bit, or within bounds."""
+    """Assert that two outcomes agree bitwise, or within bounds."""
     __tracebackhide__ = True
     for name, tensor in expected.items():
         try:
@@ -260,13 +262,13 @@ def _compare(what: str, actual: Outcome, expected: Outcome, match: str | dict[st
 def _assert_close(actual: Tensor, expected: Tensor, bounds: dict[str, Any]) -> None:
     if _meta(actual) != _meta(expected):
         raise AssertionError(f'{_meta(actual)} != {_meta(expected)}')
-    if expected.element_size() <= 2 and bounds:  # both sides round once at the end, perhaps to different neighbours
+    if expected.element_size() <= 2 and bounds:  # both sides round once at the end, perhaps to adjacent values
         bounds = bounds | {'rtol': max(bounds['rtol'], 2 * torch.finfo(expected.dtype).eps)}
-    if expected.element_size() == 1:  # torch compares eight-bit floats bit for bit only
+    if expected.element_size() == 1:  # torch compares 8-bit floats bitwise only
         actual, expected = actual.float(), expected.float()
     torch.testing.assert_close(actual, expected, equal_nan=True, **bounds)
 
 
 def _meta(x: Tensor) -> tuple:
-    """What a fake tensor must get right; the strides of an empty one mean nothing."""
+    """The properties that a fake tensor must have; strides of an empty tensor do not count."""
     return tuple(x.shape), x.dtype, x.stride() if x.numel() else None, x.device

@@ -1,7 +1,7 @@
-"""Outputs of kernels as data: what a GPU computed for the smoke cases, to be compared with the interpreter.
+"""Outputs of kernels as data: a GPU's results for the smoke cases, to compare the interpreter with.
 
-Bit-exact ops are kept as digests, the others as samples of their values. Random inputs differ between releases of
-PyTorch, so they travel as data as well; their digest is kept with the outputs.
+Outputs of bit-exact ops are stored as digests, other outputs as samples of their values. Random inputs differ between
+releases of PyTorch, so the inputs are stored, too; their digest is stored with the outputs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tile_kernels.testing.poison import poisoned
 
 Entry = dict[str, Any]
 
-#: Values kept of each output that is not bit-exact.
+#: Number of stored values for each output that is not bit-exact.
 SAMPLES = 1000
 
 
@@ -33,19 +33,19 @@ def digest(tensors: list[Tensor]) -> str:
 
 
 def moved(x: Tensor, device: str | torch.device) -> Tensor:
-    """`x` on another device, with its strides, its offset and the memory around it."""
+    """`x` on another device, with the same strides and offset and the surrounding memory."""
     flat = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
     return flat.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def arguments_of(case: ContractCase) -> dict[str, Any]:
-    """The arguments of a case, made on the CPU from its seed; memory of the caller to write to is poisoned."""
+    """The arguments of a case, made on the CPU from its seed; output memory is poisoned."""
     with poisoned():
         return cases_of(case.op).arguments(case.op.name, case.case, 'cpu')
 
 
 def run_case(case: ContractCase, device: str | torch.device, arguments: dict[str, Any] | None = None) -> Entry:
-    """Run the kernel of a case on a device; the entry to store or to compare."""
+    """Run the kernel of a case on a device; returns the entry to store or to compare."""
     op = case.op
     arguments = arguments_of(case) if arguments is None else arguments
     inputs = digest([leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)])
@@ -65,7 +65,7 @@ def _sampled(values: list[float]) -> list[float]:
 
 
 def difference(case: ContractCase, stored: Entry, found: Entry) -> str | None:
-    """What is different between two entries of a case; None if they agree as the op promises."""
+    """The difference between two entries of a case; None if they agree within the bounds of the op."""
     if stored['inputs'] != found['inputs']:
         return 'the inputs are not those the GPU had'
     match = cases_of(case.op).match
@@ -73,7 +73,7 @@ def difference(case: ContractCase, stored: Entry, found: Entry) -> str | None:
         return None if stored['outputs'] == found['outputs'] else 'the outputs have other bits'
     for i, (expected, actual) in enumerate(zip(stored['values'], found['values'], strict=True)):
         e, a = torch.tensor(expected, dtype=torch.float64), torch.tensor(actual, dtype=torch.float64)
-        name = case.op.outputs[i] if i < len(case.op.outputs) else ''  # arguments written in place come last, nameless
+        name = case.op.outputs[i] if i < len(case.op.outputs) else ''  # written arguments are last, nameless
         if not torch.allclose(a, e, equal_nan=True, **bounds_of(match, name, e)):
             return f'output {i} is off by {(a - e).abs().max():.3g}'
     return None

@@ -1,6 +1,6 @@
-"""Shapes and inputs the test suites draw from; `TK_FULL_TEST=1` adds the empty, the tiny and the odd ones.
+"""Shapes and inputs for test suites; `TK_FULL_TEST=1` adds empty, tiny and odd ones.
 
-Tensors are made on the GPU if there is one, and follow the seed of torch.
+Tensors are on the GPU if there is one, and depend on the seed of torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tile_kernels.core.knobs import knobs
 
 Item = TypeVar('Item')
 
-#: SMs assumed on a machine without a GPU, where the interpreter runs persistent kernels with that many blocks.
+#: The assumed number of SMs without a GPU: the interpreter runs persistent kernels with this many blocks.
 NUM_SMS_WITHOUT_GPU = 24
 
 
@@ -37,18 +37,18 @@ def get_test_level() -> int:
 
 
 def is_precompile() -> bool:
-    """Whether tests only compile kernels: never here, `tile-kernels precompile` is a command of its own."""
+    """Whether tests only compile kernels; always False, because `tile-kernels precompile` is a separate command."""
     return False
 
 
 def generate_num_tokens(alignment: int = 1, is_benchmark: bool = False) -> list[int]:
-    """Token counts: two odd ones rounded up to `alignment`; full tests begin with none at all."""
+    """Token counts: two odd ones rounded up to `alignment`; full tests also use 0."""
     empty = [0] if knobs.full_test and not is_benchmark else []
     return empty + [_align(num_tokens, alignment) for num_tokens in (4001, 8001)]
 
 
 def generate_num_tokens_at_level(level: int, alignment: int = 1) -> list[int]:
-    """Token counts by level: 512 and an odd one; from level 2 on also none and one."""
+    """Token counts by level: 512 and an odd one; from level 2 on also 0 and 1."""
     few = [0, 1] if level >= 2 else []
     return [_align(num_tokens, alignment) for num_tokens in (*few, 512, 8001)]
 
@@ -59,13 +59,13 @@ def generate_hidden_sizes(align: int = 64) -> list[int]:
 
 
 def generate_num_sms() -> list[int]:
-    """SM counts to run persistent kernels with: some left free, all, and in full tests a single one."""
+    """SM counts for persistent kernels: some left free, all, and in full tests a single one."""
     count = cuda_gpu(torch.cuda.current_device()).sms if torch.cuda.is_available() else NUM_SMS_WITHOUT_GPU
     return ([1] if knobs.full_test else []) + [count - 20, count]
 
 
 def generate_num_sms_at_level(level: int) -> list[int]:
-    """SM counts by level: all; from level 1 on also an odd number less; from level 2 on also a single one."""
+    """SM counts by level: all; from level 1 on also an odd number less; from level 2 on also one."""
     count = cuda_gpu(torch.cuda.current_device()).sms if torch.cuda.is_available() else NUM_SMS_WITHOUT_GPU
     return [1, count - 19, count][2 - min(level, 2) :]
 
@@ -89,7 +89,7 @@ def generate_moe_params(is_benchmark: bool = False) -> Iterator[dict[str, int]]:
 
 
 def generate_topk_idx(params: Mapping[str, int], *, device: torch.device | str | None = None) -> Tensor:
-    """Choices of the tokens that reach rank 0: int64 (num_tokens, num_topk), -1 where an expert lives elsewhere."""
+    """Choices of the tokens that reach rank 0: int64 (num_tokens, num_topk), -1 for an expert on another rank."""
     num_tokens = params['num_send_tokens'] * params['num_ep_ranks']
     num_experts = params['num_experts'] * params['num_ep_ranks']
     scores = torch.rand(num_tokens, num_experts, dtype=torch.bfloat16, device=default_device(device))
@@ -101,9 +101,9 @@ def generate_topk_idx(params: Mapping[str, int], *, device: torch.device | str |
 def generate_e5m6_inputs(
     num_tokens: int, hidden: int, dtype: torch.dtype, *, device: torch.device | str | None = None
 ) -> Iterator[tuple[Tensor, bool]]:
-    """Inputs of e5m6 casts with whether they are special: random values, then values around the smallest normal.
+    """Inputs of e5m6 casts, each with a flag `special`: random values, then values around the smallest normal.
 
-    The last column of the special ones is the largest e5m6 value, so that they are scaled by exactly 1.
+    The last column of the special inputs is the largest e5m6 value, so that their scale is exactly 1.
     """
     yield torch.randn(num_tokens, hidden, dtype=dtype, device=default_device(device)), False
     for value in (2.0**-20, 2.0**-14 * 63 / 64, 2.0**-14):
@@ -113,20 +113,20 @@ def generate_e5m6_inputs(
 
 
 def generate_rand_float(shape: Sequence[int], *, device: torch.device | str | None = None) -> Tensor:
-    """Normal values times one random power of two from 2^-110 to 2^126, kept below an eighth of the largest float32."""
+    """Normal values times one random power of two from 2^-110 to 2^126, below an eighth of the largest float32."""
     exponent = int(torch.randint(-110, 127, ()))
     limit = torch.finfo(torch.float32).max / 8
     return torch.randn(*shape, device=default_device(device)).mul_(2.0**exponent).clamp_(-limit, limit)
 
 
 def generate_samples(items: Sequence[Item], count: int, seed: int = 0) -> list[Item]:
-    """A fixed random selection of at most `count` items, in their order."""
+    """A fixed random selection of at most `count` items, in their original order."""
     chosen = random.Random(seed).sample(range(len(items)), min(count, len(items)))
     return [items[i] for i in sorted(chosen)]
 
 
 def generate_cast_config(*, use_e4m3_sf: bool = False) -> Iterator[dict[str, bool]]:
-    """Every legal combination of the flags that describe scale factors: layout, rounding, packing, e4m3 storage."""
+    """Every valid combination of the scale factor flags: layout, rounding, packing, e4m3 storage."""
     for col_major, round_sf, packed, e4m3_sf in itertools.product((False, True), repeat=4):
         if (packed and not round_sf) or (e4m3_sf and (round_sf or packed or not use_e4m3_sf)):
             continue
@@ -139,7 +139,7 @@ def generate_cast_config(*, use_e4m3_sf: bool = False) -> Iterator[dict[str, boo
 def generate_psum_layout(
     num_experts: int, max_tokens_per_expert: int, alignment: int = 128, *, device: torch.device | str | None = None
 ) -> tuple[Tensor, int]:
-    """Rows sorted by expert, each expert starting at a multiple of `alignment`.
+    """Rows sorted by expert; the rows of each expert start at a multiple of `alignment`.
 
     Returns:
         `psum`, int32 (num_experts,), and the number of rows. Expert e owns the rows from `align(psum[e - 1])` up to

@@ -11,10 +11,10 @@ from tile_kernels.testing.generator import default_device
 def construct_logits(
     num_tokens: int, num_experts: int, *, spread: float = 4.0, device: torch.device | str | None = None
 ) -> Tensor:
-    """Random logits whose choice of experts is beyond doubt.
+    """Random logits whose choice of experts is unambiguous.
 
-    Each row holds evenly spaced values from -spread to spread in random order, shifted by up to a quarter of a step: no
-    two scores of a row come so close that rounding could swap them.
+    Each row holds evenly spaced values from -spread to spread in random order, shifted by up to a quarter of a step. So
+    no two scores of a row are close enough for rounding to swap them.
 
     Returns:
         float32 (num_tokens, num_experts).

@@ -1,4 +1,4 @@
-"""Numerics of tests: equal bits where arithmetic is exact, elsewhere twice the error of the obvious implementation."""
+"""Comparisons for tests: equal bits for exact arithmetic, otherwise at most twice the error of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ def assert_equal(
 ) -> None:
     """Assert that two tensors hold the same bytes; dtype, shape, stride and device must agree too.
 
-    Bytes are compared, so -0.0 differs from 0.0 and one NaN pattern from another. Strides of empty tensors mean nothing
-    and are ignored.
+    Bytes are compared, so -0.0 differs from 0.0 and one NaN pattern from another. Strides of empty tensors are ignored.
 
     Raises:
-        AssertionError: names what differs; for values the first differing index with both values and their bytes.
+        AssertionError: names the difference; for values, the first differing index with both values and their bytes.
     """
     __tracebackhide__ = True
     if check_dtype and x.dtype != y.dtype:
@@ -44,7 +43,7 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def _first_difference(x: Tensor, y: Tensor, x_bytes: Tensor, y_bytes: Tensor) -> str:
-    """The sentence for two tensors of equal size whose bytes differ."""
+    """The error message for two tensors of equal size with different bytes."""
     itemsize = x.element_size()
     unequal = (x_bytes != y_bytes).view(-1, itemsize).any(dim=1)
     flat = int(unequal.to(torch.uint8).argmax())
@@ -67,11 +66,11 @@ def calc_diff(x: Tensor, y: Tensor) -> float:
 
 
 def check_bias(x: Tensor, ref: Tensor) -> None:
-    """Assert that rounding took `x` below and above `ref` equally often.
+    """Assert that rounding moved `x` below and above `ref` equally often.
 
-    With unbiased rounding each of the n elements falls below its reference with probability 1/2, so the share below
+    With unbiased rounding, each of the n elements is below its reference with probability 1/2. So the fraction below
     (ties count half) has mean 1/2 and a standard deviation of at most 1/(2 sqrt(n)). The limit 10/sqrt(n) is twenty
-    deviations: an honest rounding never meets it, a systematic one soon does.
+    deviations: unbiased rounding never reaches it, and a systematic bias soon does.
     """
     __tracebackhide__ = True
     count = x.numel()
@@ -87,7 +86,7 @@ def check_bias(x: Tensor, ref: Tensor) -> None:
 
 
 def count_bytes(*tensors: Any) -> int:
-    """Bytes of all tensors in the arguments, through tuples, lists and dicts; whatever is not a tensor counts 0."""
+    """Bytes of all tensors in the arguments, including tuples, lists and dicts; other values count 0."""
     total = 0
     for item in tensors:
         if isinstance(item, Tensor):
@@ -100,7 +99,7 @@ def count_bytes(*tensors: Any) -> int:
 
 
 def max_error(x: Tensor, ref: Tensor) -> float:
-    """Largest `|x - ref|` in float64. Equal infinities and NaN against NaN agree; NaN on one side alone is infinite."""
+    """Largest `|x - ref|` in float64. Equal infinities and NaN against NaN agree; a single NaN is infinite."""
     return float(_error(x, ref).max()) if x.numel() else 0.0
 
 
@@ -119,14 +118,14 @@ def _error(x: Tensor, ref: Tensor) -> Tensor:
 
 
 def assert_within_twice(actual: Tensor, reference_lowp: Tensor, truth: Tensor) -> None:
-    """Assert that `actual` errs at most twice as much as the obvious implementation in the same precision.
+    """Assert that the error of `actual` is at most twice that of the plain implementation in the same precision.
 
     Both the largest and the root mean square error count, so neither a single outlier nor a small systematic error
-    passes. On top of the factor two, half a unit in the last place of the largest (or typical) true value is allowed:
-    a reference that happens to be exact must not demand exactness.
+    passes. In addition, an error of half a unit in the last place of the largest (or typical) true value is allowed.
+    Otherwise a reference that happens to be exact would require exactness.
 
     Args:
-        actual: what is under test.
+        actual: the result under test.
         reference_lowp: plain PyTorch in the precision of `actual`.
         truth: the same function in float64.
     """

@@ -28,7 +28,7 @@ _CAST_PARAMS = (
 
 
 def dtype_to_str(dtype: torch.dtype) -> str:
-    """Short name of a dtype that data is quantised from or to: fp32, bf16, fp16, e4m3, e5m2; int8 holds e2m1."""
+    """Short name of a dtype of casts: fp32, bf16, fp16, e4m3, e5m2; int8 holds e2m1."""
     if dtype not in _SHORT_DTYPES:
         raise ValueError(f'dtype_to_str: dtype must be one of {", ".join(map(str, _SHORT_DTYPES))}, got {dtype}')
     return _SHORT_DTYPES[dtype]
@@ -50,12 +50,12 @@ def make_param_id(params: Mapping[str, Any], display: bool = False) -> str:
 
 
 def make_param_key(params: Mapping[str, Any]) -> str:
-    """Key of a parameter set in a results file, `num_tokens=4001,dtype=bf16`, in the order of the names."""
+    """Key of a parameter set in a results file, `num_tokens=4001,dtype=bf16`, sorted by name."""
     return ','.join(f'{name}={_word(params[name])}' for name in sorted(params))
 
 
 def format_param_id(params: Mapping[str, Any]) -> str:
-    """A parameter set for the reader of a table: `num_tokens=4001, dtype=bf16`."""
+    """A parameter set as readable text: `num_tokens=4001, dtype=bf16`."""
     return ', '.join(f'{name}={_word(value)}' for name, value in params.items()) or 'default'
 
 

@@ -1,6 +1,6 @@
-"""The pytest plugin by its path in the package, for `-p tile_kernels.testing.plugin`.
+"""The pytest plugin under its path in the package, for `-p tile_kernels.testing.plugin`.
 
-pytest finds the plugin as `tile_kernels_pytest`, outside of the package: importing the package imports torch.
+pytest loads the plugin as `tile_kernels_pytest`, outside the package, because the package imports torch.
 """
 
 from tile_kernels_pytest import *  # noqa: F403

@@ -1,7 +1,7 @@
-"""Poisoned allocations: memory nobody initialised holds NaN or nonsense, so an element a kernel leaves unwritten shows.
+"""Poisoned allocations: uninitialized memory holds NaN or nonsense, so an element that a kernel does not write shows.
 
-Uninitialised memory may hold anything, and most of the time it holds what the last run left there: the right answer.
-Inside `poisoned()` it never does.
+Uninitialized memory may hold anything. Often it holds the results of the last run: the right answer. Inside
+`poisoned()` it never does.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Fill what `torch.empty`, `x.new_empty` and their relatives allocate inside the block, on any device.
+    """Fill the memory that `torch.empty`, `x.new_empty` and similar allocate inside the block, on any device.
 
     Floats start as NaN, integers as their largest value (not -1, which index maps use for "no entry"), bools as True.
-    PyTorch does the filling itself, in its deterministic mode, so compiled functions, CUDA graphs and C++ callers are
-    covered. Every allocation costs a write of its memory; the timers of `bench` switch that off.
+    PyTorch itself fills the memory, in its deterministic mode, so this includes compiled functions, CUDA graphs and C++
+    callers. Every allocation costs a write of its memory; the timers of `bench` disable this.
     """
     mode, filling = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
     torch.set_deterministic_debug_mode('warn')
@@ -32,7 +32,7 @@ def poisoned() -> Iterator[None]:
 
 @contextmanager
 def unpoisoned() -> Iterator[None]:
-    """Leave fresh memory as it comes, whatever the mode around the block: for what is timed."""
+    """Do not fill fresh memory inside the block, whatever the mode around it; for timed code."""
     filling = torch.utils.deterministic.fill_uninitialized_memory
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:

@@ -1,4 +1,4 @@
-"""Helpers for comparing quantised tensors."""
+"""Helpers to compare quantized tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def clear_unused_sf(sf: Tensor, hidden: int, num_per_channels: int) -> Tensor:
 
     Args:
         sf: int32 (num_tokens, words), four factors of neighbouring channel blocks per word, in any layout; modified in
-            place where it is contiguous.
+            place if it is contiguous.
         hidden: channels of the data.
         num_per_channels: channels per factor.
 
@@ -36,7 +36,7 @@ def clear_unused_sf_col_pack(sf: Tensor, num_tokens: int, num_per_tokens: int) -
     """The same for factors packed along the tokens.
 
     Args:
-        sf: int32 (words, hidden), four factors of consecutive token blocks per word; modified in place where it is
+        sf: int32 (words, hidden), four factors of consecutive token blocks per word; modified in place if it is
             contiguous.
         num_tokens: rows of the data.
         num_per_tokens: rows per factor.
@@ -55,7 +55,7 @@ def clear_unused_sf_col_pack(sf: Tensor, num_tokens: int, num_per_tokens: int) -
 
 
 def quant_level_rank(x: Tensor, fmt: str) -> Tensor:
-    """Position of every code among the values of its format: two codes k levels apart differ by k.
+    """Rank of every code among the values of its format: ranks of two codes k levels apart differ by k.
 
     Args:
         x: codes, float8_e4m3fn / float8_e5m2, or int8 with two e2m1 per byte (even column in the low nibble).

@@ -1,4 +1,4 @@
-"""Benchmark records: one line per op and case, the same for tests, the command line and results files."""
+"""Benchmark records: one line per op and case, with one format for tests, the command line and results files."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tile_kernels.testing.numeric import count_bytes
 
 Record = dict[str, Any]
 
-#: Milliseconds of warm-up and of timed calls; a CPU times its small cases by the clock on the wall.
+#: Milliseconds of warm-up and of timed calls; on a CPU, wall time of small cases.
 DURATIONS = {'cuda': (25.0, 100.0), 'cpu': (2.0, 10.0)}
 
 
 def measure_op(name: str) -> Iterator[Record]:
-    """Measure an op on the GPU with its bench cases; without a GPU on the CPU with its smoke cases."""
+    """Measure an op on the GPU with its bench cases; without a GPU, on the CPU with its smoke cases."""
     if name not in ops:
         raise ArgumentError(f'benchmark: {name!r} is not an op; there are {", ".join(ops)}')
     cases = cases_of(ops[name])
@@ -31,7 +31,7 @@ def measure_op(name: str) -> Iterator[Record]:
 
 
 def measure(op: Op, case: Case, device: str | torch.device) -> Record:
-    """Time one op on one case: cold-L2 time, share of a copy of the same bytes, time in a CUDA graph, host time."""
+    """Time one op on one case: time with a cold L2, % of copy, time in a CUDA graph, host time."""
     cases = cases_of(op)
     arguments = cases.arguments(op.name, case, device)
     on_gpu = torch.device(device).type == 'cuda'
@@ -55,16 +55,16 @@ def measure(op: Op, case: Case, device: str | torch.device) -> Record:
 
 
 def moved_bytes(op: Op, arguments: dict[str, Any]) -> int:
-    """Bytes a call must move: inputs read once, outputs written once, tensors changed in place both.
+    """Bytes that a call must move: inputs read once, outputs written once, tensors changed in place both.
 
-    What is overwritten is among the arguments, and counts once.
+    Overwritten tensors are among the arguments and count once.
     """
     changed = [arguments.get(param.name) for param in op.params if param.mutated and not param.overwritten]
     return count_bytes(arguments, changed, op.call(**arguments))
 
 
 def table(records: Iterable[Record]) -> list[str]:
-    """The records as aligned lines, a heading first."""
+    """The records as aligned lines, with a heading."""
     columns = ('op', 'case', 'us', 'gbps', 'pct_of_copy', 'tflops', 'graph_us', 'host_us')
     heading = ('op', 'case', 'us', 'GB/s', '% of copy', 'TFLOP/s', 'graph us', 'host us')
     rows = [heading] + [tuple(_cell(record.get(column)) for column in columns) for record in records]

@@ -5,8 +5,8 @@
     b'   = fma(a, s, b * c)
 
 The pair (a, b) is channels (i, R/2 + i), or (2i, 2i + 1) if interleaved. `conjugate` rotates by the negative angle,
-which is also the gradient. Channels from R on stay as they are. Query and key go in one launch. Memory bound: the floor
-is reading and writing the channels that are rotated.
+which is also the gradient. Channels from R on do not change. One launch processes query and key. Memory bound: the
+floor is reading and writing the rotated channels.
 """
 
 import math
@@ -25,7 +25,7 @@ POSITIONS = (torch.int32, torch.int64)
 
 
 def _check(query: Tensor, cos_sin_cache: Tensor, key: Tensor | None, positions: Tensor | None) -> int:
-    """Check what all ops share; returns the number of channels that are rotated."""
+    """Check the common arguments of all ops; returns the number of rotated channels."""
     check.tensor(query, 'query')
     if query.dim() not in (3, 4):
         check.fail(
@@ -65,7 +65,7 @@ def rotate(
     conjugate: bool,
     seqlen_offset: int,
 ) -> None:
-    """Launch the kernel; without outputs it works in place."""
+    """Launch the kernel; without outputs it writes in place."""
     rotary = _check(query, cos_sin_cache, key, positions)
     in_place = query_out is None
     tail = 0 if in_place else max(x.shape[-1] - rotary for x in (query, key) if x is not None)
@@ -152,7 +152,7 @@ def _rotary_embedding(
     conjugate: bool = False,
     seqlen_offset: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate pairs of channels of query and key into new tensors; arguments as of the public function.
+    """Rotate pairs of channels of query and key into new tensors; arguments as for the public function.
 
     Returns:
         The rotated query and key, contiguous; the latter has shape (0,) without a key.
@@ -180,7 +180,7 @@ def rotary_embedding(
         positions: (num_tokens,) or (batch, num_tokens) int32 or int64; None counts the tokens of each batch from 0.
         interleaved: pairs are channels (2i, 2i + 1) instead of (i, R / 2 + i).
         conjugate: rotate by the negative angle.
-        seqlen_offset: added to every position. A position outside of the cache gives NaN.
+        seqlen_offset: added to every position. A position outside the cache gives NaN.
 
     Returns:
         The rotated query, or the pair of query and key if there is a key.

@@ -1,7 +1,7 @@
-"""The kernel of rotary position embedding; see `rotary_embedding` for the maths.
+"""The kernel of rotary position embedding; `rotary_embedding` has the mathematics.
 
-Some blocks own heads of the query, the others heads of the key. A thread has the same pairs of `heads` heads of a
-token, so it looks up their angles once and has all its loads in flight.
+Some blocks own heads of the query, the others heads of the key. A thread rotates the same pairs of `heads` heads of a
+token. So it loads their angles once, and all its loads are in flight together.
 """
 
 import math
@@ -27,7 +27,7 @@ def choose(
     in_place: bool,
     num_rows: int,
 ) -> dict:
-    """Two heads for each thread: more would need registers that other threads can use better."""
+    """Two heads per thread; more would need registers and lower the occupancy."""
     return dict(heads=2, resident_threads=1024)
 
 
@@ -54,7 +54,7 @@ def rotary_kernel(
     heads: int,
     resident_threads: int,
 ):
-    """`width` pairs for each thread; `tail` channels behind those that are rotated are copied."""
+    """Each thread rotates `width` pairs; the `tail` channels after the rotated ones are copied."""
     num_threads = 128
     half, rotated = num_rotated // 2, num_rotated // 2 // width
     slots = rotated + -(-tail // (2 * width))
@@ -66,7 +66,7 @@ def rotary_kernel(
     position_type = T.dtype(position_dtype or torch.int32)
 
     def tensor(name, num_heads, channels):
-        """A parameter with a stride of its own for every dimension but the last, and these strides."""
+        """A parameter with a separate stride for every dimension but the last, and these strides."""
         rows = (num_batches, seq_len) if batched else (seq_len,)
         strides = [T.dynamic(f'{name}_stride{dim}') for dim in range(len(rows) + 1)]
         return T.StridedTensor((*rows, num_heads, channels), (*strides, 1), element), strides
@@ -95,14 +95,14 @@ def rotary_kernel(
 
     @macro
     def rotate_heads(x, y, cache, positions, index, num_heads, num_tokens, length, offset, sign):
-        """The part of a thread: pairs `slot` of every `head_lanes`-th head of a token."""
+        """The work of a thread: pairs `slot` of every `head_lanes`-th head of a token."""
         x_local = T.alloc_local((heads, 2, width), element)
         y_local = T.alloc_local((2, width), element)
         v_local = T.alloc_local((2, width), T.float32)
         cos = T.alloc_local((width,), T.float32)
         sin = T.alloc_local((width,), T.float32)
         position = T.alloc_var(position_type)
-        lane = T.alloc_var(T.int32)  # variables, lest the divisions be widened to 64 bits with the addresses
+        lane = T.alloc_var(T.int32)  # variables: otherwise the divisions become 64-bit together with the addresses
         token = T.alloc_var(T.int32)
         batch = T.alloc_var(T.int32, init=0)
         place = T.alloc_var(T.int32)

@@ -1,4 +1,4 @@
-"""Transposes of matrices, every dtype and every size."""
+"""Transposes of matrices of every dtype and every size."""
 
 from tile_kernels.transpose.batched_transpose import batched_transpose, batched_transpose_bwd
 from tile_kernels.transpose.transpose import transpose

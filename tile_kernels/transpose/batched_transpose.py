@@ -2,28 +2,27 @@
 
     y[b, n, m] = x[b, m, n]
 
-One thread block turns one tile of rows and columns through shared memory. Memory bound: the floor is reading x once
-and writing y once. Elements move as bits, whatever their dtype.
+One thread block transposes one tile through shared memory. Memory bound: the floor is reading x once and writing y
+once. Elements are copied as bits, whatever their dtype.
 
-Both sides of global memory see 16-byte accesses over whole spans of a row (`load_span`, `store_span` bytes). What lies
-between is a transpose of `vec` x `load_width` elements in the registers of each thread, `vec` being the elements of 16
-bytes: the thread loads `load_width` neighbouring columns of `vec` rows, and each of these columns is then one 16-byte
-vector of the output. Shared memory only exchanges such vectors. It holds the tile as the output wants it, column c of
-x as row c, and vector v of that row lies at place v ^ (c // load_width % 8):
+Accesses to global memory have 16 bytes and cover whole spans of a row (`load_span`, `store_span` bytes). In
+between, each thread transposes `vec` x `load_width` elements in registers; `vec` is the number of elements in 16 bytes.
+The thread loads `load_width` neighbouring columns of `vec` rows. Each of these columns is then one 16-byte vector of
+the output. Shared memory only exchanges such vectors. It holds the tile in the layout of the output: column c of x is
+row c. Vector v of that row is stored at index v ^ (c // load_width % 8):
 
-    write   8 neighbouring threads own 8 neighbouring groups of `load_width` columns of the same rows: their rows lie a
-            multiple of 128 bytes apart, i.e. in the same banks, but the places differ in their last three bits
-    read    8 neighbouring threads read 8 vectors of one row, each from another place
+    write   8 neighbouring threads own 8 neighbouring groups of `load_width` columns of the same rows. Their rows are a
+            multiple of 128 bytes apart, i.e. in the same banks, but the indices differ in their last three bits.
+    read    8 neighbouring threads read 8 vectors of one row, each from a different index.
 
 Shared memory serves 16-byte accesses 8 threads at a time from 8 x 16 bytes of banks, so neither has conflicts.
 
-Rows of y whose length is no multiple of 16 bytes begin at any address. Their stores are 16 bytes wide all the same: a
-tile then covers the aligned vectors of each of its rows of y, i.e. every row shifted against the tile by what its
-start lacks to alignment. A vector is put together from its two halves in shared memory, and the tile holds the `vec`
-rows of x before it, too, where the shifted rows begin. Only the first and last vector of a whole row of y are written
-element by element. A misaligned base or row length of x allows only narrower loads (`load_width`), which divide the
-row length, so that no load straddles the end of a row. At the edges of x threads read its first or last row or its
-last columns again, which costs no branch.
+If the row length of y is not a multiple of 16 bytes, rows start at any address. Stores still have 16 bytes: a tile then
+covers the aligned vectors of each of its rows of y. So every row is shifted against the tile by its misalignment. Each
+vector is assembled from two adjacent vectors in shared memory. For this the tile also holds the `vec` rows of x before
+it. Only the first and last vector of a whole row of y are written element by element. A misaligned base or row length
+of x requires narrower loads (`load_width`). Their width divides the row length, so no load crosses the end of a row. At
+the edges of x, threads load its first or last row or its last columns again, which avoids a branch.
 """
 
 import torch
@@ -39,7 +38,7 @@ from tile_kernels.core.op import op
 
 VECTOR_BYTES = 16
 
-#: The bits of an element by its size, and the dtypes a kernel takes as they are.
+#: Integer dtypes by element size, and the dtypes that kernels accept directly.
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 NATIVE = frozenset(
     (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
@@ -47,7 +46,7 @@ NATIVE = frozenset(
     + (torch.int64, torch.uint64, torch.float64)
 )
 
-#: A matrix up to this size would leave most of a thread block idle: a plain strided copy reads it from the L1 cache.
+#: Up to this size a matrix would leave most of a thread block idle; a plain strided copy reads it through the L1 cache.
 SMALL_MATRIX_BYTES = 1024
 
 
@@ -55,9 +54,9 @@ SMALL_MATRIX_BYTES = 1024
 
 
 def choose(dtype: torch.dtype, load_bytes: int, aligned: bool, size: int) -> dict:
-    """Long spans keep DRAM pages open; a problem of few tiles gets smaller ones, so that every SM has several.
+    """Long spans keep DRAM pages open; a small problem gets smaller tiles, so that every SM has several.
 
-    Tiles that share vectors of a row of y, because it begins anywhere, are written at about the same time.
+    Tiles that have parts of the same vector of an unaligned row of y are written at about the same time.
     """
     large = size * dtype.itemsize >= (32 if aligned else 16) << 20
     return dict(
@@ -72,7 +71,7 @@ def choose(dtype: torch.dtype, load_bytes: int, aligned: bool, size: int) -> dic
 
 @macro
 def exchange(words, upper: int, lower: int, col: int, shift: int, mask: int):
-    """Swap the high parts of a word in row `upper` with the low parts (those of `mask`) of the one in row `lower`."""
+    """Swap the high parts of a word in row `upper` with the low parts (those of `mask`) of a word in row `lower`."""
     above = words[upper, col]
     below = words[lower, col]
     words[upper, col] = (above & mask) | ((below & mask) << shift)
@@ -81,7 +80,7 @@ def exchange(words, upper: int, lower: int, col: int, shift: int, mask: int):
 
 @macro
 def turn_bytes(block, turned, rows: int, cols: int):
-    """`turned` = `block` transposed, four bytes at a time: moved one by one they need twice the registers."""
+    """`turned` = `block` transposed, in words of four bytes: single bytes would need twice the registers."""
     words = T.view(block, (rows, cols // 4), 'uint32')
     turned_words = T.view(turned, (cols, rows // 4), 'uint32')
     for row in T.unroll(rows // 4):
@@ -104,7 +103,7 @@ def turn_elements(block, turned, rows: int, cols: int):
 
 @macro
 def shift_vector(pair, shift, elem_size: int):
-    """The second vector of `pair` becomes the one that begins `shift` elements before it: the two moved up."""
+    """Replace the second vector of `pair` by the one that starts `shift` elements before it."""
     words = T.view(pair, (8,), 'uint32')
     for distance in (2, 1):
         if elem_size <= distance * 4:
@@ -128,20 +127,20 @@ def batched_transpose_kernel(
 ):
     """One thread block per tile of `store_span` bytes of rows by `load_span` bytes of columns.
 
-    Loads are `load_bytes` wide; `aligned` says that every row of y begins at a multiple of 16 bytes. Neighbouring
-    thread blocks take neighbouring tiles along `order`.
+    Loads have `load_bytes` bytes; `aligned` means that every row of y starts at a multiple of 16 bytes. Neighbouring
+    thread blocks process neighbouring tiles along `order`.
     """
     elem_size = dtype.itemsize
     bits = T.dtype(BITS[elem_size])
     vec, load_width = VECTOR_BYTES // elem_size, load_bytes // elem_size
     row_groups, col_groups = store_span // VECTOR_BYTES, load_span // load_bytes
-    before = 0 if aligned else vec  # rows of the tile that lie before its first vector of y
+    before = 0 if aligned else vec  # rows of the tile before its first vector of y
     block_m, block_n = row_groups * vec - before, col_groups * load_width
     turn = turn_bytes if elem_size == 1 and load_width >= 4 else turn_elements
     num_threads = row_groups * load_span // VECTOR_BYTES
     num_loads = row_groups * col_groups // num_threads
     num_stores = row_groups * block_n // num_threads
-    resident_threads = 768 if elem_size == 1 else 1024  # registers for one more block on an SM are worth the limit
+    resident_threads = 768 if elem_size == 1 else 1024  # the limit allows one more block per SM
     batch, num_rows, num_cols, batch_stride, row_stride = (
         T.dynamic(name, 'int64') for name in ('batch', 'num_rows', 'num_cols', 'batch_stride', 'row_stride')
     )
@@ -152,12 +151,13 @@ def batched_transpose_kernel(
         x: T.StridedTensor((batch, num_rows, num_cols), strides, dtype),
         y: T.Tensor((batch, num_cols, num_rows), dtype),
     ):
-        # shifted rows of y reach `vec - 1` elements further; small matrices come here never, so 2^31 tiles neither
+        # shifted rows of y extend `vec - 1` elements further; small matrices take another path, so tiles stay below
+        # 2^31
         tiles_m = T.cast(T.truncdiv(num_rows + max(before - 1, 0) + block_m - 1, block_m), 'int32')
         tiles_n = T.cast(T.truncdiv(num_cols + block_n - 1, block_n), 'int32')
         with T.Kernel(T.cast(batch, 'int32') * tiles_m * tiles_n, threads=num_threads) as pid:
             T.annotate_min_blocks_per_sm(resident_threads // num_threads)
-            # inside the kernel, where no host checks them: torch may hand over any stride for a batch of one
+            # inside the kernel, because the host does not check them: torch may use any stride for a batch of one
             T.assume(num_cols % load_width == 0)
             T.assume(row_stride % load_width == 0)
             T.assume(batch_stride % load_width == 0)
@@ -204,7 +204,7 @@ def batched_transpose_kernel(
                         for e in T.vectorized(vec):
                             y_bits[pid_b, col + j, row + i * vec + e] = tile_shared[j, i ^ place, e]
                 elif i < row_groups - 1 and j < cols_left:
-                    start = (pid_b * num_cols + col + j) * num_rows  # of the row in y
+                    start = (pid_b * num_cols + col + j) * num_rows  # start of the row in y
                     shift = T.cast(start % vec, 'int32')
                     for half in T.unroll(2):
                         for e in T.vectorized(vec):
@@ -226,7 +226,7 @@ def batched_transpose_kernel(
 
 
 def bits_of(x: Tensor, name: str) -> torch.dtype:
-    """The integer dtype of the size of the elements of `x`, which must have one."""
+    """The integer dtype with the element size of `x`; raises if there is none."""
     bits = BITS.get(x.dtype.itemsize)
     if bits is None:
         check.fail(name, 'must have elements of 1, 2, 4 or 8 bytes', check.describe(x))
@@ -245,7 +245,7 @@ def _transpose(x: Tensor, name: str) -> Tensor:
     batch_stride, row_stride, col_stride = x.stride()
     fake = type(x) is FakeTensor
     if fake and type(size * batch_stride * row_stride) is not int:
-        return y  # symbolic: nothing runs, and no comparison may turn a size into a constant of the graph
+        return y  # symbolic: nothing runs, and a comparison would make a size a constant of the graph
     dense_columns = row_stride == 1 or num_cols == 1
     if dense_columns or row_bytes <= VECTOR_BYTES or row_bytes * num_cols <= SMALL_MATRIX_BYTES:
         return y.copy_(x.mT)
@@ -254,13 +254,13 @@ def _transpose(x: Tensor, name: str) -> Tensor:
         batch_stride, row_stride, _ = x.stride()
     address = int(x.storage_offset()) * elem_size if fake else x.data_ptr()
     widths = VECTOR_BYTES | address | (batch_stride | row_stride | num_cols) * elem_size
-    load_bytes = widths & -widths  # the lowest set bit: what divides them all
+    load_bytes = widths & -widths  # the lowest set bit: the largest common power of two
     launch(batched_transpose_kernel, (dtype, load_bytes, row_bytes % VECTOR_BYTES == 0), x, y, size=size)
     return y
 
 
 def _transpose_as_bits(x: Tensor, name: str) -> Tensor:
-    """Dtypes the kernel language does not know (bool, complex) travel as integers of their size."""
+    """Transpose a tensor whose dtype TileLang does not support (bool, complex) as integers of the same size."""
     return _transpose(x.resolve_conj().resolve_neg().view(bits_of(x, name)), name).view(x.dtype)
 
 
@@ -269,7 +269,7 @@ def batched_transpose_bwd(dy: Tensor) -> Tensor:
     """Gradient of `batched_transpose`: transpose the upstream gradient back.
 
     Args:
-        dy: (batch, num_cols, num_rows), as `batched_transpose` returned its result.
+        dy: (batch, num_cols, num_rows), like the result of `batched_transpose`.
 
     Returns:
         (batch, num_rows, num_cols), contiguous.
@@ -282,11 +282,11 @@ def batched_transpose(x: Tensor) -> Tensor:
     """Transpose every matrix of a batch.
 
     Args:
-        x: (batch, num_rows, num_cols) of any dtype of 1, 2, 4 or 8 bytes and any size, also empty. Rows may lie apart
-            (any batch and row stride); an input without dense rows or columns is first copied to one that has them.
+        x: (batch, num_rows, num_cols) of any dtype of 1, 2, 4 or 8 bytes and any size, also empty. It may have any
+            batch and row stride. An input without dense rows or columns is first copied to one that has them.
 
     Returns:
-        (batch, num_cols, num_rows), contiguous, never sharing memory with `x`; bits are moved, not converted.
+        (batch, num_cols, num_rows), contiguous, never an alias of `x`; bits are copied, not converted.
     """
     return _transpose(x, 'x')
 
@@ -295,7 +295,7 @@ def batched_transpose(x: Tensor) -> Tensor:
 
 
 def _make(shape: tuple[int, int, int], dtype: torch.dtype, layout: str = 'dense') -> dict:
-    """Rows that are `dense`, `padded` by 16 bytes, `odd` by one element, `sparse` (stride 2), or dense `columns`."""
+    """Rows are `dense`, `padded` by 16 bytes, `odd` by one element, `sparse` (stride 2), or dense `columns`."""
     batch, num_rows, num_cols = shape
 
     def random(*shape: int) -> Tensor:
@@ -317,18 +317,18 @@ FP8, BF16, F32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
 batched_transpose.cases(
     make=_make,
     match='bitwise',
-    smoke=grid(shape=[(2, 80, 144)], dtype=SIZES)  # 16-byte accesses, several tiles, tails of both kinds
+    smoke=grid(shape=[(2, 80, 144)], dtype=SIZES)  # 16-byte accesses, several tiles, partial tiles of both dimensions
     + grid(shape=[(3, 37, 65)], dtype=SIZES)  # loads of single elements, shifted stores
     + grid(shape=[(1, 64, 66), (1, 36, 68), (1, 34, 72)], dtype=[torch.uint8])  # loads of 2, 4 and 8 bytes
     + grid(shape=[(2, 24, 40)], dtype=[BF16], layout=['padded', 'odd', 'sparse', 'columns'])
     + grid(shape=[(0, 8, 8), (2, 0, 8), (2, 8, 0), (2, 1, 9), (2, 9, 1), (3, 4, 4)], dtype=[torch.int64]),
     full=grid(
-        shape=[(8, 576, 2048), (3, 4001, 577), (70000, 24, 48)],  # the last: more matrices than a grid has rows
+        shape=[(8, 576, 2048), (3, 4001, 577), (70000, 24, 48)],  # the last: more matrices than the y extent of a grid
         dtype=[*SIZES, FP8, torch.float64],
         layout=['dense', 'padded', 'odd', 'columns'],
     )
     + grid(shape=[(1 << 20, 4, 4), (1 << 18, 8, 8), (64, 4, 70000), (64, 70000, 4)], dtype=[FP8, BF16, F32])
-    + grid(shape=[(1, 50048, 45056), (3, 40001, 24003)], dtype=[torch.uint8]),  # past 2^31 elements: one matrix, all
+    + grid(shape=[(1, 50048, 45056), (3, 40001, 24003)], dtype=[torch.uint8]),  # over 2^31 elements: one matrix, all
     bench=grid(shape=[(64, 4096, 4096)], dtype=[FP8, BF16, F32])
     + grid(shape=[(32, 2048, 7168), (8, 4001, 576), (8, 576, 2048), (1, 64, 64)], dtype=[BF16])
     + grid(shape=[(8, 4001, 576)], dtype=[FP8, F32]),

@@ -13,8 +13,8 @@ def transpose(x: Tensor) -> Tensor:
         x: (num_rows, num_cols), with the dtypes, sizes and strides of `batched_transpose`.
 
     Returns:
-        (num_cols, num_rows), contiguous, never sharing memory with `x`.
+        (num_cols, num_rows), contiguous, never an alias of `x`.
     """
     check.shape(x, 'x', 'num_rows num_cols')
-    bits_of(x, 'x')  # while it is the matrix that was given
+    bits_of(x, 'x')  # checked here, so that errors show the shape that was given
     return batched_transpose(x.unsqueeze(0)).squeeze(0)

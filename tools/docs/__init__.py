@@ -1,1 +1,1 @@
-"""Make the generated pages of the documentation: `python -m tools.docs`. Not part of the wheel."""
+"""Generate pages of the documentation: `python -m tools.docs`. Not part of the wheel."""

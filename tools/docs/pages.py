@@ -45,19 +45,19 @@ from tools.docs.api import (
 ROOT = Path(__file__).parents[2]
 BEGIN, END = '<!-- ops:begin -->', '<!-- ops:end -->'
 
-#: Values of one entry of the cases that a page lists.
+#: Number of values of one entry of the cases that a page lists.
 MAX_LISTED = 12
 
-#: The device README speaks about.
+#: The device in README's tables.
 README_DEVICE = 'H200'
 
-#: The ops whose cases `docs/status.md` lists, side by side.
+#: The ops whose cases `docs/status.md` lists next to each other.
 README_OPS = ('engram.gate', 'engram.gate_bwd_partial')
 
-#: Smaller problems are bound by latency, and a share of a copy says little about them.
+#: Smaller problems are bound by latency, so their % of copy says little.
 LARGE_BYTES = 32 << 20
 
-#: Who is faster did not move all that was counted: an input of which only the shape matters, or what L2 held.
+#: Faster records did not move all counted bytes: only the shape of an input mattered, or L2 held the data.
 BANDWIDTH = GPUS[README_DEVICE.lower()].bandwidth
 
 
@@ -76,14 +76,14 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
 
 
 def stale(root: Path = ROOT) -> list[Path]:
-    """Generated files that are missing, out of date, or belong to nothing any more."""
+    """Generated files that are missing, out of date, or no longer needed."""
     made = pages(root)
     wrong = [path for path, text in made.items() if not path.exists() or path.read_text() != text]
     return wrong + [path for part in ('api', 'ops') for path in (root / 'docs' / part).glob('*.md') if path not in made]
 
 
 def write(root: Path = ROOT) -> None:
-    """Bring every generated file up to date."""
+    """Update every generated file."""
     made = pages(root)
     for path in stale(root):
         if path in made:
@@ -104,7 +104,7 @@ def measured(folder: Path) -> list[Record]:
 
 
 def current(records: Iterable[Record], ops: Iterable[Op]) -> list[Record]:
-    """The records of cases that ops still have: others cannot be measured again."""
+    """The records of cases that ops still have; other cases cannot be measured again."""
     cases = {(op.name, case_id(case)) for op in ops for case in all_cases(op)}
     return [record for record in records if (record['op'], record['case']) in cases]
 
@@ -157,7 +157,7 @@ def calling(op: Op) -> str:
 
 
 def relations(op: Op) -> str:
-    """Operator, twin and backward of an op, a paragraph each."""
+    """Operator, twin and backward of an op, one paragraph each."""
     found = {
         'Operator': f'`torch.ops.tile_kernels.{op.schema}`',
         'Plain PyTorch': f'`{op.twin.__module__}.{op.twin.__name__}`',
@@ -170,7 +170,7 @@ def relations(op: Op) -> str:
 
 
 def case_table(op: Op) -> str:
-    """What the op is tested and measured with, one row per level."""
+    """The test and benchmark cases of the op, one row per level."""
     levels = {level: getattr(op.case_set, level) for level in ('smoke', 'full', 'bench')}
     rows = [(level, len(cases), axes(cases)) for level, cases in levels.items() if cases]
     match = cases_of(op).match
@@ -179,7 +179,7 @@ def case_table(op: Op) -> str:
 
 
 def _bounds(match: dict[str, Any]) -> str:
-    """`rtol=0.001, atol=rms * 0.002` (the root mean square of the output), then outputs with bounds of their own."""
+    """`rtol=0.001, atol=rms * 0.002` (the root mean square of the output), then outputs with their own bounds."""
     own = {name: bounds for name, bounds in match.items() if isinstance(bounds, dict)}
     common = ', '.join(f'{name}={value:.2g}' for name, value in match.items() if name not in own)
     common = common.replace('rms=', 'atol=rms * ')
@@ -187,7 +187,7 @@ def _bounds(match: dict[str, Any]) -> str:
 
 
 def axes(cases: Sequence[Case]) -> str:
-    """`num_tokens: 0, 1, 37; hidden: 256`: every value each entry takes."""
+    """`num_tokens: 0, 1, 37; hidden: 256`: all values of each entry."""
     values: dict[str, dict[str, None]] = {}
     for case in cases:
         for name, value in case.items():
@@ -196,7 +196,7 @@ def axes(cases: Sequence[Case]) -> str:
 
 
 def _listed(values: list[str]) -> str:
-    """The values, or the first of them and how many there are."""
+    """The values, or the first ones and their number."""
     if len(values) <= MAX_LISTED:
         return ', '.join(values)
     return f'{", ".join(values[:MAX_LISTED])}, … ({len(values)} in all)'
@@ -222,7 +222,7 @@ def cost_table(op: Op) -> str:
 
 
 def measured_section(op: Op, records: Iterable[Record]) -> str:
-    """The measured times of an op, a heading included; nothing if there are none."""
+    """The measured times of an op with a heading; empty if there are none."""
     heading = {
         'us': 'us',
         'graph_us': 'us in a graph',
@@ -265,7 +265,7 @@ def settings_page() -> str:
 
 
 def index_page(ops: Sequence[Op], records: Sequence[Record]) -> str:
-    """All ops, with the worst and the best that was measured."""
+    """All ops, with the worst and the best measurement."""
     heading = ('op', 'what it does', 'call', 'backward', f'% of copy, {README_DEVICE}', 'least, µs')
     rows = [
         (
@@ -296,7 +296,7 @@ def readme(path: Path, ops: Sequence[Op], records: Sequence[Record]) -> str:
 
 
 def status(path: Path, ops: Sequence[Op], records: Sequence[Record]) -> str:
-    """`docs/status.md` with its tables replaced: families with gradients apart, and the cases of a few ops."""
+    """`docs/status.md` with its tables replaced: families with separate gradients, and the cases of a few ops."""
     rows = [
         (
             _family(name, 'api'),
@@ -324,7 +324,7 @@ def _family(name: str, folder: str) -> str:
 
 
 def _between_marks(path: Path, tables: str) -> str:
-    """The text of a page with what stands between its two marks replaced."""
+    """The text of a page with the part between its two marks replaced."""
     text = path.read_text() if path.exists() else ''
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise ArgumentError(
@@ -335,20 +335,20 @@ def _between_marks(path: Path, tables: str) -> str:
 
 
 def is_gradient(op: Op) -> bool:
-    """Whether an op finds gradients; its name says so."""
+    """Whether an op computes gradients, according to its name."""
     return 'bwd' in op.name or 'backward' in op.name
 
 
 def _purpose(op: Op) -> str:
-    """The first line of what the family of an op says about itself."""
+    """The first line of the docstring of an op's family."""
     family = sys.modules[op.fn.__module__.rpartition('.')[0]]
     return (inspect.getdoc(family) or '').partition('\n')[0]
 
 
 def shares(ops: Sequence[Op], records: Iterable[Record]) -> tuple[str, str]:
-    """Worst and best share of a copy over the cases that move enough bytes, and the least time in a CUDA graph.
+    """Worst and best % of copy over the cases that move enough bytes, and the least time in a CUDA graph.
 
-    Of ops that are made of products, their worst and best rate of operations as well.
+    For ops made of matrix products, also the worst and best rate of operations.
     """
     names = {op.name for op in ops}
     own = [r for r in records if r['op'] in names and README_DEVICE in r['device'] and r['pct_of_copy'] is not None]
@@ -360,13 +360,13 @@ def shares(ops: Sequence[Op], records: Iterable[Record]) -> tuple[str, str]:
 
 
 def _span(values: Iterable[float]) -> str:
-    """`90–98`, the least and the most; one number if they are the same, nothing of none."""
+    """`90–98`, the minimum and maximum; one number if they are equal, empty if there are none."""
     found = [f'{value:.0f}' for value in values]
     return '–'.join(dict.fromkeys((min(found, key=float), max(found, key=float)))) if found else ''
 
 
 def side_by_side(records: Iterable[Record]) -> str:
-    """The cases that all of `README_OPS` were measured on, and the command that measures them."""
+    """The cases that were measured for all of `README_OPS`, and the command that measures them."""
     found = {(r['op'], r['case']): r for r in records if README_DEVICE in r['device']}
     cases = [case for op, case in found if op == README_OPS[0] and all((name, case) in found for name in README_OPS)]
     if not cases:
@@ -381,7 +381,7 @@ def side_by_side(records: Iterable[Record]) -> str:
 
 
 def occasion(ops: Sequence[Op], records: Iterable[Record]) -> str:
-    """When and from which commits the numbers come, and how many of the cases have one."""
+    """Date and commits of the numbers, and how many of the cases have one."""
     own = sorted((r for r in records if README_DEVICE in r['device']), key=lambda r: r['date'], reverse=True)
     if not own:
         return 'Not measured yet.'

@@ -1,1 +1,1 @@
-"""What is checked while a kernel runs."""
+"""Checks that run together with a kernel."""

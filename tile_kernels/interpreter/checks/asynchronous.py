@@ -1,4 +1,4 @@
-"""What asynchronous operations have in flight, and reads or stores that come too early."""
+"""Asynchronous operations in flight, and reads or stores that come too early."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tile_kernels.interpreter.memory.buffers import ByteMemory, Place
 
 @dataclass
 class InFlight:
-    """One asynchronous operation: where its data goes, who started it and what it waits for."""
+    """One asynchronous operation: its destination, the thread that started it, and its wait."""
 
     memory: ByteMemory
     access: Access
@@ -24,10 +24,10 @@ class InFlight:
     mask: Mask
     kind: str
     thread: np.ndarray  # per block: the thread that started it
-    group: np.ndarray  # per block: the group of that thread it belongs to
+    group: np.ndarray  # per block: the group of that thread, to which it belongs
     barrier: tuple[int, np.ndarray] | None = None  # slot and per block index of its mbarrier
     done: Any = None
-    reads: bool = False  # it reads this memory (an operand), and does not write it
+    reads: bool = False  # it reads this memory (an operand) and does not write it
 
 
 class AsyncGroups:
@@ -39,7 +39,7 @@ class AsyncGroups:
         self.flights: list[InFlight] = []
 
     def launch(self, frame: Frame, access: Access, mask: Mask, kind: str, commit: bool) -> None:
-        """Note data in flight, belonging to the group the issuing threads will commit next."""
+        """Record data in flight; it belongs to the group that the issuing threads commit next."""
         threads = first_thread(frame)
         group = self.committed[kind][np.arange(frame.blocks), threads] + 1
         self._add(frame, access, mask, kind, threads, group, None)
@@ -47,13 +47,13 @@ class AsyncGroups:
             self.commit(frame, kind)
 
     def launch_reads(self, frame: Frame, access: Access, mask: Mask) -> None:
-        """Note that the product the threads have just committed still reads an operand."""
+        """Record that the wgmma the threads have just committed still reads an operand."""
         threads = first_thread(frame)
         group = self.committed['gemm'][np.arange(frame.blocks), threads]
         self._add(frame, access, mask, 'gemm', threads, group, None, reads=True)
 
     def launch_tma(self, frame: Frame, access: Access, mask: Mask, operand: Any) -> None:
-        """Note data in flight until a wait on its mbarrier."""
+        """Record data in flight until a wait on its mbarrier."""
         index = np.asarray(agreed(frame, operand.index(frame)))
         index = np.broadcast_to(index[:, 0] if index.ndim else index, (frame.blocks,)).copy()
         threads = first_thread(frame)
@@ -64,7 +64,7 @@ class AsyncGroups:
         self.committed[kind] += active_threads(frame)
 
     def wait(self, frame: Frame, kind: str, leave: int) -> None:
-        """All but the last `leave` groups of the active threads have landed."""
+        """Mark all but the last `leave` groups of the active threads as complete."""
         active = active_threads(frame)
         rows = np.arange(frame.blocks)
         for flight in self.flights:
@@ -73,14 +73,14 @@ class AsyncGroups:
                 landed = landed & (flight.group <= self.committed[kind][rows, flight.thread] - leave)
                 newly = landed & ~flight.done
                 self._land(flight, landed)
-                if flight.reads and flight.memory.race is not None and newly.any():  # it has read until now
+                if flight.reads and flight.memory.race is not None and newly.any():  # it was reading until now
                     lanes = newly.reshape((-1,) + (1,) * (flight.access.ndim - 1))
                     lanes = lanes if flight.mask is None else lanes & flight.mask
                     flight.memory.race.read(frame, flight.access, flight.place, lanes)
         self._sweep()
 
     def barrier_passed(self, frame: Frame, slot: int, numbers: np.ndarray) -> None:
-        """A wait on an mbarrier succeeded: copies tied to it have landed."""
+        """Mark the copies of an mbarrier as complete, after a successful wait on it."""
         active = np.ones((1, 1), bool) if frame.mask is None else frame.mask
         shape = np.broadcast_shapes(active.shape, numbers.shape)
         active = np.broadcast_to(active, shape)
@@ -91,7 +91,7 @@ class AsyncGroups:
         self._sweep()
 
     def tie_to_barrier(self, frame: Frame, operand: Any) -> None:
-        """Earlier copies of the active threads land when the barrier's phase completes."""
+        """Tie earlier copies of the active threads to the completion of the barrier's phase."""
         index = np.asarray(agreed(frame, operand.index(frame)))
         index = np.broadcast_to(index[:, 0] if index.ndim else index, (frame.blocks,)).copy()
         for flight in self.flights:
@@ -126,7 +126,7 @@ class AsyncGroups:
         lanes = newly.reshape((-1,) + (1,) * (flight.access.ndim - 1))
         lanes = lanes if flight.mask is None else lanes & flight.mask
         flight.memory.pending.mark(flight.place, flight.access, lanes, False, flight.reads)
-        for other in self.flights:  # what else still reads there
+        for other in self.flights:  # other operations that still read there
             if other.reads and flight.reads and other.memory is flight.memory and not other.done.all():
                 still = (~other.done).reshape((-1,) + (1,) * (other.access.ndim - 1))
                 still = still if other.mask is None else still & other.mask
@@ -144,14 +144,14 @@ class AsyncGroups:
 
 
 class Pending:
-    """Bytes of a memory whose asynchronous data has not landed."""
+    """Bytes of a memory whose asynchronous data is still in flight."""
 
     def __init__(self, memory: ByteMemory) -> None:
         self.marks = ByteMemory(np.zeros(memory.data.shape, np.uint8), memory.per_block, memory.size)
-        self.reading: ByteMemory | None = None  # marks of what products still read
+        self.reading: ByteMemory | None = None  # bytes that products still read
 
     def mark(self, place: Place, access: Access, mask: Mask, flying: bool, reads: bool = False) -> None:
-        """Set or clear the marks of a place."""
+        """Set or clear the marks of an access."""
         dtype = access.buffer.dtype
         full = 15 if dtype.packed else (1 << (8 * dtype.storage.itemsize)) - 1
         raw = np.asarray(full if flying else 0, np.dtype(f'uint{dtype.storage.itemsize * 8}')).view(dtype.storage)

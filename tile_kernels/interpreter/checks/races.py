@@ -1,8 +1,9 @@
-"""Races: who touched which element when, and what orders it.
+"""Races: the last accesses to every element, and the barriers that order them.
 
-Two accesses to one element race if one of them writes another value, different threads (blocks) make them, and no
-barrier lies between. Threads of a block are told apart by number; iterations of a parallel loop and elements of a tile
-operation, whose threads only the compiler knows, count as one thread each, and as the same one in loops of equal shape.
+Two accesses to one element race if one of them changes the value, different threads (blocks) make them, and no barrier
+orders them. Threads of a block are distinguished by number. Only the compiler knows the threads of parallel loops and
+tile operations. So each iteration and each tile element counts as one thread, and as the same thread in loops of equal
+shape.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from tile_kernels.interpreter.memory.dtypes import encoder
 NOBODY = -1
 SEVERAL = -2
 ANOTHER_BLOCK = -3
-_SEVERAL_OF_WARP = -10  # minus the warp: several threads, all of that warp
-_AGREED = -4  # several threads, which wrote the same value
-_MOST_AGREED = 4096  # elements of one statement for which this is kept
+_SEVERAL_OF_WARP = -10  # minus the warp: several threads of that warp
+_AGREED = -4  # several threads that wrote the same value
+_MOST_AGREED = 4096  # most elements of one statement for which the threads are kept
 _PAST = ('wrote', 'read', 'updated atomically')
 _TILE = 1 << 40  # agents of tiles and parallel loops start here
 
 
 def _unlike(stored: Any, written: Any) -> Any:
-    """Whether a write changes what is stored; writing a NaN over a NaN does not."""
+    """Whether a write changes the stored value; a NaN over a NaN does not."""
     different = np.asarray(stored != written)
     if np.asarray(stored).dtype.kind == 'f':
         different &= ~((stored != stored) & (written != written))
@@ -46,22 +47,22 @@ class Lanes:
     cell: np.ndarray
     agent: np.ndarray
     warp: np.ndarray  # the warp that makes the access
-    now: np.ndarray  # barriers its block has passed
-    warp_now: np.ndarray  # barriers its warp has passed
+    now: np.ndarray  # number of block barriers passed
+    warp_now: np.ndarray  # number of warp barriers passed
     stamp: np.ndarray
-    position: np.ndarray  # place in the lane array
-    raw: np.ndarray  # what a store writes (empty for loads)
-    changed: np.ndarray | None = None  # whether it differs from what is there
+    position: np.ndarray  # index in the lane array
+    raw: np.ndarray  # bits that a store writes (empty for loads)
+    changed: np.ndarray | None = None  # whether they differ from the stored bits
 
     def repeat(self, count: int) -> Lanes:
-        """One entry for each of the cells an element covers."""
+        """One entry for each of the cells that an element covers."""
         parts = {name: np.repeat(part, count) for name, part in vars(self).items() if part is not None}
         parts['cell'] = parts['cell'] * count + np.tile(np.arange(count), len(self.cell))
         return Lanes(**parts)
 
 
 class Trace:
-    """The last accesses of one kind (reads or writes) to every element of a shared buffer."""
+    """The last reads, or the last writes, of every element of a shared buffer."""
 
     def __init__(self, shape: tuple[int, int]) -> None:
         self.agent = np.full(shape, NOBODY, np.int64)
@@ -69,35 +70,35 @@ class Trace:
         self.warp = np.full(shape, -1, np.int64)
         self.warp_at = np.zeros(shape, np.int64)
         self.stamp = np.zeros(shape, np.int64)
-        self.period = np.full(shape, -1, np.int64)  # of the warp, for reads that nothing waits for; or -1
-        self.fences = np.full(shape, -1, np.int64)  # how many there were; -1 for writes of the copy engine
+        self.period = np.full(shape, -1, np.int64)  # period of the warp, for reads that nothing waits for; else -1
+        self.fences = np.full(shape, -1, np.int64)  # number of fences before the access; -1 for TMA writes
         self.path = np.zeros(shape, np.int64)
-        self.agreed: dict[int, set[int]] = {}  # threads that wrote one value, by element
+        self.agreed: dict[int, set[int]] = {}  # element -> threads that wrote the same value
 
     def unordered(self, clock: Clock, lanes: Lanes) -> Any:
-        """Lanes that nothing orders after the last access of another thread to their element."""
+        """Lanes that no barrier orders after the last access of another thread to their element."""
         spot = lanes.block, lanes.cell
         other = self.agent[spot]
         clash: Any = ((self.at[spot] == lanes.now) | (other == ANOTHER_BLOCK)) & (other != lanes.agent)
         if not clash.any():
             return clash
-        # a barrier of the warp lies between two of its threads
+        # a warp barrier orders two threads of one warp
         several = np.where(other <= _SEVERAL_OF_WARP, _SEVERAL_OF_WARP - other, other // 32)
         known = ((other >= 0) & (other < _TILE)) | (other <= _SEVERAL_OF_WARP)
         clash &= ~(
             known & (lanes.agent < _TILE) & (several == lanes.agent // 32) & (self.warp_at[spot] < lanes.warp_now)
         )
-        # a thread that wrote the value itself may read it, whoever else wrote the same
+        # a thread that wrote the value may read it, even if other threads wrote the same value
         for lane in np.flatnonzero(clash & (other == _AGREED)):
             clash[lane] = not self._wrote_it(lanes, int(lane))
-        # an mbarrier or a barrier of a role lies between two warps; of several warps nothing is known
+        # an mbarrier or a barrier of a role may order two warps; for several warps the order is unknown
         warp = self.warp[spot]
         seen = clock.seen[lanes.block, lanes.warp, clock.other(lanes.block, np.maximum(warp, 0))]
         clash &= ~((warp >= 0) & (seen >= self.stamp[spot])) & ~((warp < 0) & bool(clock.published))
         return clash
 
     def _wrote_it(self, lanes: Lanes, lane: int) -> bool:
-        """Whether a lane is among the threads that wrote an element, or a barrier of their warp lies between."""
+        """Whether a lane is one of the threads that wrote an element, or a warp barrier orders it after them."""
         block, cell, agent = int(lanes.block[lane]), int(lanes.cell[lane]), int(lanes.agent[lane])
         threads = self.agreed.get(block * self.agent.shape[1] + cell, set())
         if agent in threads or not threads:
@@ -107,7 +108,7 @@ class Trace:
         return bool(self.warp_at[block, cell] < lanes.warp_now[lane])
 
     def note_write(self, lanes: Lanes, lost: np.ndarray) -> None:
-        """Remember writes; where several threads write what is there already, all of them."""
+        """Record writes; if several threads write the value that is already stored, record all of them."""
         spot = lanes.block, lanes.cell
         before = np.where(self.at[spot] == lanes.now, self.agent[spot], NOBODY)
         again = ~lost & self.repeats(lanes) & (before != NOBODY)
@@ -123,7 +124,7 @@ class Trace:
         for group in np.split(members, np.flatnonzero(np.diff(key[members])) + 1):
             first, one = group[0], int(key[group[0]])
             threads = {int(agent) for agent in lanes.agent[group]}
-            if again[first]:  # what others wrote before stays true
+            if again[first]:  # earlier writers of the same value stay valid
                 threads |= self.agreed.get(one, set()) if before[first] == _AGREED else {int(before[first])}
             self.agreed[one] = threads
             place = lanes.block[first], lanes.cell[first]
@@ -132,17 +133,17 @@ class Trace:
                 self.warp[place] = -1
 
     def repeats(self, lanes: Lanes) -> np.ndarray:
-        """Lanes that write what their element held before."""
+        """Lanes that write the value that their element already has."""
         return ~lanes.changed if lanes.changed is not None else np.zeros(len(lanes.block), bool)
 
     def note(self, lanes: Lanes, merge: bool) -> None:
-        """Remember these accesses, beside earlier ones of the same epoch (`merge`) or instead of them."""
+        """Record these accesses in addition to earlier ones of the same epoch (`merge`), or instead of them."""
         spot = lanes.block, lanes.cell
         fresh = self.at[spot] != lanes.now
         self.warp[spot] = np.where(fresh | (not merge) | (self.warp[spot] == lanes.warp), lanes.warp, -1)
         if merge:
             self.agent[spot] = _merge(np.where(fresh, NOBODY, self.agent[spot]), lanes.agent)
-            for _ in range(2):  # lanes of one statement that met at an element
+            for _ in range(2):  # lanes of one statement that access one element
                 self.agent[spot] = _merge(self.agent[spot], lanes.agent)
             self.warp[spot] = np.where(self.warp[spot] == lanes.warp, lanes.warp, -1)
         else:
@@ -151,18 +152,18 @@ class Trace:
 
 
 class SharedMarks:
-    """Who wrote and read every element of a shared buffer, and when."""
+    """The last threads that wrote and read every element of a shared buffer, and the time of each access."""
 
     def __init__(self, memory: ByteMemory, unit: int) -> None:
         shape = (memory.data.shape[0], memory.data.shape[1] * 8 // unit)
-        self.unit = unit  # bits of an element of the traces
+        self.unit = unit  # bits per element of the traces
         self.memory = memory
         self.writes, self.reads = Trace(shape), Trace(shape)
-        self.atomics: Trace | None = None  # atomic updates, once there is one
-        self.readers: np.ndarray | None = None  # stamp of the last read of every warp, once a block has sent here
+        self.atomics: Trace | None = None  # atomic updates, if there are any
+        self.readers: np.ndarray | None = None  # per warp, stamp of the last read, if another block sends data here
 
     def read(self, frame: Frame, access: Access, place: Place, mask: Mask) -> None:
-        """Note reads; a read of what another thread wrote since the last barrier is a race."""
+        """Record reads; reading what another thread wrote since the last barrier is a race."""
         if frame.clock.alone and not access.contended and self.readers is None:
             return
         lanes, shape = self._lanes(frame, access, place, mask)
@@ -179,7 +180,7 @@ class SharedMarks:
             self.readers[lanes.block, lanes.cell, lanes.warp] = lanes.stamp
 
     def before_write(self, frame: Frame, access: Access, place: Place, mask: Mask, value: Any) -> Any:
-        """Check writes against earlier accesses; gives what `after_write` needs."""
+        """Check writes against earlier accesses; returns the argument of `after_write`."""
         if frame.clock.alone and not access.contended and (access.extra or self._all_keep(access, place, mask, value)):
             return None
         lanes, shape = self._lanes(frame, access, place, mask, value)
@@ -194,9 +195,10 @@ class SharedMarks:
         return lanes, shape
 
     def _require_fence(self, frame: Frame, access: Access, lanes: Lanes, shape: tuple[int, ...]) -> None:
-        """The copy engine and products see what a thread stored only behind a fence.
+        """TMA and wgmma see what a thread stored only after a proxy fence.
 
-        TileLang sets one where it can see the stores on the way to the copy or product, not in another branch.
+        TileLang inserts this fence if it finds the stores on the path to the copy or product, but not in another
+        branch.
         """
         spot, clock = (lanes.block, lanes.cell), frame.clock
         writer, at = self.writes.warp[spot], self.writes.fences[spot]
@@ -209,7 +211,7 @@ class SharedMarks:
         self._report(frame, access, clash, lanes, shape, self.writes, verb, 'wrote', 'T.fence_proxy_async')
 
     def _require_settled(self, frame: Frame, access: Access, lanes: Lanes, shape: tuple[int, ...]) -> None:
-        """An arrival waits for no read before it, so a copy may overwrite what another thread has yet to get."""
+        """An arrival does not wait for earlier reads, so a copy may overwrite what another thread is still reading."""
         spot, clock = (lanes.block, lanes.cell), frame.clock
         reader, period = self.reads.warp[spot], self.reads.period[spot]
         known = (reader >= 0) & (period >= 0) & (self.reads.at[spot] == lanes.now)
@@ -220,12 +222,12 @@ class SharedMarks:
         self._report(frame, access, clash, lanes, shape, self.reads, 'copies over', 'read', what)
 
     def _changes(self) -> list[tuple[Trace, str]]:
-        """What changed elements, and the word for it."""
+        """The traces of changes, each with the word for an error."""
         changes = [(self.writes, 'wrote')]
         return changes if self.atomics is None else [*changes, (self.atomics, 'updated atomically')]
 
     def update(self, frame: Frame, access: Access, place: Place, mask: Mask) -> None:
-        """Check and note atomic updates, which may meet each other, but neither plain reads nor plain writes."""
+        """Check and record atomic updates. They may overlap each other, but not plain reads or writes."""
         if frame.clock.alone and not access.contended and self.readers is None:
             return
         lanes, shape = self._lanes(frame, access, place, mask)
@@ -239,7 +241,7 @@ class SharedMarks:
         self.atomics.note(lanes, merge=True)
 
     def after_write(self, frame: Frame, access: Access, seen: Any) -> None:
-        """Note writes; lanes of one statement that wrote different values to one element race."""
+        """Record writes; lanes of one statement that wrote different values to one element race."""
         if seen is None:
             return
         lanes, shape = seen
@@ -253,10 +255,10 @@ class SharedMarks:
         self._report(frame, access, lost, lanes, shape, self.writes, 'writes', 'wrote')
 
     def send(self, frame: Frame, access: Access, place: Place, mask: Mask, away: np.ndarray) -> None:
-        """Check and note what goes to the block `away` blocks further on.
+        """Check and record data sent to the block that is `away` blocks further on.
 
-        What was read and written there must be ordered before; a read must come after a wait for the barrier that
-        counts what is sent.
+        Reads and writes there must be ordered before it. A later read must wait for the barrier that counts the sent
+        bytes.
         """
         lanes, shape = self._lanes(frame, access, place, mask)
         if lanes is None:
@@ -268,7 +270,7 @@ class SharedMarks:
         sender, lanes.block, lanes.cell = lanes.block, lanes.block + rows, lanes.cell - rows * cells[1]
         spot = lanes.block, lanes.cell
         there = clock.other(lanes.block, 0)[:, None] + np.arange(clock.others)
-        known = clock.seen[sender[:, None], lanes.warp[:, None], there]  # of the block it goes to
+        known = clock.seen[sender[:, None], lanes.warp[:, None], there]  # the knowledge of the receiving block
         verb = "sends to another block's"
         if not known[:, :-1].any(axis=1).all():
             text = f'{verb} {access.buffer.name} before a barrier of the cluster says that the block has begun'
@@ -287,7 +289,7 @@ class SharedMarks:
         self._report(frame, access, meet, lanes, shape, self.writes, verb, 'wrote')
 
     def _all_keep(self, access: Access, place: Place, mask: Mask, value: Any) -> bool:
-        """Whether after a trial store every lane finds its own value: then no two lanes disagree about an element."""
+        """Whether every lane reads back its own value after a trial store, so no two lanes write different values."""
         dtype = access.buffer.dtype
         raw = encoder(dtype)(value)
         self.memory.write_raw(place, raw, dtype, mask)
@@ -363,7 +365,7 @@ class SharedMarks:
 
 
 def _half(byte: np.ndarray, element: np.ndarray) -> np.ndarray:
-    """The element of four bits in a byte that holds two."""
+    """The 4-bit element within a byte that holds two."""
     return byte >> ((element & 1) << 2).astype(np.uint8) & 15
 
 
@@ -378,7 +380,7 @@ def _agent_name(agent: int, verb: str) -> str:
 
 
 def _agents(frame: Frame, access: Access) -> np.ndarray:
-    """Who makes each lane's access."""
+    """The agent (thread or block) of each lane's access."""
     extents = access.extents(frame)
     if not extents:
         return np.arange(frame.threads, dtype=np.int64).reshape(1, -1)
@@ -392,12 +394,12 @@ def _agents(frame: Frame, access: Access) -> np.ndarray:
     agents = count + _TILE * (1 + shape_id)
     if frame.mask is None or frame.mask.shape[1] == 1:
         return agents
-    warp = (first_thread(frame) // 32).reshape((-1,) + (1,) * (agents.ndim - 1))  # different roles, different threads
+    warp = (first_thread(frame) // 32).reshape((-1,) + (1,) * (agents.ndim - 1))  # roles have different threads
     return agents + (warp << 53)
 
 
 def _merge(before: np.ndarray, agent: np.ndarray) -> np.ndarray:
-    """Readers of an element after one more: the same, several of one warp, or several."""
+    """The readers of an element after one more read: one thread, several of one warp, or several."""
     warp_before = np.where(before <= _SEVERAL_OF_WARP, _SEVERAL_OF_WARP - before, before // 32)
     one_warp = (agent >= 0) & (agent < _TILE) & (before < _TILE) & (before != SEVERAL) & (warp_before == agent // 32)
     several = np.where(one_warp, _SEVERAL_OF_WARP - agent // 32, SEVERAL)
@@ -405,7 +407,7 @@ def _merge(before: np.ndarray, agent: np.ndarray) -> np.ndarray:
 
 
 def check_all_arrived(frame: Frame, site: Site) -> None:
-    """Nothing may be on its way to a block that ends: it must have waited for all that was sent to it."""
+    """Check that no data is in flight to a block that ends: the block must have waited for all of it."""
     clock, block = frame.clock, np.arange(frame.blocks)
     late = clock.sent - 1 > clock.seen[block, :, clock.other(block, clock.others - 1)].max(axis=1)
     if late.any():
@@ -414,27 +416,27 @@ def check_all_arrived(frame: Frame, site: Site) -> None:
 
 
 class GlobalMarks:
-    """Which block wrote and which blocks read every element of a tensor, since the last barrier of the grid."""
+    """The block that wrote and the blocks that read every element of a tensor, since the last grid barrier."""
 
     def __init__(self, memory: ByteMemory, unit: int) -> None:
         self.memory = memory
         self.unit = unit
         self.cells = max(1, memory.size * 8 // unit)
-        self.before: np.ndarray | None = None  # what the kernel before wrote
+        self.before: np.ndarray | None = None  # elements that the previous kernel wrote
         self.reset()
 
     def keep_for_next_kernel(self) -> None:
-        """A kernel ended: the next one of the program may begin while what it wrote is still on its way."""
+        """Keep the writes of a kernel that ended: the next kernel may start before they are visible."""
         self.before = self.writer != NOBODY
 
     def reset(self) -> None:
-        """Forget: the blocks have waited for each other."""
+        """Clear all marks, because a grid barrier has ordered the blocks."""
         self.writer = np.full(self.cells, NOBODY, np.int32)
         self.reader = np.full(self.cells, NOBODY, np.int32)
         self.read_from = False
 
     def read(self, frame: Frame, access: Access, place: Place, mask: Mask) -> None:
-        """Note reads; a read of what another block wrote is a race."""
+        """Record reads; reading what another block wrote is a race."""
         lanes = self._lanes(frame, access, place, mask)
         if lanes is None:
             return
@@ -452,7 +454,7 @@ class GlobalMarks:
     def _require_wait(
         self, frame: Frame, access: Access, cell: np.ndarray, position: tuple[np.ndarray, tuple[int, ...]]
     ) -> None:
-        """Raise if threads that have not called T.pdl_sync read what the kernel before wrote."""
+        """Raise if threads read what the previous kernel wrote before they have called T.pdl_sync."""
         places, shape = position
         hasty = (frame.early & active_threads(frame)).any(axis=1)
         block = np.unravel_index(places, shape)[0]
@@ -465,7 +467,7 @@ class GlobalMarks:
         raise frame.error(DataRace, text, access.site, (lane[0], -1), access.buffer.name, index)
 
     def before_write(self, frame: Frame, access: Access, place: Place, mask: Mask, value: Any) -> Any:
-        """Check writes against accesses of other blocks; gives what `after_write` needs."""
+        """Check writes against accesses of other blocks; returns the argument of `after_write`."""
         if mask is None and self._claim(frame, access, place) and self._all_keep(access, place, value):
             return None
         lanes = self._lanes(frame, access, place, mask, value)
@@ -480,7 +482,7 @@ class GlobalMarks:
         return lanes
 
     def after_write(self, frame: Frame, access: Access, lanes: Any) -> None:
-        """Note writes; lanes that wrote different values to one element in one statement race."""
+        """Record writes; lanes that wrote different values to one element in one statement race."""
         if lanes is None:
             return
         cell, block, lane_shape, raw = lanes
@@ -490,14 +492,14 @@ class GlobalMarks:
         self._report(frame, access, clash, lane_shape, block, winner, 'writes', 'wrote')
 
     def _all_keep(self, access: Access, place: Place, value: Any) -> bool:
-        """Whether after a trial store every lane finds its own value."""
+        """Whether every lane reads back its own value after a trial store."""
         dtype = access.buffer.dtype
         raw = encoder(dtype)(value)
         self.memory.write_raw(place, raw, dtype, None)
         return not np.any(_unlike(self.memory.read_raw(place, dtype), raw))
 
     def _claim(self, frame: Frame, access: Access, place: Place) -> bool:
-        """The common case: nobody else touched these elements; make them this block's own."""
+        """The common case: no other block accessed these elements; mark them as owned by this block."""
         if access.buffer.dtype.bits != self.unit:
             return False
         block: Any = np.arange(frame.first_block, frame.first_block + frame.blocks, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""What no GPU can give a kernel: threads and shared memory of a block, seen without lowering; or by lowering it."""
+"""Resource limits of a block: threads and shared memory, checked without lowering or by lowering."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 from tile_kernels.interpreter.errors import LoweringFailed, ResourceLimit, Site
 
-MOST_THREADS = 1024  # of a block
-MOST_STATIC = 48 << 10  # bytes of shared memory that are not asked for at the launch
+MOST_THREADS = 1024  # per block
+MOST_STATIC = 48 << 10  # bytes of shared memory without a request at the launch
 
-#: Bytes of shared memory a block may ask for, by compute capability; others have as much as the largest.
+#: Most bytes of shared memory per block, by compute capability; unknown GPUs get the largest value.
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 120: 99 << 10, 121: 99 << 10}
 MOST_SHARED = 227 << 10
 
 
 def check_launch(body: Any, storages: dict[Any, Any], threads: int, site: Site) -> None:
-    """Raise if a block has more threads, or needs more shared memory at a time, than any GPU has for it.
+    """Raise if a block has more threads, or needs more shared memory at a time, than any GPU provides.
 
-    The compiler reuses the memory of buffers that are no longer in use, so only those in use together count.
+    The compiler reuses the memory of dead buffers, so only buffers with overlapping lifetimes count.
     """
     if threads > MOST_THREADS:
         raise ResourceLimit(f'a block has {threads} threads, and no GPU allows more than {MOST_THREADS}', site)
@@ -64,7 +64,7 @@ def _lifetimes(body: Any) -> tuple[dict[Any, int], dict[Any, int]]:
 
 
 def check_lowering(prim_func: Any, pass_configs: dict[str, Any], arch: str) -> None:
-    """Raise what TileLang refuses when it lowers a kernel for an architecture, or shared memory it has not got."""
+    """Raise if TileLang rejects a kernel for an architecture, or if the kernel needs too much shared memory."""
     symbol = prim_func.attrs['global_symbol'] if prim_func.attrs and 'global_symbol' in prim_func.attrs else 'main'
     site = Site(str(symbol))
     known = tuple(sorted((key, value) for key, value in pass_configs.items() if isinstance(value, (bool, int, str))))
@@ -80,11 +80,11 @@ def check_lowering(prim_func: Any, pass_configs: dict[str, Any], arch: str) -> N
 
 @lru_cache(maxsize=256)
 def _lowered(prim_func: Any, pass_configs: tuple[tuple[str, Any], ...], arch: str) -> tuple[str, int]:
-    """Why a kernel cannot be lowered ('' if it can), and the bytes of shared memory a block asks for."""
+    """Why a kernel cannot be lowered ('' if it can), and the bytes of shared memory per block."""
     from tile_kernels.core.nvcc import lower_with
 
     try:
         return '', lower_with(prim_func, dict(pass_configs), arch)[1]
-    except Exception as error:  # whatever a pass of the compiler throws
+    except Exception as error:  # any exception of a compiler pass
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return lines[-1] if lines else type(error).__name__, 0

@@ -1,1 +1,1 @@
-"""The machine: programs, lanes, roles and the translation from TIR."""
+"""The execution engine: programs, lanes, roles and the translation from TIR."""

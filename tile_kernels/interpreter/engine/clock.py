@@ -1,4 +1,4 @@
-"""What the threads of a block, and the blocks of a cluster, know of each other: the order that barriers make."""
+"""The order that barriers create between the threads of a block and the blocks of a cluster."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tile_kernels.interpreter.engine.lanes import Mask
 
 
 class Clock:
-    """What is ordered before what: barriers of blocks and warps passed, and what each warp knows of the others.
+    """The happens-before relation: barriers passed by blocks and warps, and what each warp has seen of the others.
 
-    Every access of a warp carries the warp's current stamp; `seen[block, warp, other]` is the last stamp of another
-    that a barrier, an mbarrier or a barrier of its role has ordered before the warp's next access. The others are, for
-    every block of the cluster, its warps and all that is sent to it: who waits at the mbarrier that counts the bytes
-    has seen that, and what those who sent it had done and seen.
+    Every access of a warp has the current stamp of the warp. `seen[block, warp, other]` is a stamp of another agent:
+    its last stamp that is ordered before the warp's next access. A block barrier, an mbarrier or a barrier of a role
+    creates this order. For every block of the cluster, the other agents are its warps and the data sent to it. A warp
+    that waits at the mbarrier of sent bytes has seen these bytes, and all that their senders did and saw before.
     """
 
     def __init__(self, frame: Frame, cluster_dims: tuple[int, ...]) -> None:
@@ -24,31 +24,31 @@ class Clock:
         self.blocks = np.zeros(frame.blocks, np.int64)
         self.warps = np.zeros((frame.blocks, warps), np.int64)
         self.stamps = np.ones((frame.blocks, warps), np.int64)
-        self.sent = np.ones(frame.blocks, np.int64)  # stamps of what is sent to a block
+        self.sent = np.ones(frame.blocks, np.int64)  # stamps of the data sent to a block
         self.cluster = cluster_of(frame, cluster_dims)
         self.rank = cluster_rank(frame, cluster_dims)
         self.others = warps + 1
         self.seen = np.zeros((frame.blocks, warps, int(np.prod(cluster_dims)) * self.others), np.int64)
         self.published: dict[Any, np.ndarray] = {}
         self.threads = frame.threads
-        self.settling = False  # copies may overwrite what was read: arrivals behind reads matter
-        self.period = np.zeros((frame.blocks, warps), np.int64)  # ends when reads have come, or with an arrival
+        self.settling = False  # copies may overwrite data that was read, so reads must complete before arrivals
+        self.period = np.zeros((frame.blocks, warps), np.int64)  # ends when its reads complete, or with an arrival
         self.ended = np.zeros((frame.blocks, warps, 16), np.int64)  # stamp of the arrival that ended a period, or 0
-        self.fences = 0  # fences of memory proxies so far
-        self.fenced = np.zeros((frame.blocks, warps), np.int64)  # number of the last one of each warp
+        self.fences = 0  # number of proxy fences so far
+        self.fenced = np.zeros((frame.blocks, warps), np.int64)  # number of the last fence of each warp
         self.alone = False  # barriers surround the current statement, so only its own lanes can race
 
     def other(self, block: Any, warp: Any) -> Any:
-        """Where `seen` has a warp of a block; behind the last warp, what is sent to the block."""
+        """The index of a warp of a block in `seen`; the index after the last warp is the data sent to the block."""
         return self.rank[block] * self.others + warp
 
     def settle(self, threads: np.ndarray | None) -> None:
-        """What these threads (blocks, threads) have read has come: they used it for what cannot move."""
+        """The reads of these threads (blocks, threads) are complete, because their values were used."""
         if self.settling:
             self._end_period(self._active_warps(threads), 0)
 
     def fence(self, threads: np.ndarray | None) -> None:
-        """These threads put what they did before the copies and products that follow."""
+        """Order the earlier accesses of these threads before the TMA copies and wgmma that follow."""
         self.settle(threads)
         self.fences += 1
         self.fenced[self._active_warps(threads)] = self.fences
@@ -62,32 +62,32 @@ class Clock:
         self.period[block, warp] += 1
 
     def block_sync(self, mask: Mask) -> None:
-        """A barrier of the block: everything before it is ordered before everything after."""
+        """A block barrier: everything before it is ordered before everything after."""
         if mask is None:
             self.blocks += 1
         else:
             self.blocks += np.broadcast_to(mask.any(axis=tuple(range(1, mask.ndim))), self.blocks.shape)
-        if self.seen.shape[2] > self.others:  # what others have seen matters between blocks
+        if self.seen.shape[2] > self.others:  # between blocks, what others have seen matters
             self.role_sync(mask)
 
     def warp_sync(self, mask: Mask) -> None:
-        """A barrier of each active warp."""
+        """A warp barrier of each active warp."""
         self.warps += self._active_warps(mask)
 
     def role_sync(self, mask: Mask) -> None:
-        """A barrier of the active warps among themselves."""
+        """A barrier between the active warps only."""
         active = self._active_warps(mask)
         self._learn(active, self._knowledge(active))
         self.stamps = self.stamps + active
 
     def cluster_sync(self) -> None:
-        """A barrier of the blocks of each cluster."""
+        """A cluster barrier."""
         active = self._active_warps(None)
         self._learn(active, self._of_cluster(self._knowledge(active)))
         self.stamps = self.stamps + active
 
     def release(self, barrier: Any, index: Any, mask: Mask) -> None:
-        """The active warps publish what they did and know at a barrier."""
+        """The active warps publish what they did and have seen at a barrier."""
         for number, active in self._by_barrier(index, mask):
             self._publish((barrier, number), self._knowledge(active))
             if self.settling:
@@ -95,14 +95,14 @@ class Clock:
             self.stamps = self.stamps + active
 
     def acquire(self, barrier: Any, index: Any, mask: Mask) -> None:
-        """The active warps learn what was published at a barrier."""
+        """The active warps take over what was published at a barrier."""
         for number, active in self._by_barrier(index, mask):
             known = self.published.get((barrier, number))
             if known is not None:
                 self._learn(active, self._of_cluster(known) if barrier == 'cluster' else known)
 
     def send(self, barrier: Any, numbers: np.ndarray, senders: np.ndarray, warps: np.ndarray, to: np.ndarray) -> None:
-        """Warps of the blocks `senders` have sent something to the blocks `to`, whose barriers count it."""
+        """Warps of the blocks `senders` have sent data to the blocks `to`, whose barriers count it."""
         for number in np.unique(numbers):
             here = numbers == number
             who = np.unique(np.stack([to[here], senders[here], warps[here]]), axis=1)
@@ -116,14 +116,14 @@ class Clock:
         self.sent[to] += 1
 
     def _knowledge(self, active: np.ndarray) -> np.ndarray:
-        """Per block, the last stamp of every other that some active warp has made or seen."""
+        """Per block, the last stamp of every agent that some active warp has made or seen."""
         block, warp = np.nonzero(active)
         known = self.seen[block, warp]
         known[np.arange(len(block)), self.other(block, warp)] = self.stamps[block, warp]
         return self._by_block(block, known)
 
     def _by_block(self, block: np.ndarray, known: np.ndarray) -> np.ndarray:
-        """The latest of each block, whose rows lie together; of blocks without any nothing is known."""
+        """The maximum per block, whose rows are contiguous; 0 for blocks without a row."""
         latest = np.zeros((len(self.blocks), known.shape[1]), np.int64)
         if len(block):
             first = np.flatnonzero(np.diff(block, prepend=-1))
@@ -131,7 +131,7 @@ class Clock:
         return latest
 
     def _of_cluster(self, known: np.ndarray) -> np.ndarray:
-        """What the blocks of a cluster know together, for each of them."""
+        """For each block, the maximum over the blocks of its cluster."""
         order = np.argsort(self.cluster, kind='stable')
         latest = np.maximum.reduceat(known[order], np.flatnonzero(np.diff(self.cluster[order], prepend=-1)))
         return latest[self.cluster]

@@ -1,4 +1,4 @@
-"""Which constructs of a kernel the interpreter does not know, found by scanning its TIR."""
+"""Find the constructs of a kernel that the interpreter does not support, by scanning its TIR."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tile_kernels.interpreter.engine.translate import (
 )
 from tile_kernels.interpreter.memory.dtypes import dtype_of
 
-# Nodes that only appear as operands of others, which know how to read them.
+# Nodes that appear only as operands; their parent nodes read them.
 _OPERANDS = {'BufferRegion', 'IterVar', 'Range', 'PrimFunc'}
 _OPERAND_OPS = {
     'tl.region',
@@ -29,7 +29,7 @@ _OPERAND_OPS = {
 
 
 def unknown_constructs(prim_func: Any) -> list[str]:
-    """One line per unknown construct."""
+    """One line per unsupported construct."""
     from tvm.tirx.stmt_functor import post_order_visit
 
     found: set[str] = set()

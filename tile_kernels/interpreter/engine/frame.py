@@ -11,7 +11,7 @@ from tile_kernels.interpreter.errors import InterpreterError, Site
 
 
 class Frame:
-    """Everything that changes while a batch of blocks runs.
+    """All state that changes while a batch of blocks runs.
 
     Attributes:
         env: Values of bound variables, by slot.
@@ -60,15 +60,15 @@ class Frame:
         self.async_groups: Any = None
         self.barriers: Any = None
         self.clock: Any = None
-        self.early: Mask = None  # threads that have yet to wait for the kernel before (None: all may go on)
+        self.early: Mask = None  # threads that have not yet waited for the previous kernel (None: none has to)
         self.registers: Any = None
 
     def refresh(self, mask: Mask) -> Mask:
-        """The part of `mask` that neither returned nor left its loop."""
+        """The lanes of `mask` that have neither returned nor left their loop."""
         return both(both(mask, _reach(self.live, mask)), _reach(self.looping, mask))
 
     def batch_for(self, num_slots: int, num_memories: int) -> Frame:
-        """A frame for the blocks of a launch, starting from the host's variables and tensors."""
+        """A frame for the blocks of a launch, with the variables and tensors of the host."""
         frame = Frame(num_slots, num_memories, self.shared)
         frame.env[: len(self.env)] = self.env
         frame.memory[: len(self.memory)] = self.memory
@@ -83,7 +83,7 @@ class Frame:
         buffer: str = '',
         index: tuple[int, ...] | None = None,
     ) -> InterpreterError:
-        """Build a finding that names the block and thread of the offending lane."""
+        """Build a finding with the block and thread of the failing lane."""
         block = thread = None
         if self.block_ids:
             position = lane[0] if lane else 0
@@ -95,7 +95,7 @@ class Frame:
         return found
 
     def report(self, *args: Any, **kwargs: Any) -> None:
-        """Raise a finding (the arguments are those of `error`), or keep it where findings are collected."""
+        """Raise a finding (with the arguments of `error`), or collect it."""
         self.shared.session.found(self.error(*args, **kwargs))
 
 
@@ -119,7 +119,7 @@ def first_thread(frame: Frame) -> np.ndarray:
 
 
 def agreed(frame: Frame, value: Any) -> Any:
-    """A value that threads acting together agree on, as the first of them knows it: the others may be elsewhere."""
+    """A value on which threads of a collective operation agree, read from the first of them."""
     if not isinstance(value, np.ndarray) or value.ndim < 2 or value.shape[1] == 1:
         return value
     spread = np.broadcast_to(value, (frame.blocks, *value.shape[1:]))

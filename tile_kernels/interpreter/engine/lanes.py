@@ -1,8 +1,8 @@
 """Lanes: many blocks, all threads and all iterations of parallel loops, computed at once.
 
-A value that differs between lanes is an ndarray with axes (block, thread, P0, P1, ...), where P* are the
-parallel loops around the expression; an axis along which it does not vary has extent 1. A value that is the
-same everywhere is a Python or NumPy scalar. A mask is a boolean array over lanes, or None for "all of them".
+A value that differs between lanes is an ndarray with axes (block, thread, P0, P1, ...). P0, P1, ... are the parallel
+loops around the expression. An axis along which the value is constant has extent 1. A value that is the same everywhere
+is a Python or NumPy scalar. A mask is a boolean array over lanes, or None for "all of them".
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Mask = Any  # boolean ndarray over lanes, or None
 
 
 def expand(value: Any, ndim: int) -> Any:
-    """Give a value of an outer parallel depth the axes of an inner one."""
+    """Add the axes of inner parallel loops to a value from an outer level."""
     if isinstance(value, np.ndarray) and value.ndim < ndim:
         return value.reshape(value.shape + (1,) * (ndim - value.ndim))
     if isinstance(value, tuple):
@@ -26,7 +26,7 @@ def expand(value: Any, ndim: int) -> Any:
 
 @lru_cache(maxsize=4096)
 def axis_values(extent: int, axis: int, ndim: int) -> np.ndarray:
-    """0 .. extent-1 laid along one axis of an `ndim`-dimensional lane array."""
+    """0 .. extent-1 along one axis of an `ndim`-dimensional lane array."""
     shape = [1] * ndim
     shape[axis] = extent
     values = np.arange(extent, dtype=np.int32).reshape(shape)
@@ -42,7 +42,7 @@ def both(first: Mask, second: Mask) -> Mask:
 
 
 def select(condition: Any, if_true: Any, if_false: Any, kind: np.dtype) -> Any:
-    """Lane-wise choice between values held as `kind` (Python integers carry no width of their own)."""
+    """Lane-wise choice between values of dtype `kind` (Python integers have no width)."""
     if isinstance(if_true, tuple):
         return tuple(select(condition, one, other, kind) for one, other in zip(if_true, if_false, strict=True))
     return np.where(condition, np.asarray(if_true, kind), np.asarray(if_false, kind))
@@ -54,7 +54,7 @@ def lane_of(mask: np.ndarray) -> tuple[int, ...]:
 
 
 def splits_warps(mask: Mask, live: Mask = None) -> bool:
-    """Whether some warp of a block is only partly active (threads that have returned do not count)."""
+    """Whether some warp of a block is only partly active; threads that have returned do not count."""
     if mask is None or mask.shape[1] == 1:
         return False
     if mask.ndim > 2:

@@ -43,30 +43,30 @@ from tile_kernels.interpreter.memory.buffers import (
 from tile_kernels.interpreter.memory.dtypes import DType, constant, dtype_of
 from tile_kernels.interpreter.session import Session
 
-BATCH_BYTES = 48 << 20  # on-chip memory and temporaries of the blocks that run together
+BATCH_BYTES = 48 << 20  # on-chip memory and temporaries of the blocks of one batch
 
 
 class Shared:
-    """What one `interpret` call collects over all launches and batches."""
+    """The data that one `interpret` call collects over all launches and batches."""
 
-    max_rounds = 1_000_000  # of a while loop that waits for nobody
+    max_rounds = 1_000_000  # of a while loop that does not wait for another block
     patience = 10_000  # rounds of a while loop that may wait for another block
 
     def __init__(self, session: Session | None = None) -> None:
         self.session = session or Session()
         self.observer = self.session.observer
-        self.marks: list[Any] = []  # what blocks did to tensors, where races are checked
-        self.events = 0  # grows whenever a thread makes progress at a barrier
+        self.marks: list[Any] = []  # accesses of blocks to tensors, if races are checked
+        self.events = 0  # increases whenever a thread makes progress at a barrier
         self.covered: set[int] = set()
         self.paths: list[tuple[tuple[str, int, int], ...]] = [()]
         self.guarded: dict[tuple[Site, str], int] = {}
 
     def note_guarded(self, site: Site, buffer: str) -> None:
-        """Remember that a guard was needed."""
+        """Record that a guard was necessary."""
         self.guarded[site, buffer] = self.guarded.get((site, buffer), 0) + 1
 
     def apart(self, first: int, second: int) -> bool:
-        """Whether two paths take different sides of one branch that no loop repeats."""
+        """Whether two paths take different sides of one branch that is in no loop."""
         for one, other in zip(self.paths[first], self.paths[second], strict=False):
             if one != other:
                 return one[0] == 'if' and one[:2] == other[:2]
@@ -75,7 +75,7 @@ class Shared:
         return False
 
     def grid_sync(self) -> None:
-        """Blocks have waited for each other: what they did is ordered before what follows."""
+        """A grid barrier: everything the blocks did before is ordered before what follows."""
         for marks in self.marks:
             marks.reset()
 
@@ -100,7 +100,7 @@ class Program:
         self.branches = compiler.branches
         self.options = options
         self.declared = {index % len(self.params) for index in options.outputs}
-        # An output is declared as one, or stored to and never read.
+        # An output is declared as one, or it is stored to and never read.
         self.outputs = self.declared | {
             position
             for position, param in enumerate(self.params)
@@ -110,7 +110,7 @@ class Program:
         }
 
     def run(self, tensors: tuple[Any, ...], shared: Shared | None = None) -> float:
-        """Execute on tensors in parameter order; gives the time it took."""
+        """Execute on tensors in parameter order; returns the time."""
         if len(tensors) != len(self.params):
             raise TypeError(f'{self.name} takes {len(self.params)} arguments, got {len(tensors)}')
         started = time.perf_counter()
@@ -129,7 +129,7 @@ class Program:
         return time.perf_counter() - started
 
     def _watch(self, frame: Frame) -> None:
-        """Set up what the checks need to remember about the tensors."""
+        """Set up the state that the checks need for the tensors."""
         for position, param in enumerate(self.params):
             memory = None if param.node is None else frame.memory[param.storage.slot]
             if memory is None:
@@ -142,7 +142,7 @@ class Program:
                 frame.shared.marks.append(memory.race)
 
     def new_outputs(self, tensors: tuple[Any, ...], wanted: list[int]) -> dict[int, torch.Tensor]:
-        """Allocate output tensors, whose shapes follow from the inputs."""
+        """Allocate output tensors; their shapes follow from the inputs."""
         frame = Frame(self.compiler.num_slots, self.compiler.num_memories, Shared())
         for param, tensor in zip(self.params, tensors, strict=True):
             if tensor is not None:
@@ -157,7 +157,7 @@ class Param:
         self.node: Any = buffer_map.get(var, None)
         self.name = str(var.name) if self.node is None else str(self.node.name)
         self.symbols: list[tuple[str, int, int]] = []
-        self.solve: list[tuple[str, int, Any]] = []  # extents such as `n * 4`, which give n
+        self.solve: list[tuple[str, int, Any]] = []  # extents such as `n * 4`, from which n is computed
         if self.node is None:
             self.dtype = compiler.dtype(var)
             self.slot = compiler.new_slot(var)
@@ -188,7 +188,7 @@ class Param:
         return self._compiler.buffer(self.node).layout(frame)
 
     def bind(self, frame: Frame, tensor: Any, kernel: str) -> None:
-        """Put an argument into the frame and read symbols from its shape and strides."""
+        """Store an argument in the frame and read symbols from its shape and strides."""
         if self.node is None:
             if isinstance(tensor, torch.Tensor):
                 tensor = tensor.item()
@@ -215,7 +215,7 @@ class Param:
         frame.memory[self.storage.slot] = tensor_memory(tensor)
 
     def _solve(self, frame: Frame, extent: Any, number: int) -> None:
-        """Find the one unknown symbol of a linear extent; `check` holds the tensor to the result."""
+        """Compute the one unknown symbol of a linear extent; `check` verifies the tensor against it."""
         slots = [self._compiler.slots[var][0] for var in undefined_vars(extent)]
         unknown = [slot for slot in slots if frame.env[slot] is None]
         if len(unknown) != 1:
@@ -229,7 +229,7 @@ class Param:
         frame.env[unknown[0]] = (number - found[0]) // step if step else 0
 
     def new_tensor(self, frame: Frame) -> torch.Tensor:
-        """A tensor of the declared shape, its contents arbitrary."""
+        """A tensor of the declared shape with arbitrary contents."""
         shape = [int(self._compiler.expr(extent)(frame)) for extent in self.node.shape]
         name = 'float8_e4m3fn' if self.dtype.name == 'float8_e4m3' else self.dtype.name
         if self.dtype.packed:
@@ -257,7 +257,7 @@ class Param:
         frame.shared.session.found(error)
 
     def check(self, frame: Frame, tensor: Any, kernel: str) -> None:
-        """Hold the argument to the declared shape and strides."""
+        """Check the argument against the declared shape and strides."""
         if self.node is None or tensor is None:
             return
         want, steps = self.layout(frame)
@@ -277,15 +277,15 @@ def undefined_vars(extent: Any) -> list[Any]:
 
 
 class Usage:
-    """Which buffers a kernel loads from and stores to, by data variable."""
+    """The buffers that a kernel loads from and stores to, by data variable."""
 
     def __init__(self, prim_func: Any) -> None:
         from tvm.tirx.stmt_functor import post_order_visit
 
         self.loaded: set[Any] = set()
         self.stored: set[Any] = set()
-        self.finalized: set[Any] = set()  # reducers whose result is taken
-        self.variables: set[Any] = set()  # that some expression reads
+        self.finalized: set[Any] = set()  # reducers with a used result
+        self.variables: set[Any] = set()  # variables that some expression reads
         loads: list[Any] = []
         operands: set[Any] = set()
 
@@ -330,10 +330,10 @@ class Usage:
 
 
 def replicated_fragments(prim_func: Any) -> set[Any]:
-    """Data variables of the fragments of which TileLang gives every thread a copy of its own.
+    """Data variables of the fragments of which TileLang gives every thread its own copy.
 
-    These are the fragments without an annotated layout of which single elements are used outside of T.Parallel and of
-    tile operators.
+    These fragments have no annotated layout, and the kernel uses single elements of them outside T.Parallel and tile
+    operators.
     """
     from tvm.tirx.stmt_functor import post_order_visit
 
@@ -380,7 +380,7 @@ def _check_container(kernel: str, name: str, tensor: torch.Tensor, dtype: DType)
 
 
 def logical_layout(tensor: torch.Tensor, dtype: DType) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides in elements; a byte of a packed type counts as two."""
+    """Shape and strides in elements; a byte of a packed type counts as two elements."""
     shape, strides = list(tensor.shape), list(tensor.stride())
     if dtype.packed and shape:
         shape[-1] *= 2
@@ -389,10 +389,10 @@ def logical_layout(tensor: torch.Tensor, dtype: DType) -> tuple[tuple[int, ...],
 
 
 def tensor_memory(tensor: torch.Tensor) -> ByteMemory:
-    """The bytes a tensor can reach, shared with it."""
+    """The bytes that a tensor can reach; the memory aliases the tensor."""
     reach = 1 + sum((max(1, n) - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     size = reach * tensor.element_size()
-    if not tensor.numel():  # nothing belongs to it; inactive lanes still need an address
+    if not tensor.numel():  # it owns no bytes, but inactive lanes still need an address
         return ByteMemory(np.zeros((1, size), np.uint8), False, 0)
     raw = torch.empty(0, dtype=torch.uint8)
     raw.set_(tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size(), (size,), (1,))
@@ -400,7 +400,7 @@ def tensor_memory(tensor: torch.Tensor) -> ByteMemory:
 
 
 def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
-    """A grid of blocks: runs them in batches, all threads of a batch at once."""
+    """A grid of blocks; runs them in batches, with all threads of a batch at once."""
     variables: dict[str, Any] = {}
     extents: dict[str, Any] = {}
     while type(node).__name__ == 'For' and node.thread_binding is not None:
@@ -467,7 +467,7 @@ def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
         if whole_grid or not waits(body):
             run_grid(host, grid, total if whole_grid else max(1, min(total, BATCH_BYTES // bytes_per_block)))
             return
-        # Blocks of a batch wait together; if that stops them all, each block alone shows whose fault it is.
+        # Blocks of a batch wait together. After a deadlock, each block runs alone to show which one caused it.
         kept = [None if memory is None else memory.data.copy() for memory in host.memory[:tensors]]
         try:
             run_grid(host, grid, max(1, min(total, BATCH_BYTES // bytes_per_block)))
@@ -484,7 +484,7 @@ def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
 
 
 def run_all(body: Run, frames: list[Frame]) -> None:
-    """Run batches of blocks to the end, and look whether all would have got the registers they asked for."""
+    """Run batches of blocks to the end, and check that all could get the registers they requested."""
     run_blocks(body, frames)
     for frame in frames:
         if frame.registers is not None:
@@ -492,7 +492,7 @@ def run_all(body: Run, frames: list[Frame]) -> None:
 
 
 def _thread_dims(node: Any) -> tuple[int, int, int]:
-    """Threads of a block, from the annotation of the kernel's root block (128 when it has none)."""
+    """Threads of a block, from the annotation of the kernel's root block (default 128)."""
     children = list(node.seq) if type(node).__name__ == 'SeqStmt' else [node]
     for child in children:
         if type(child).__name__ == 'SBlockRealize' and 'tl.launch_threads' in child.block.annotations:

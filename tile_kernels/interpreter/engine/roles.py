@@ -1,7 +1,8 @@
 """Roles: branches of a block that wait for each other run as coroutines.
 
-Threads of a block run in step. Where they follow different branches and wait for each other (producer and consumer), a
-wait that is not yet satisfied yields, and another branch goes on. When nobody can go on, the kernel deadlocks.
+The threads of a block run in lockstep. Roles (such as producer and consumer) follow different branches and wait for
+each other. A wait that is not yet satisfied yields, and another branch continues. If no branch can continue, the kernel
+deadlocks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tile_kernels.interpreter.engine.translate import Closure
 from tile_kernels.interpreter.errors import Deadlock, Site
 from tile_kernels.interpreter.meaning.statements import Run, drive, nothing, waits
 
-Waiting = tuple[Site, Callable[[], str]]  # where a thread waits, and for what
+Waiting = tuple[Site, Callable[[], str]]  # the line at which a thread waits, and the awaited condition
 
 
 def wait_until(
@@ -31,10 +32,10 @@ def wait_until(
 
 
 def waiting_branch(condition: Closure, then: Run, otherwise: Run, ids: tuple[int, int]) -> Run:
-    """A branch whose sides may wait for each other: if it splits a block, both sides run concurrently."""
+    """A branch whose sides may wait for each other; if it splits a block, both sides run concurrently."""
 
     def sides(frame: Frame) -> list[tuple[Run, Mask]]:
-        """The sides that have lanes, with their masks."""
+        """The sides that have active lanes, with their masks."""
         taken = condition(frame)
         covered = frame.shared.covered
         if not isinstance(taken, np.ndarray):
@@ -45,7 +46,7 @@ def waiting_branch(condition: Closure, then: Run, otherwise: Run, ids: tuple[int
             inner = both(frame.mask, lanes)
             if inner.any():
                 covered.add(number)
-                if side is not nothing:  # or its threads could not enter a later branch before all have left this one
+                if side is not nothing:  # a missing side needs no role, which would keep threads from a later branch
                     found.append((side, None if inner.all() else inner))
         return found
 
@@ -80,7 +81,7 @@ def concurrent_sequence(parts: list[Run]) -> Run:
 
 
 def run_roles(frame: Frame, roles: list[tuple[Run, Mask]]) -> Generator[Waiting, None, None]:
-    """Run branches of a block by turns; one starts as soon as earlier ones with common threads have ended."""
+    """Run branches of a block alternately; a branch starts when earlier ones with common threads have ended."""
     outer, looping = frame.mask, frame.looping
     tasks = [_Role(frame, run, mask) for run, mask in roles]
     while any(not task.done for task in tasks):
@@ -96,7 +97,7 @@ def run_roles(frame: Frame, roles: list[tuple[Run, Mask]]) -> Generator[Waiting,
 
 
 class _Role:
-    """One branch being run by some threads."""
+    """One branch that some threads run."""
 
     def __init__(self, frame: Frame, run: Run, mask: Mask) -> None:
         self.mask = mask
@@ -111,7 +112,7 @@ class _Role:
         return bool((self.mask & other.mask).any())
 
     def advance(self, frame: Frame, looping: Mask) -> Waiting | None:
-        """Go on until the next unsatisfied wait (given back) or the end."""
+        """Continue until the end or the next unsatisfied wait, which is returned."""
         if not self.started:
             self.started = True
             frame.mask, frame.looping = self.mask, looping
@@ -125,7 +126,7 @@ class _Role:
 
 
 def run_blocks(body: Run, frames: list[Frame]) -> None:
-    """Run batches of blocks to the end, by turns if they wait."""
+    """Run batches of blocks to the end, alternately if they wait."""
     if not waits(body):
         for frame in frames:
             body(frame)

@@ -1,4 +1,4 @@
-"""Where statements come from: file and line of the user's program."""
+"""The origin of statements: file and line of the user's program."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 from tile_kernels.interpreter.errors import Site
 
-# Operators that are macros: their statements carry lines of TileLang's own files.
+# Operators that are macros: their statements have line numbers of TileLang's own files.
 _MACRO_FILES = {
     'reduce_op.py': r'\breduce\w*\(',
     'scan_op.py': r'\bcum(sum|max)\w*\(',
     'debug.py': r'\bdevice_assert\(',
     'print.py': r'\bprint\(',
 }
-_REACH = 40  # lines to look ahead for the call of a macro
+_REACH = 40  # number of lines to search for the call of a macro
 
 
 class Source:
-    """Finds the site of each statement, visited in program order."""
+    """Finds the site of each statement; statements are visited in program order."""
 
     def __init__(self, kernel: str) -> None:
         self.kernel = kernel
@@ -27,7 +27,7 @@ class Source:
         self.sites: dict[tuple[str, int], Site] = {}
 
     def site_of(self, node: Any, outer: Site) -> Site:
-        """The user's line of a statement; one without a line belongs to the statement around it."""
+        """The user's line of a statement; a statement without a line gets that of its parent."""
         from tilelang.ir import get_stmt_span
 
         span = get_stmt_span(node)

@@ -1,8 +1,8 @@
 """From TIR to closures: expressions become `f(frame) -> value`, statements become `f(frame)`.
 
-What each construct means is written in `expressions`, `statements`, `math_ops`, `tile_ops`, `element_ops`, `warp_ops`,
-`control_ops`, `barriers`, `mbarriers` and `async_ops`, which register themselves here; this module holds what they
-share: variables, buffers, accesses.
+The modules in `meaning` define each construct and register it here: `expressions`, `statements`, `math_ops`,
+`tile_ops`, `element_ops`, `warp_ops`, `control_ops`, `barriers`, `mbarriers` and `async_ops`. This module holds what
+they have in common: variables, buffers, accesses.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SCOPES = {
     'shared.tmem': 'fragment',  # Blackwell's tensor memory
 }
 
-# Annotations and attributes that tell the compiler how, not what.
+# Annotations and attributes that affect only how the compiler works, not the result.
 BLOCK_HINTS = {
     'layout_map',
     'tl.launch_threads',
@@ -92,23 +92,23 @@ def _register(table: dict[str, Any], names: tuple[str, ...]) -> Callable[[Any], 
 
 @dataclass(frozen=True)
 class Options:
-    """What changes the meaning of a kernel or how closely it is watched."""
+    """Options that change the semantics of a kernel or the amount of checking."""
 
     checks: str = 'memory'
     guards: bool = True  # False: tl.disable_safe_memory_legalize
     auto_sync: bool = True  # False: tl.disable_thread_storage_sync
     outputs: tuple[int, ...] = ()
-    timed: bool = False  # book the time of every line
+    timed: bool = False  # record the time of every line
 
     @property
     def races(self) -> bool:
-        """Whether races are looked for."""
+        """Whether races are checked."""
         return self.checks in ('races', 'all')
 
 
 @dataclass
 class Storage:
-    """Memory declared by one data variable; several buffers may view it."""
+    """Memory of one data variable; several buffers may view it."""
 
     slot: int
     scope: str
@@ -116,13 +116,13 @@ class Storage:
     size: Closure | int  # elements
     name: str
     dtypes: set[str] = field(default_factory=set)
-    counts: list[Closure] = field(default_factory=list)  # arrivals each mbarrier waits for
+    counts: list[Closure] = field(default_factory=list)  # expected arrivals of each mbarrier
     replicated: bool = False  # every thread has its own copy of this fragment
     counts_bytes: bool = False  # blocks of the cluster send bytes to these mbarriers
 
     @property
     def unit(self) -> int:
-        """Bits of the smallest element any buffer sees in this memory."""
+        """Bits of the smallest element of any buffer in this memory."""
         return min(dtype_of(name).bits for name in self.dtypes)
 
 
@@ -136,16 +136,16 @@ class Compiler:
         self.source = Source(name)
         self.slots: dict[Any, tuple[int, int]] = {}  # variable -> (slot, parallel depth of its definition)
         self.axes: dict[Any, int] = {}  # variable of a parallel loop -> axis
-        self.macros: dict[Any, Any] = {}  # variable bound before its free variables are -> expression
+        self.macros: dict[Any, Any] = {}  # variable that is bound before its free variables -> expression
         self.storages: dict[Any, Storage] = {}
         self.buffers: dict[Any, Buffer] = {}
-        self.safe_values: dict[Any, Any] = {}  # of plain loads: an annotation holds for all that follows
-        self.copy_safe_values: dict[Any, Any] = {}  # of copies: an annotation holds for its block
-        self.replicated: set[Any] = set()  # data variables of fragments of which every thread has a copy
-        self.overwrites = False  # copies announced by mbarriers may overwrite what was read
+        self.safe_values: dict[Any, Any] = {}  # for plain loads: an annotation applies to everything that follows
+        self.copy_safe_values: dict[Any, Any] = {}  # for copies: an annotation applies to its block
+        self.replicated: set[Any] = set()  # data variables of fragments with one copy per thread
+        self.overwrites = False  # copies with mbarriers may overwrite data that was read
         self.path: tuple[tuple[str, int, int], ...] = ()  # branches and loops around the current statement
         self.paths: list[tuple[tuple[str, int, int], ...]] = [()]
-        self.alone = False  # inside a parallel loop that every thread runs by itself, on its own copies
+        self.alone = False  # inside a parallel loop that every thread runs completely, on its own copies
         self.used: set[Any] = set()  # variables that some expression reads
         self.num_slots = 0
         self.num_memories = 0
@@ -156,16 +156,16 @@ class Compiler:
         self.locals_read: set[int] = set()
         self.locals_written: set[int] = set()
         self.thread_dims: tuple[int, int, int] = (1, 1, 1)
-        self.spins = False  # a loop waits for memory that another block writes: blocks must run by turns
-        self.whole_grid = False  # blocks wait for each other: all of them must run in one batch
+        self.spins = False  # a loop polls memory that another block writes: blocks must run alternately
+        self.whole_grid = False  # blocks wait for each other: all must run in one batch
         self.cluster_dims: tuple[int, ...] = (1, 1, 1)
         self.barrier_counts: dict[Any, list[Any]] = {}
-        self.vector: list[tuple[Access, Any, list[Any]]] | None = None  # accesses of a vectorised loop
-        self.begins_early = False  # the kernel may be launched while the one before still runs
+        self.vector: list[tuple[Access, Any, list[Any]]] | None = None  # accesses of a vectorized loop
+        self.begins_early = False  # PDL: the kernel may start before the previous one has ended
         self.as_arrays = False  # inside a serial loop that runs as an axis
         self.updated: Any = None  # data variable of the reducer that the current statement updates
         self.finalized: set[Any] = set()  # data variables of reducers that are finalized somewhere
-        self.reducers: dict[Any, str] = {}  # data variable of a reducer -> how it combines
+        self.reducers: dict[Any, str] = {}  # data variable of a reducer -> its operator
 
     # ---- expressions ---------------------------------------------------------------------------------
 
@@ -192,7 +192,7 @@ class Compiler:
         return self.dtype(node)
 
     def unsupported(self, what: str) -> UnsupportedConstruct:
-        """An error naming a construct and the line it stands on."""
+        """An error with a construct and its line."""
         return UnsupportedConstruct(f'{what} is not supported by the interpreter', self.site)
 
     def stmt(self, node: Any) -> Closure:
@@ -216,7 +216,7 @@ class Compiler:
         return 2 + self.depth
 
     def new_slot(self, var: Any) -> int:
-        """A place in the frame for a variable defined here."""
+        """A slot in the frame for a variable defined here."""
         slot = self.num_slots
         self.num_slots += 1
         self.slots[var] = (slot, self.depth)
@@ -239,7 +239,7 @@ class Compiler:
 
     @contextmanager
     def parallel_axis(self, var: Any) -> Iterator[set[int]]:
-        """Compile what is inside one more parallel loop; gives the registers that become private to its iterations."""
+        """Compile the inside of one more parallel loop; yields the registers that become private to its iterations."""
         outer = self.locals_read, self.locals_written
         self.locals_read, self.locals_written = set(), set()
         self.axes[var] = self.depth
@@ -253,13 +253,13 @@ class Compiler:
             self.locals_read, self.locals_written = (outer[0] | self.locals_read, outer[1] | self.locals_written)
 
     def read_local(self, node: Any) -> None:
-        """Note that a register is read inside T.Parallel before an iteration wrote it."""
+        """Record that a register is read inside T.Parallel before an iteration wrote it."""
         view = self.buffer(node)
         if self.depth and view.scope == 'local' and view.slot not in self.locals_written:
             self.locals_read.add(view.slot)
 
     def write_local(self, view: Buffer) -> None:
-        """Note that a register written inside T.Parallel is private to each iteration."""
+        """Record that a register written inside T.Parallel is private to each iteration."""
         if view.slot in self.locals_read:
             raise self.unsupported(f'carrying {view.name} from one iteration of T.Parallel to another')
         self.locals_written.add(view.slot)
@@ -293,7 +293,7 @@ class Compiler:
         return self.storages[node.data] if node.data in self.storages else self.declare(node)
 
     def read_annotations(self, block: Any) -> None:
-        """Take from the annotations of a block what has a meaning; the rest are hints."""
+        """Use the annotations of a block that affect results; the rest are hints."""
         for key, value in block.annotations.items():
             name = str(key)
             if name == 'safe_value_map':
@@ -373,9 +373,10 @@ class Compiler:
         return made
 
     def require_alignment(self, accesses: list[tuple[Access, Any, list[Any]]], var: Any, count: int) -> None:
-        """If the compiler turns a loop into vectors, its tensors must begin where such a vector may.
+        """If the compiler vectorizes a loop, its tensors must start at a multiple of the vector size.
 
-        It does so if all elements lie side by side and it can prove that every vector begins at a multiple of its size.
+        The compiler does so if all elements are contiguous and it can prove that every vector starts at a multiple of
+        its size.
         """
         moving = [part for part in accesses if any(_mentions(index, var) for index in part[2])]
         if not moving or not all(
@@ -436,7 +437,7 @@ class Compiler:
 
     @contextmanager
     def one_statement(self) -> Iterator[None]:
-        """Find the shared buffers that one statement (or parallel loop) touches in more than one way."""
+        """Find the shared buffers that one statement (or parallel loop) accesses at several different indices."""
         if self.depth:  # part of the parallel loop around it
             yield
             return
@@ -452,7 +453,7 @@ class Compiler:
                     access.contended = True
 
     def safe_value(self, buffer: Any, copied: bool = False) -> Closure | None:
-        """What a guarded load outside a buffer gives (None: 0)."""
+        """The result of a guarded load outside a buffer (None: 0)."""
         safe = (self.copy_safe_values if copied else self.safe_values).get(buffer.data)
         if safe is None:
             return None
@@ -464,26 +465,26 @@ class Compiler:
     def _dim(self, view: Buffer, index: Any, guard: str | None) -> Dim:
         terms, base = self.affine(index)
         if guard is None:
-            # TileLang guards global accesses unless told not to, and never a literal index.
+            # TileLang guards global accesses unless this is disabled, and never guards a literal index.
             guard = 'both' if view.scope == 'global' and self.options.guards and not is_const(index) else 'none'
         return Dim(base, tuple(sorted(terms.items())), guard)
 
     def from_the_end(self, buffer: Any, indices: list[Any]) -> list[Any]:
-        """An index list in which every index that is negative for sure counts from the end, as TileLang rewrites it."""
+        """An index list in which provably negative indices count from the end, as TileLang rewrites them."""
         return [
             extent + index if _may_be_negative(index) and self._surely_negative(index) else index
             for extent, index in zip(buffer.shape, indices, strict=True)
         ]
 
     def know_range(self, var: Any, start: Any, extent: Any) -> None:
-        """Note which values a variable takes."""
+        """Record the range of a variable."""
         from tvm.ir import Range
 
         self.analyzer.bind(var, Range.from_min_extent(start, extent), True)
 
     @cached_property
     def analyzer(self) -> Any:
-        """What is known of the ranges of variables."""
+        """The analyzer with the known ranges of variables."""
         from tvm.arith import Analyzer
 
         return Analyzer()
@@ -543,7 +544,7 @@ def is_const(node: Any) -> bool:
 
 
 def _may_be_negative(node: Any) -> bool:
-    """Whether an index has a minus in it: others need no closer look."""
+    """Whether an index contains a minus; other indices cannot be negative."""
     from tvm.tirx.stmt_functor import post_order_visit
 
     if is_const(node):
@@ -572,7 +573,7 @@ def _mentions(node: Any, var: Any) -> bool:
 
 
 def _length(extent: Any) -> int:
-    """A literal extent; that of the first dimension, which may be none, does not matter for strides."""
+    """A literal extent; the first extent may be symbolic, because strides do not depend on it."""
     return int(extent) if is_const(extent) else 1
 
 

@@ -1,1 +1,1 @@
-"""What every construct of the language means, one module for each group."""
+"""The semantics of every construct of the language, one module for each group."""

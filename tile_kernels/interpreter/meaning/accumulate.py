@@ -1,4 +1,4 @@
-"""Many contributions to one element: atomics, reducers, and sums written with T.Parallel."""
+"""Several contributions to one element: atomics, reducers, and sums written with T.Parallel."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COMBINE: dict[str, Any] = {
 
 
 def identity(name: str, dtype: DType) -> Any:
-    """The value that leaves the others of a combination unchanged."""
+    """The identity element of a combination."""
     if name in ('max', 'min'):
         if dtype.is_float:
             return dtype.value.type(-np.inf if name == 'max' else np.inf)
@@ -62,7 +62,7 @@ def pair(name: str, left: Any, right: Any, dtype: DType) -> Any:
 
 
 def full_lanes(frame: Frame, value: Any, dtype: DType, ndim: int, extents: list[int], threads: int) -> np.ndarray:
-    """A value spread over every block, over `threads` threads and every parallel iteration."""
+    """A value broadcast over every block, `threads` threads and every parallel iteration."""
     array: Any = np.asarray(value, dtype=dtype.value)
     array = expand(array, ndim) if array.ndim else array.reshape((1,) * ndim)
     return np.broadcast_to(array, (frame.blocks, max(threads, array.shape[1]), *extents))
@@ -73,7 +73,7 @@ def contribute(
 ) -> None:
     """Combine the contribution of every active lane into the element it addresses.
 
-    `ordered` says that the contributions may meet (atomics, reducers); otherwise meeting ones race.
+    With `ordered`, several contributions to one element are allowed (atomics, reducers); otherwise they race.
     """
     dtype = access.buffer.dtype
     memory = access.memory(frame)
@@ -108,7 +108,7 @@ def contribute(
 
 
 def _watch(frame: Frame, access: Access, memory: Any, place: Place, mask: Mask, ordered: bool) -> None:
-    """Hold the read half of an update against what is known of the memory."""
+    """Check the read of an update against the state of the memory."""
     race, memory.race = memory.race, None if ordered else memory.race
     try:
         access.watch_read(frame, memory, place, mask)
@@ -118,13 +118,13 @@ def _watch(frame: Frame, access: Access, memory: Any, place: Place, mask: Mask, 
 
 
 def note_atomic(frame: Frame, access: Access, memory: Any, place: Place, mask: Mask) -> None:
-    """Hold an atomic update against plain accesses of other threads."""
+    """Check an atomic update against plain accesses of other threads."""
     if access.atomic and isinstance(memory.race, SharedMarks):
         memory.race.update(frame, access, place, mask)
 
 
 def scatter_in_turn(memory: Any, place: Place, lanes: np.ndarray, name: str, mask: Mask, dtype: DType) -> np.ndarray:
-    """Apply lanes one after another where they meet at an element; returns what each lane found there."""
+    """Apply lanes of one element one after another; returns the old value that each lane saw."""
     flat = place.flat()
     if memory.per_block:
         rows = memory.data.shape[0]
@@ -177,7 +177,7 @@ class _Cells:
 
 
 def _contribute_privately(frame: Frame, access: Access, place: Place, lanes: np.ndarray, name: str) -> None:
-    """A register accumulated in T.Parallel: iterations are dealt to the threads in turn."""
+    """A register accumulated in T.Parallel: iterations are distributed over the threads in order."""
     dtype = access.buffer.dtype
     if not isinstance(place.base, int) or any(extent > 1 for extent in place.extents) or lanes.shape[1] > 1:
         raise access_error(frame, access)
@@ -193,7 +193,7 @@ def _contribute_privately(frame: Frame, access: Access, place: Place, lanes: np.
 
 
 def access_error(frame: Frame, access: Access) -> Exception:
-    """An accumulation whose owner threads cannot be told."""
+    """The finding for an accumulation whose owner threads are unknown."""
     from tile_kernels.interpreter.errors import UnsupportedConstruct
 
     return frame.error(
@@ -209,7 +209,7 @@ def _rounded(value: Any, dtype: DType) -> Any:
 
 
 def accumulation(compiler: Compiler, node: Any) -> Closure | None:
-    """`x[i] = x[i] + e` inside T.Parallel, where several iterations meet at one element; None for other stores."""
+    """`x[i] = x[i] + e` inside T.Parallel if several iterations update one element; None for other stores."""
     if not compiler.depth:
         return None
     view = compiler.buffer(node.buffer)
@@ -236,7 +236,7 @@ def accumulation(compiler: Compiler, node: Any) -> Closure | None:
 
 
 def _injective(compiler: Compiler, access: Access) -> bool:
-    """Whether every parallel axis moves the element, each through a dimension of its own or by a larger step."""
+    """Whether the accessed element depends on every parallel axis."""
     seen = {axis for dim in access.dims for axis, _ in dim.terms}
     return len(seen) == compiler.depth
 

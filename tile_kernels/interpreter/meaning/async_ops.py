@@ -1,4 +1,4 @@
-"""Asynchronous copies and matrix products: what is in flight, groups, and their waits."""
+"""Asynchronous copies and wgmma: data in flight, groups, and their waits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tile_kernels.interpreter.meaning.mbarriers import BarrierOperand
 
 
 def async_copy_hook(compiler: Compiler, name: str, notes: dict[str, Any], access: Any) -> Callable[..., None] | None:
-    """What to note after an asynchronous copy: its data is in flight until the matching wait."""
+    """The action after an asynchronous copy: its data is in flight until the matching wait."""
     if compiler.options.checks == 'none' or access.buffer.scope != 'shared':
         return None
     if name == 'tl.tileop.async_copy':
@@ -34,7 +34,7 @@ def async_copy_hook(compiler: Compiler, name: str, notes: dict[str, Any], access
 
 
 def async_gemm_hook(compiler: Compiler, name: str, access: Any, operands: list[Any]) -> Callable[..., None] | None:
-    """What to note after `T.wgmma_gemm`: result and operands are in use until `T.wait_wgmma`."""
+    """The action after `T.wgmma_gemm`: result and operands are in use until `T.wait_wgmma`."""
     if compiler.options.checks == 'none':
         return None
     if name == 'tl.tileop.tcgen05_gemm':
@@ -62,7 +62,7 @@ def _groups(frame: Frame) -> Any:
 
 @op('tl.ptx_cp_async', 'tirx.ptx_cp_async')
 def _cp_async(compiler: Compiler, call: Any) -> Closure:
-    """Copy neighbouring elements from global to shared memory, zeros where the predicate is false."""
+    """Copy adjacent elements from global to shared memory; zeros if the predicate is false."""
     target, source = pointed(compiler, call.args[0]), pointed(compiler, call.args[1])
     count = int(call.args[2])
     predicate = compiler.expr(call.args[3]) if len(call.args) > 3 else None
@@ -103,7 +103,7 @@ def _commit(compiler: Compiler, call: Any) -> Closure:
 
 @op('tirx.ptx_wait_group', 'tl.wait_wgmma', 'tl.warpgroup_wait')
 def _wait_group(compiler: Compiler, call: Any) -> Closure:
-    """Wait until at most n of the thread's groups of copies (matrix products) are in flight."""
+    """Wait until at most n groups of copies (or wgmma) of the thread are in flight."""
     kind = 'copy' if str(call.op.name) == 'tirx.ptx_wait_group' else 'gemm'
     count = compiler.expr(call.args[0])
 
@@ -116,5 +116,5 @@ def _wait_group(compiler: Compiler, call: Any) -> Closure:
 
 @op('tl.tma_store_wait')
 def _store_wait(compiler: Compiler, call: Any) -> Closure:
-    """Wait for stores to global memory, which land at once here."""
+    """Wait for stores to global memory; in the interpreter they complete at once."""
     return lambda frame: None

@@ -1,4 +1,4 @@
-"""Barriers: of a block, of a warp, of the grid, of a cluster, and named barriers of some threads."""
+"""Barriers of a block, a warp, the grid or a cluster, and named barriers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tile_kernels.interpreter.meaning.statements import marked
 
 
 def block_barrier(compiler: Compiler) -> Callable[[Frame], None]:
-    """`__syncthreads`: every running thread of the block must come here together."""
+    """`__syncthreads`: every running thread of the block must reach it together."""
     site = compiler.site
 
     def run(frame: Frame) -> None:
@@ -84,7 +84,7 @@ def _named_arrive(compiler: Compiler, call: Any) -> Closure:
 
 
 def named_arrival(frame: Frame, number: int, count: int, site: Site) -> tuple[NamedBarrier, np.ndarray]:
-    """The active threads arrive; gives the barrier and the generation that has to be reached."""
+    """The active threads arrive; returns the barrier and the generation to wait for."""
     barrier = frame.barriers.setdefault(number, NamedBarrier(frame.blocks))
     if frame.clock is not None:
         frame.clock.settle(active_threads(frame))
@@ -100,7 +100,7 @@ class NamedBarrier:
         self.generation = np.zeros(blocks, np.int64)
 
     def arrive(self, threads: np.ndarray, count: int, frame: Frame, site: Site) -> np.ndarray:
-        """Count arrivals; gives the generation that has to be reached."""
+        """Count arrivals; returns the generation to wait for."""
         target = self.generation + 1
         self.arrived += threads
         if (self.arrived > count).any():
@@ -128,7 +128,7 @@ def threads_per_block(frame: Frame) -> np.ndarray:
 
 @op('tl.sync_warp')
 def _sync_warp(compiler: Compiler, call: Any) -> Closure:
-    """Order memory accesses of the threads of a warp, all of which must come here together."""
+    """Order memory accesses of the threads of a warp; all of them must reach it together."""
     site = compiler.site
     whole = len(call.args) == 0
 
@@ -144,7 +144,7 @@ def _sync_warp(compiler: Compiler, call: Any) -> Closure:
 
 @op('tl.sync_grid')
 def _sync_grid(compiler: Compiler, call: Any) -> Closure:
-    """Barrier of the whole grid; its blocks run in one batch, so it only has to be reached by all."""
+    """Grid barrier; the blocks run in one batch, so the check is that all of them reach it."""
     compiler.whole_grid = True
     site = compiler.site
 
@@ -162,7 +162,7 @@ def _sync_grid(compiler: Compiler, call: Any) -> Closure:
 
 @op('tl.cluster_sync')
 def _cluster_sync(compiler: Compiler, call: Any) -> Closure:
-    """Barrier of a cluster of blocks, which run in step."""
+    """Cluster barrier; the blocks of a cluster run in lockstep."""
     compiler.whole_grid = True
     barrier = block_barrier(compiler)
 
@@ -177,7 +177,7 @@ def _cluster_sync(compiler: Compiler, call: Any) -> Closure:
 
 @op('tl.cluster_arrive', 'tl.cluster_arrive_relaxed')
 def _cluster_arrive(compiler: Compiler, call: Any) -> Closure:
-    """Arrive at the barrier of a cluster without waiting."""
+    """Arrive at the cluster barrier without waiting."""
     compiler.whole_grid = True
     site = compiler.site
 
@@ -212,16 +212,16 @@ def _cluster_wait(compiler: Compiler, call: Any) -> Closure:
 
 
 def cluster_barrier(frame: Frame, dims: tuple[int, ...]) -> ClusterBarrier:
-    """The barrier of every cluster of the batch."""
+    """The cluster barriers of the batch."""
     if 'cluster' not in frame.barriers:
         frame.barriers['cluster'] = ClusterBarrier(frame, dims)
     return frame.barriers['cluster']
 
 
 class ClusterBarrier:
-    """`barrier.cluster`: opens when every thread of every block of a cluster has arrived. By block.
+    """`barrier.cluster`, counted per block: opens when every thread of every block of a cluster has arrived.
 
-    All that blocks did before is then taken to be ordered, that of other clusters as well.
+    It orders everything that blocks did before, including blocks of other clusters.
     """
 
     def __init__(self, frame: Frame, dims: tuple[int, ...]) -> None:
@@ -247,7 +247,7 @@ class ClusterBarrier:
 
 @op('tl.block_rank_in_cluster')
 def _cluster_rank(compiler: Compiler, call: Any) -> Closure:
-    """Number of a block within its cluster."""
+    """Rank of a block in its cluster."""
     compiler.whole_grid = True
     ndim = compiler.ndim
     return lambda frame: expand(cluster_rank(frame, compiler.cluster_dims).reshape(-1, 1), ndim)

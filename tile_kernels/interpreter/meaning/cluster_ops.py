@@ -1,4 +1,4 @@
-"""Between the blocks of a cluster: arriving at another block's mbarrier, copies that signal one, multicast."""
+"""Operations between blocks of a cluster: remote mbarrier arrivals, copies that signal one, multicast."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _arrive_remote(compiler: Compiler, call: Any) -> Closure:
 
 
 def signal_after_copy(compiler: Compiler, barrier: Any, rank: Any) -> Callable[[Frame], None]:
-    """What a copy to another block does at its end: one arrival at the mbarrier there, once all of it has landed."""
+    """The action at the end of a copy to another block: one arrival at the mbarrier there."""
     operand, wanted = BarrierOperand(compiler, barrier), compiler.expr(rank)
 
     def run(frame: Frame) -> None:
@@ -53,7 +53,7 @@ def _signal(frame: Frame, operand: BarrierOperand, rank: np.ndarray, lanes: np.n
 
 
 def multicast(compiler: Compiler, mask: Any) -> Callable[[Frame, Any], Any]:
-    """What each block of a cluster receives: of the blocks in the mask, what the first of them loads."""
+    """The data that each block of a cluster receives: blocks in the mask get what the first of them loads."""
     compiler.whole_grid = True
     chosen = int(mask)
     source = (chosen & -chosen).bit_length() - 1

@@ -51,7 +51,7 @@ def _leave(compiler: Compiler, what: str) -> Closure:
 
 @op('tirx.assume')
 def _assume(compiler: Compiler, call: Any) -> Closure:
-    """A promise to the compiler; the interpreter holds the kernel to it."""
+    """A promise to the compiler, which the interpreter checks."""
     return assertion(compiler, call.args[0], 'T.assume')
 
 
@@ -61,7 +61,7 @@ def _device_assert(compiler: Compiler, call: Any) -> Closure:
     message, _, stack = (str(call.args[1].value) if len(call.args) > 1 else '').partition('\n')
     caller = re.match(r'  at (.*):(\d+) in ', stack)
     if caller is not None:
-        compiler.site = Site(compiler.kernel, caller[1], int(caller[2]))  # `stmt` puts the old one back
+        compiler.site = Site(compiler.kernel, caller[1], int(caller[2]))  # `stmt` restores the old one
     return assertion(compiler, call.args[0], f'T.device_assert({message!r})' if message else 'T.device_assert')
 
 
@@ -71,7 +71,7 @@ def assertion(compiler: Compiler, condition: Any, what: str) -> Closure:
     site = compiler.site
     written = (
         _first_argument(site) if type(condition).__name__ == 'Var' else str(condition)
-    )  # a macro names its argument
+    )  # a macro shows its argument
     text = f'{what} does not hold: {written}' if written else f'{what} does not hold'
 
     def run(frame: Frame) -> None:
@@ -88,7 +88,7 @@ def assertion(compiler: Compiler, condition: Any, what: str) -> Closure:
 
 
 def _first_argument(site: Site) -> str:
-    """The first argument of the call that stands on a line; empty if it goes on to the next."""
+    """The first argument of the call on a line; empty if it continues on the next line."""
     try:
         call = ast.parse(linecache.getline(site.file, site.line).strip(), mode='eval').body
     except SyntaxError:
@@ -118,7 +118,7 @@ def _hint(compiler: Compiler, call: Any) -> Closure:
 
 @op('tl.pdl_sync')
 def _wait_for_kernel_before(compiler: Compiler, call: Any) -> Closure:
-    """Wait until the kernel before has ended; without it, a kernel is launched after that."""
+    """`T.pdl_sync`: wait for the previous kernel; a kernel without it starts after that kernel."""
     compiler.begins_early = True
 
     def run(frame: Frame) -> None:
@@ -130,7 +130,7 @@ def _wait_for_kernel_before(compiler: Compiler, call: Any) -> Closure:
 
 @op('tl.fence_proxy_async')
 def _fence_proxy(compiler: Compiler, call: Any) -> Closure:
-    """What the threads did is visible to copies and products that follow."""
+    """Proxy fence: makes the earlier accesses of the threads visible to later TMA copies and wgmma."""
 
     def run(frame: Frame) -> None:
         if frame.clock is not None:
@@ -141,7 +141,7 @@ def _fence_proxy(compiler: Compiler, call: Any) -> Closure:
 
 @op('tirx.call_extern', 'tirx.call_pure_extern')
 def _call_extern(compiler: Compiler, call: Any) -> Closure:
-    """A CUDA function, through its registered model."""
+    """A CUDA function, run by its registered model."""
     name = str(call.args[0].value)
     if name.startswith('debug_print'):
         return _print(compiler, name, call)
@@ -172,7 +172,7 @@ def _print(compiler: Compiler, name: str, call: Any) -> Closure:
 
 
 def _line_of_print(compiler: Compiler, call: Any) -> Site:
-    """Where a print stands: several prints in a row have the line of the first, so their arguments tell them apart."""
+    """The line of a print: consecutive prints all have the line of the first, so their arguments are compared."""
     first = compiler.site
     row = _PRINTS.setdefault(compiler, {}).setdefault(first, [])
     mine = (str(call.args[1].value), str(call.args[2]) if len(call.args) > 2 else '')

@@ -14,7 +14,7 @@ from tile_kernels.interpreter.memory.dtypes import caster, dtype_of
 
 
 def pointed(compiler: Compiler, node: Any) -> Any:
-    """The element access behind a `T.access_ptr`, `T.address_of` or plain load."""
+    """The element access of a `T.access_ptr`, `T.address_of` or plain load."""
     kind = type(node).__name__
     if kind == 'Call' and str(node.op.name) in ('tl.access_ptr', 'tirx.address_of'):
         return node.args[0]
@@ -36,7 +36,7 @@ ATOMICS = {'add': 'sum', 'max': 'max', 'min': 'min', 'or': 'bitor'}
     'tl.atomic_min_ret_elem_op',
 )
 def _atomic(compiler: Compiler, call: Any) -> Closure:
-    """`x = op(x, v)` in one step, once per active thread (per iteration inside T.Parallel); `_ret` gives the old x."""
+    """Atomic `x = op(x, v)`, once per active thread (per iteration inside T.Parallel); `_ret` returns the old x."""
     words = str(call.op.name).removeprefix('tl.atomic_').split('_')
     name, returns = ATOMICS[words[0]], words[1] == 'ret'
     load = pointed(compiler, call.args[0])
@@ -87,7 +87,7 @@ def _atomic_store(compiler: Compiler, call: Any) -> Closure:
 
 @op('tl.atomic_addx2_elem_op', 'tl.atomic_addx4_elem_op', 'tl.atomic_addx2_ret_elem_op', 'tl.atomic_addx4_ret_elem_op')
 def _atomic_vector(compiler: Compiler, call: Any) -> Closure:
-    """Two or four neighbouring atomic additions."""
+    """Two or four adjacent atomic additions."""
     name = str(call.op.name)
     count, returns = int(name.split('addx')[1][0]), '_ret_' in name
     target, source = pointed(compiler, call.args[0]), pointed(compiler, call.args[1])
@@ -120,14 +120,14 @@ def _atomic_vector(compiler: Compiler, call: Any) -> Closure:
 
 
 def shifted(indices: Any, lane: int) -> list[Any]:
-    """The index list of the element `lane` places after the one addressed."""
+    """The index list of the element `lane` positions after the given one."""
     parts = [index.base if type(index).__name__ == 'Ramp' else index for index in indices]
     return [*parts[:-1], parts[-1] + lane if lane else parts[-1]]
 
 
 @op('tl.ldg32', 'tl.ldg64', 'tl.ldg128', 'tl.ldg256', 'tl.lds32', 'tl.lds64', 'tl.lds128')
 def _load_words(compiler: Compiler, call: Any) -> Closure:
-    """A vector of 32-bit words read from memory, 0 where the predicate is false."""
+    """Load a vector of 32-bit words; 0 if the predicate is false."""
     parts = _words(compiler, call)
     predicate = compiler.expr(call.args[1]) if len(call.args) > 1 else (lambda frame: True)
 
@@ -145,7 +145,7 @@ def _load_words(compiler: Compiler, call: Any) -> Closure:
 
 @op('tl.stg32', 'tl.stg64', 'tl.stg128', 'tl.stg256', 'tl.sts32', 'tl.sts64', 'tl.sts128')
 def _store_words(compiler: Compiler, call: Any) -> Closure:
-    """A vector of 32-bit words written to memory where the predicate is true."""
+    """Store a vector of 32-bit words if the predicate is true."""
     parts = _words(compiler, call)
     value = compiler.expr(call.args[1])
     predicate = compiler.expr(call.args[2]) if len(call.args) > 2 else (lambda frame: True)
@@ -163,7 +163,7 @@ def _store_words(compiler: Compiler, call: Any) -> Closure:
 
 
 def _words(compiler: Compiler, call: Any) -> list[Any]:
-    """Accesses to the 32-bit words a pointer argument reaches; such accesses are never guarded."""
+    """Accesses to the 32-bit words behind a pointer argument; they are never guarded."""
     count = int(''.join(filter(str.isdigit, str(call.op.name)))) // 32
     pointer = call.args[0]
     if type(pointer).__name__ != 'Call' or str(pointer.op.name) != 'tirx.tvm_access_ptr':
@@ -178,7 +178,7 @@ def _words(compiler: Compiler, call: Any) -> list[Any]:
 
 @op('tl.any_of', 'tl.all_of')
 def _any_all(compiler: Compiler, call: Any) -> Closure:
-    """Whether any (all) of a run of neighbouring elements are non-zero."""
+    """Whether any (all) of several adjacent elements are non-zero."""
     load = pointed(compiler, call.args[0])
     access = compiler.access(load.buffer, list(load.indices))
     count = int(call.args[1])

@@ -65,7 +65,7 @@ def _components(value: Any, lanes: int) -> tuple[Any, ...]:
 
 
 def wrapping(function: Callable[[Any, Any], Any], dtype: DType) -> Callable[[Any, Any], Any]:
-    """Integer arithmetic that wraps: arrays do by themselves, Python integers must be told."""
+    """Integer arithmetic that wraps: NumPy arrays wrap by themselves, Python integers need code for it."""
     low, high = (0, 1 << dtype.bits) if dtype.kind == 'uint' and dtype.bits >= 32 else (-(1 << 31), 1 << 31)
     if dtype.bits == 64 and dtype.kind == 'int':
         low, high = -(1 << 63), 1 << 63
@@ -80,7 +80,7 @@ def wrapping(function: Callable[[Any, Any], Any], dtype: DType) -> Callable[[Any
 
 
 def maximum(left: Any, right: Any) -> Any:
-    """`max`: of a number and a NaN the number, and +0 above -0."""
+    """`max`: the number if the other operand is NaN, and +0 above -0."""
     result = np.fmax(left, right)
     if np.any(result == 0):
         result = np.where((left == 0) & (right == 0) & ~(np.signbit(left) & np.signbit(right)), np.abs(result), result)
@@ -88,7 +88,7 @@ def maximum(left: Any, right: Any) -> Any:
 
 
 def minimum(left: Any, right: Any) -> Any:
-    """`min`: of a number and a NaN the number, and -0 below +0."""
+    """`min`: the number if the other operand is NaN, and -0 below +0."""
     result = np.fmin(left, right)
     if np.any(result == 0):
         result = np.where((left == 0) & (right == 0) & (np.signbit(left) | np.signbit(right)), -np.abs(result), result)
@@ -112,7 +112,7 @@ def _int_min(left: Any, right: Any) -> Any:
 
 
 def floor_divide(left: Any, right: Any) -> Any:
-    """Integer division rounding down; lanes that would divide by zero are inactive or undefined, and give 0."""
+    """Integer division rounding down; a zero divisor, in inactive or undefined lanes, gives 0."""
     if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
         return np.floor_divide(left, right)
     return left // right if right else 0
@@ -143,7 +143,7 @@ def truncating_modulo(left: Any, right: Any) -> Any:
     return 0 if not right else abs(left) % abs(right) * (-1 if left < 0 else 1)
 
 
-# node: (meaning for integers, meaning for floats)
+# node: (function for integers, function for floats)
 ARITHMETIC: dict[str, tuple[Any, Any]] = {
     'Add': (operator.add, operator.add),
     'Sub': (operator.sub, operator.sub),
@@ -159,7 +159,7 @@ ARITHMETIC: dict[str, tuple[Any, Any]] = {
 
 @expression(*ARITHMETIC)
 def _arithmetic(compiler: Compiler, node: Any) -> Closure:
-    """`a + b` and its kin, in the type of the node: integers wrap, small floats round after each operation."""
+    """`a + b` and similar, in the type of the node: integers wrap, small floats round after each operation."""
     dtype = compiler.dtype(node)
     for_ints, for_floats = ARITHMETIC[type(node).__name__]
     function = for_floats if dtype.is_float else wrapping(for_ints, dtype)
@@ -178,7 +178,7 @@ COMPARISONS = {
 
 @expression(*COMPARISONS)
 def _comparison(compiler: Compiler, node: Any) -> Closure:
-    """`a < b` and its kin; false for NaN except `!=`."""
+    """`a < b` and similar; false for NaN except `!=`."""
     return elementwise(
         COMPARISONS[type(node).__name__], compiler.dtype(node), compiler.expr(node.a), compiler.expr(node.b)
     )
@@ -220,7 +220,7 @@ def _not(compiler: Compiler, node: Any) -> Closure:
 
 @expression('Cast')
 def _cast(compiler: Compiler, node: Any) -> Closure:
-    """Conversion: to nearest even for floats (saturating for 8 bits and fewer), toward zero for integers."""
+    """Conversion: floats to nearest even (8 bits and fewer saturate), integers toward zero."""
     source, target = compiler.dtype(node.value), compiler.dtype(node)
     convert = caster(dtype_of(source.name), dtype_of(target.name))
     return elementwise(convert, dtype_of('handle') if target.lanes == 1 else target, compiler.expr(node.value))
@@ -263,7 +263,7 @@ def choose(condition: Closure, if_true: Closure, if_false: Closure, dtype: DType
 
 @expression('Let')
 def _let(compiler: Compiler, node: Any) -> Closure:
-    """Name a value inside an expression."""
+    """Bind a value inside an expression."""
     value = compiler.expr(node.value)
     slot = compiler.new_slot(node.var)
     body = compiler.expr(node.body)
@@ -292,7 +292,7 @@ def _load(compiler: Compiler, node: Any) -> Closure:
 
 
 def is_vector_index(compiler: Compiler, node: Any) -> bool:
-    """Whether a value is a vector of indices, of which each has its own expression."""
+    """Whether a value is a vector of indices, each with its own expression."""
     kind = type(node).__name__
     if kind == 'Var':
         return node in compiler.macros and is_vector_index(compiler, compiler.macros[node])

@@ -1,7 +1,7 @@
-"""Models of CUDA functions that kernels reach by `T.call_extern`.
+"""Models of CUDA functions that kernels call by `T.call_extern`.
 
-`extern('name')` registers a Python function in place of a CUDA one. It gets the arguments as values (a scalar, or an
-array over lanes) and pointers as `Pointer` objects, and returns the value of the call.
+`extern('name')` registers a Python function as the model of a CUDA function. It receives arguments as values (a scalar,
+or an array over lanes) and pointers as `Pointer` objects, and returns the value of the call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MODELS: dict[str, Callable[..., Any]] = {}
 
 
 class Pointer:
-    """The address of an element; `load(k)` and `store(k, value)` reach the k-th element after it."""
+    """The address of an element; `load(k)` and `store(k, value)` access the k-th element after it."""
 
     def __init__(self, frame: Frame, accesses: Callable[[int], Any], cluster_dims: tuple[int, ...] = (1, 1, 1)) -> None:
         self._frame = frame
@@ -25,19 +25,19 @@ class Pointer:
         self._cluster_dims = cluster_dims
 
     def load(self, offset: int = 0) -> Any:
-        """Value `offset` elements further on."""
+        """Load the element at `offset`."""
         return self._accesses(offset).load(self._frame, self._frame.mask)
 
     def store(self, offset: int, value: Any) -> None:
-        """Write `offset` elements further on, for the active lanes."""
+        """Store to the element at `offset`, for the active lanes."""
         self._accesses(offset).store(self._frame, value, self._frame.mask)
 
     def send(self, offset: int, value: Any, rank: Any) -> None:
-        """Write `offset` elements further on in the shared memory of block `rank` of the cluster."""
+        """Store to the element at `offset` in the shared memory of block `rank` of the cluster (DSMEM)."""
         access = self._accesses(offset)
         away = np.asarray(rank) - cluster_rank(self._frame, self._cluster_dims).reshape(-1, 1)
         access.row_shift = lambda frame: away
-        access.atomic = True  # it is checked as what it is
+        access.atomic = True  # `send` of the marks checks it instead
         access.store(self._frame, value, self._frame.mask)
         marks = access.memory(self._frame).race
         if marks is not None:
@@ -46,7 +46,7 @@ class Pointer:
 
 
 class RemoteBarrier:
-    """An mbarrier that counts bytes sent to it; `operand` names it."""
+    """An mbarrier that counts bytes sent to it; `operand` refers to it."""
 
     def __init__(self, frame: Frame, operand: Any, cluster_dims: tuple[int, ...]) -> None:
         self._frame = frame
@@ -61,7 +61,7 @@ class RemoteBarrier:
 
 
 def _send_four(place: Pointer, a: Any, b: Any, c: Any, d: Any, barrier: RemoteBarrier, rank: Any) -> None:
-    """Four elements to another block, whose barrier counts their bytes."""
+    """Send four elements to another block, whose barrier counts their bytes."""
     for offset, value in enumerate((a, b, c, d)):
         place.send(offset, value, rank)
     barrier.send(16, rank)
@@ -94,7 +94,7 @@ def _bits(value: Any, kind: Any) -> Any:
 
 
 def _byte_perm(low: Any, high: Any, selector: Any) -> Any:
-    """Four of the eight bytes of two words, each named by a nibble of the selector."""
+    """Four of the eight bytes of two words, each selected by a nibble of the selector."""
     both = np.asarray(low, np.uint64) | np.asarray(high, np.uint64) << np.uint64(32)
     nibbles = [np.asarray(selector, np.uint64) >> np.uint64(4 * k) & np.uint64(7) for k in range(4)]
     picked = [(both >> np.uint64(8) * n & np.uint64(255)) << np.uint64(8 * k) for k, n in enumerate(nibbles)]
@@ -102,32 +102,32 @@ def _byte_perm(low: Any, high: Any, selector: Any) -> Any:
 
 
 def _funnel_left(low: Any, high: Any, shift: Any) -> Any:
-    """The upper word of two, moved left by `shift` modulo 32."""
+    """The upper word of two, shifted left by `shift` modulo 32."""
     both = np.asarray(low, np.uint64) | np.asarray(high, np.uint64) << np.uint64(32)
     return (both << (np.asarray(shift, np.uint64) & np.uint64(31)) >> np.uint64(32)).astype(np.uint32)[()]
 
 
 def _smaller_halves(x: Any, y: Any) -> Any:
-    """The smaller one of the lower halves of two words, and that of the upper halves."""
+    """The minimum of the lower halves and the minimum of the upper halves of two words."""
     x, y = np.asarray(x, np.uint32), np.asarray(y, np.uint32)
     low, high = np.uint32(0xFFFF), np.uint32(0xFFFF0000)
     return (np.minimum(x & low, y & low) | np.minimum(x & high, y & high))[()]
 
 
 def _with_exponents(word: Any, other: Any) -> Any:
-    """Signs and mantissas of two bfloat16 of one word, exponents of another."""
+    """Signs and mantissas of the two bfloat16 of one word, with the exponents of another."""
     exponents = np.uint32(0x7F807F80)
     return (np.asarray(word, np.uint32) & ~exponents | np.asarray(other, np.uint32) & exponents)[()]
 
 
 def _word(place: Pointer, first: int = 0) -> Any:
-    """Four bytes from a pointer on, as a word whose lowest byte comes first."""
+    """Four bytes starting at a pointer, as a little-endian word."""
     parts = [np.asarray(place.load(first + k)).astype(np.int64) & 0xFF for k in range(4)]
     return parts[0] | parts[1] << 8 | parts[2] << 16 | parts[3] << 24
 
 
 def _dp4a(a: Pointer, b: Pointer, c: Pointer) -> None:
-    """`*c += a[0..3] . b[0..3]`, of bytes, as TileLang's DP4A does it."""
+    """`*c += a[0..3] . b[0..3]` of bytes, like TileLang's DP4A."""
     total = np.asarray(c.load(0)).astype(np.int64)
     for k in range(4):
         total = total + np.asarray(a.load(k)).astype(np.int64) * np.asarray(b.load(k))
@@ -144,7 +144,7 @@ def _dp4a_words(a: Any, b: Any, c: Any) -> Any:
 
 
 def _decode_int4(bias: int) -> Callable[..., None]:
-    """Eight 4-bit numbers to halves; nibbles k and k + 4 of a word are neighbours, as `lop3` leaves them."""
+    """Convert eight 4-bit numbers to halves; nibbles k and k + 4 of a word become adjacent, as with `lop3`."""
 
     def decode(source: Pointer, target: Pointer, count: Any = 8) -> None:
         word = _word(source)
@@ -156,7 +156,7 @@ def _decode_int4(bias: int) -> Callable[..., None]:
 
 
 def _decode_int2(bias: int) -> Callable[..., None]:
-    """Sixteen 2-bit numbers to bytes: number k of each of the four bytes of a word, then number k + 1 of each."""
+    """Convert sixteen 2-bit numbers to bytes: number k of each of the four bytes of a word, then number k + 1."""
 
     def decode(source: Pointer, target: Pointer, count: Any = 16) -> None:
         word = _word(source)
@@ -168,7 +168,7 @@ def _decode_int2(bias: int) -> Callable[..., None]:
 
 
 def _decode_fp4(source: Pointer, target: Pointer, count: Any = 8) -> None:
-    """Words of eight FP4 numbers whose bits are spread for fast unpacking, to bfloat16."""
+    """Convert words of eight FP4 numbers, with bits permuted for fast unpacking, to bfloat16."""
     for group in range(int(count)):
         first, second, third, fourth = (
             np.asarray(source.load(4 * group + k)).astype(np.int64) & 0xFF for k in range(4)
@@ -206,7 +206,7 @@ _CUDA_FUNCTIONS: dict[str, Callable[..., Any]] = {
     'ceilf': np.ceil,
     'truncf': np.trunc,
     'rintf': np.rint,
-    # `asm` of these names: the functions of the hardware, here without their error
+    # `asm` with these names: hardware functions, modelled without their error
     'ex2_approx': np.exp2,
     'sqrt_approx': np.sqrt,
     'tanh_approx': np.tanh,

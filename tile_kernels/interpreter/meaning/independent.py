@@ -1,4 +1,4 @@
-"""Serial loops whose iterations do not depend on each other: they run as a lane axis, not one step at a time."""
+"""Serial loops with independent iterations: they run as a lane axis, not one step at a time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tile_kernels.interpreter.engine.frame import Frame
 from tile_kernels.interpreter.engine.translate import Compiler, is_const, same_indices
 from tile_kernels.interpreter.meaning.math_ops import BITWISE, PURE
 
-FEWEST = 16  # iterations for which it pays
+FEWEST = 16  # fewest iterations that make it faster
 MOST_LANES = 1 << 22  # lanes that run together
 _PLAIN = {'For', 'SeqStmt', 'BufferStore', 'IfThenElse', 'Bind', 'Evaluate'}
 _PURE_CALLS = {*PURE, *BITWISE, 'tirx.if_then_else', 'tirx.reinterpret', 'tirx.bitwise_not', 'tirx.likely'}
@@ -18,7 +18,7 @@ _PURE_CALLS = {*PURE, *BITWISE, 'tirx.if_then_else', 'tirx.reinterpret', 'tirx.b
 def is_independent(compiler: Compiler, loop: Any) -> bool:
     """Whether all iterations of a loop, and of the loops inside it, may run at once.
 
-    Each iteration stores to elements of its own, loads what others store from nowhere else, and does nothing besides.
+    Each iteration stores to its own elements, loads no element that another iteration stores, and does nothing else.
     """
     if compiler.depth or not compiler.in_launch or not _fixed(compiler, loop):
         return False
@@ -38,7 +38,7 @@ def is_independent(compiler: Compiler, loop: Any) -> bool:
 
 
 class _Nest:
-    """What a loop nest does."""
+    """The loops, stores and loads of a loop nest."""
 
     def __init__(self) -> None:
         self.loops: list[Any] = []
@@ -131,7 +131,7 @@ def _own_elements(store: Any, loops: list[Any]) -> bool:
 
 
 def as_array(compiler: Compiler, node: Any, compile_body: Callable[[], Any]) -> Callable[[Frame], None]:
-    """Compile a loop as an axis; `compile_body` compiles what is in it."""
+    """Compile a loop as an axis; `compile_body` compiles its body."""
     from tvm.tirx import Var
 
     start = Var(f'{node.loop_var.name}_start', 'int32')

@@ -1,6 +1,6 @@
 """Functions of numbers: elementary functions, bit operations, fused multiply-add, reinterpretation.
 
-Elementary functions go through torch, whose float32 results are within one unit in the last place of CUDA's.
+torch computes elementary functions; its float32 results are within one unit in the last place of CUDA's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tile_kernels.interpreter.memory.dtypes import DType, bits_of, decoder, dtyp
 
 
 def through_torch(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], Any]:
-    """Use a torch function on values."""
+    """Apply a torch function to values."""
 
     def run(value: Any) -> Any:
         array = np.asarray(value)
@@ -36,7 +36,7 @@ def _fma32(a: Any, b: Any, c: Any) -> Any:
     product = np.multiply(a, b, dtype=np.float64)  # exact: 24 + 24 bits fit into 53
     addend = np.asarray(c, dtype=np.float64)
     total = product + addend
-    # What the sum lost (two-sum); a result rounded to odd can be rounded again to float32 without harm.
+    # The rounding error of the sum (two-sum); a result rounded to odd can be rounded again to float32 safely.
     virtual = total - product
     lost = (product - (total - virtual)) + (addend - virtual)
     odd = np.atleast_1d(np.array(total, dtype=np.float64))
@@ -113,7 +113,7 @@ def _pow(base: Any, exponent: Any) -> Any:
     return np.power(base, exponent)
 
 
-# Name of the operator: its meaning on numbers. The result is rounded to the type of the call.
+# Operator name: its function on numbers. The result is rounded to the type of the call.
 UNARY: dict[str, Callable[[Any], Any]] = {
     'exp': through_torch(torch.exp),
     'exp2': through_torch(torch.exp2),
@@ -245,7 +245,7 @@ def _typed_shift(function: Callable[[Any, Any], Any], dtype: DType) -> Callable[
     def run(value: Any, amount: Any) -> Any:
         if not isinstance(value, np.ndarray) and not isinstance(amount, np.ndarray):
             return function(value, min(int(amount), 64))
-        if isinstance(amount, np.ndarray):  # the amount may have another type: the value decides the width
+        if isinstance(amount, np.ndarray):  # the types may differ: the value decides the width
             amount = amount.astype(dtype.value, copy=False)
         return function(np.asarray(value, dtype=dtype.value), amount)
 
@@ -269,7 +269,7 @@ def _bitwise_not(compiler: Compiler, call: Any) -> Closure:
 
 @op('tl.ieee_add', 'tl.ieee_sub', 'tl.ieee_mul', 'tl.ieee_fdiv', 'tl.ieee_fmaf')
 def _ieee(compiler: Compiler, call: Any) -> Closure:
-    """Arithmetic with the rounding mode written in the call; only to nearest even is modelled."""
+    """Arithmetic with an explicit rounding mode; only round to nearest even is modelled."""
     functions: dict[str, Callable[..., Any]] = {
         'add': operator.add,
         'sub': operator.sub,
@@ -291,7 +291,7 @@ def _ieee_unary(compiler: Compiler, call: Any) -> Closure:
     functions: dict[str, Callable[[Any], Any]] = {
         'frcp': lambda x: np.divide(np.asarray(x).dtype.type(1), x),
         'fsqrt': np.sqrt,
-        # float64 has more than twice the bits, so rounding its result once more is harmless
+        # float64 has more than twice the bits, so rounding its result again is safe
         'frsqrt': lambda x: (1.0 / np.sqrt(np.asarray(x, np.float64))).astype(np.asarray(x).dtype)[()],
     }
     return elementwise(functions[name], compiler.dtype(call), compiler.expr(call.args[0]))
@@ -384,5 +384,5 @@ def _pack_b8x4(compiler: Compiler, call: Any) -> Closure:
 
 @op('tirx.likely')
 def _likely(compiler: Compiler, call: Any) -> Closure:
-    """A hint; the value is its argument."""
+    """A hint; returns its argument."""
     return compiler.expr(call.args[0])

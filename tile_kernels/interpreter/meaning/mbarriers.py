@@ -1,4 +1,4 @@
-"""mbarriers: arrivals are counted, a full count completes a phase, a wait names the parity of the phase."""
+"""mbarriers: they count arrivals, a full count completes a phase, and a wait names the parity of the phase."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tile_kernels.interpreter.meaning.statements import marked
 class Barriers:
     """The mbarriers of one buffer: expected arrivals, arrivals so far, completed phases, for every block.
 
-    Bytes count only where blocks of a cluster send them; copies have landed when their arrival is announced.
+    Bytes count only if blocks of a cluster send them; copies are complete when their arrival is announced.
     """
 
     written = None
@@ -30,18 +30,18 @@ class Barriers:
         self.counts = counts
         self.arrived = np.zeros(counts.shape, np.int64)
         self.phase = np.zeros(counts.shape, np.int64)
-        self.expected = np.zeros(counts.shape, np.int64)  # bytes of this phase, and those sent so far
+        self.expected = np.zeros(counts.shape, np.int64)  # bytes of this phase: expected, and sent so far
         self.sent = np.zeros(counts.shape, np.int64)
 
     def arrive(self, frame: Frame, index: Any, threads: np.ndarray, bytes_: Any = 0) -> None:
-        """Count arrivals, each of which may announce bytes."""
+        """Count arrivals, each of which may add expected bytes."""
         np.add.at(self.arrived, _pairs(frame, index), threads)
         if np.any(bytes_):
             np.add.at(self.expected, _pairs(frame, index), threads * bytes_)
         self.advance(frame)
 
     def send(self, frame: Frame, index: Any, away: np.ndarray, bytes_: int, slot: Any) -> None:
-        """Count bytes of every active thread at a barrier of the block `away` blocks further on."""
+        """Count bytes of every active thread at a barrier of the block that is `away` blocks further on."""
         shape = (frame.blocks, frame.threads)
         lanes = np.ones(shape, bool) if frame.mask is None else np.broadcast_to(frame.mask, shape)
         to = np.broadcast_to(np.arange(frame.blocks)[:, None] + away, shape)[lanes]
@@ -53,7 +53,7 @@ class Barriers:
         self.advance(frame)
 
     def advance(self, frame: Frame) -> None:
-        """Let barriers whose counts are full enter their next phase."""
+        """Move barriers with full counts to their next phase."""
         full = (self.arrived >= self.counts) & (self.sent >= self.expected)
         self.phase += np.where(full, self.arrived // self.counts, 0)
         self.arrived = np.where(full, self.arrived % self.counts, self.arrived)
@@ -63,7 +63,7 @@ class Barriers:
 
 
 def new_barriers(storage: Any, frame: Frame) -> Barriers:
-    """Barriers of a batch, as `T.alloc_barrier` initialises them."""
+    """Barriers of a batch, as `T.alloc_barrier` initializes them."""
     counts = np.array([int(count(frame)) for count in storage.counts], np.int64)
     return Barriers(np.broadcast_to(counts, (frame.blocks, len(counts))).copy())
 
@@ -125,7 +125,7 @@ class BarrierOperand:
 
 @op('tirx.ptx_arrive_barrier', 'tirx.ptx_arrive_barrier_expect_tx')
 def _arrive(compiler: Compiler, call: Any) -> Closure:
-    """Arrive at an mbarrier; bytes to expect are those blocks send, or of copies that have landed already."""
+    """Arrive at an mbarrier; expected bytes are sent by other blocks, or belong to copies that are complete."""
     operand = BarrierOperand(compiler, call.args[0])
     expected = compiler.expr(call.args[1]) if str(call.op.name) == 'tirx.ptx_arrive_barrier_expect_tx' else None
 
@@ -140,13 +140,13 @@ def _arrive(compiler: Compiler, call: Any) -> Closure:
 
 @op('tl.mbarrier_expect_tx')
 def _expect_bytes(compiler: Compiler, call: Any) -> Closure:
-    """Bytes to expect: those of copies that have landed already."""
+    """Expect bytes: those of copies that are already complete."""
     return lambda frame: None
 
 
 @op('tl.ptx_cp_async_barrier_noinc', 'tirx.ptx_cp_async_barrier')
 def _arrive_after_copies(compiler: Compiler, call: Any) -> Closure:
-    """Arrive once the thread's earlier cp.async copies have landed."""
+    """Arrive after the thread's earlier cp.async copies are complete."""
     operand = BarrierOperand(compiler, call.args[0])
 
     def run(frame: Frame) -> None:

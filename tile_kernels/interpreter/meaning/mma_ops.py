@@ -1,4 +1,4 @@
-"""Matrix instructions of a warp written by hand: `ldmatrix` and `mma`, with the registers PTX gives each lane."""
+"""Explicit matrix instructions of a warp: `ldmatrix` and `mma`, with the PTX register layout of each lane."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ROW_BYTES, _WORD_BYTES = 16, 4
 
 @op('tl.ptx_ldmatrix')
 def _ldmatrix(compiler: Compiler, call: Any) -> Closure:
-    """Load 8x8 matrices of 16 bits: lane r of each eight names a row, and every lane gets a word of each matrix."""
+    """Load 8x8 matrices of 16 bits: each lane of eight addresses a row, and every lane gets a word of each matrix."""
     transposed, count = bool(call.args[0]), int(call.args[1])
     source, target = pointed(compiler, call.args[2]), pointed(compiler, call.args[3])
     kind, held = compiler.dtype(source.buffer), compiler.dtype(target.buffer)
@@ -66,7 +66,7 @@ def _ldmatrix(compiler: Compiler, call: Any) -> Closure:
 
 @dataclass(frozen=True)
 class Operand:
-    """One matrix of an `mma`: its elements in the registers of a lane, and where they lie in the matrix."""
+    """One matrix of an `mma`: the elements in a lane's registers, and their position in the matrix."""
 
     accesses: list[Access]
     dtype: DType
@@ -100,9 +100,9 @@ class Operand:
 
 @op('tirx.ptx_mma')
 def _mma(compiler: Compiler, call: Any) -> Closure:
-    """`C += A @ B` of a warp: A of 16 rows, B of 8 columns, each lane holding its part of all three.
+    """`C += A @ B` of a warp: A has 16 rows, B has 8 columns, and each lane holds a part of all three.
 
-    The products of an element are summed exactly and rounded once with what C holds.
+    The products of an element are summed exactly; the sum with C is rounded once.
     """
     shape, left, right, *kinds = (str(part.value) for part in call.args[:6])
     m, n, depth = _dimensions(shape)
@@ -111,7 +111,7 @@ def _mma(compiler: Compiler, call: Any) -> Closure:
         raise compiler.unsupported(f'ptx_mma {shape} of {kinds}')
     a_type, b_type = (dtype_of(_KINDS[kind]) for kind in kinds[:2])
     per_word = 32 // a_type.bits
-    chunk = 4 * per_word  # elements along K that a word of each of four lanes holds
+    chunk = 4 * per_word  # elements along K in a word of each of four lanes
     if a_type.bits != b_type.bits or depth % chunk:
         raise compiler.unsupported(f'ptx_mma {shape} of {kinds}')
     group, member = np.divmod(np.arange(WARP)[:, None], 4)
@@ -172,7 +172,7 @@ def _require_warps(frame: Frame, checked: bool, site: Any, what: str) -> None:
 
 
 def _registers(compiler: Compiler, pointer: Any, offset: Any, count: int, kind: DType) -> list[Access]:
-    """Accesses to `count` numbers of a lane from a pointer and an offset on, several in a word of a buffer of words."""
+    """Accesses to `count` numbers of a lane from pointer and offset on; a word may hold several numbers."""
     if type(pointer).__name__ == 'Var':
         return _of_memory(compiler, pointer, offset, count, kind)
     load = pointed(compiler, pointer)
@@ -185,7 +185,7 @@ def _registers(compiler: Compiler, pointer: Any, offset: Any, count: int, kind: 
 
 
 def _of_memory(compiler: Compiler, data: Any, offset: Any, count: int, kind: DType) -> list[Access]:
-    """The same where the pointer is that of a whole buffer."""
+    """The same for a pointer to a whole buffer."""
     storage = compiler.storages.get(data)
     if storage is None or storage.scope != 'local' or not isinstance(storage.size, int):
         raise compiler.unsupported(f'ptx_mma with pointer {data}')

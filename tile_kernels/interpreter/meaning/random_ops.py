@@ -1,4 +1,4 @@
-"""Random numbers of cuRAND's Philox4_32_10 generator, bit by bit those of a GPU (floats within rounding)."""
+"""Random numbers of cuRAND's Philox4_32_10 generator; bits equal those of a GPU, floats up to rounding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tile_kernels.interpreter.engine.translate import Closure, Compiler, op
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 _LOW = np.uint64(0xFFFFFFFF)
-_INVERSE = np.float32(2.3283064e-10)  # 2**-32 as cuRAND writes it
+_INVERSE = np.float32(2.3283064e-10)  # 2**-32 as written in cuRAND
 _TWO_PI_INVERSE = np.float32(2.3283064e-10 * 6.2831855)
 
 
@@ -33,7 +33,7 @@ class Generators:
     def __init__(self, shape: tuple[int, int]) -> None:
         self.key = [np.zeros(shape, np.uint64) for _ in range(2)]
         self.sequence = np.zeros(shape, np.uint64)
-        self.drawn = np.zeros(shape, np.uint64)  # numbers drawn so far, the offset included
+        self.drawn = np.zeros(shape, np.uint64)  # numbers drawn so far, including the offset
         self.extra = np.zeros(shape, np.float32)
         self.has_extra = np.zeros(shape, bool)
 
@@ -46,7 +46,7 @@ class Generators:
         self.has_extra = self.has_extra & ~lanes
 
     def draw(self, lanes: np.ndarray) -> np.ndarray:
-        """`curand`: the next 32 bits; only the generators of `lanes` move on."""
+        """`curand`: the next 32 bits; only the generators of `lanes` advance."""
         block = self.drawn >> np.uint64(2)
         counter = [block & _LOW, block >> np.uint64(32), self.sequence & _LOW, self.sequence >> np.uint64(32)]
         words = np.stack(philox(counter, self.key))
@@ -59,7 +59,7 @@ class Generators:
         return _scaled(self.draw(lanes), _INVERSE)
 
     def normal(self, lanes: np.ndarray) -> np.ndarray:
-        """`curand_normal`: two numbers at a time by Box and Muller, the second of which waits for the next call."""
+        """`curand_normal`: two numbers at a time by Box-Muller; the second is kept for the next call."""
         fresh = lanes & ~self.has_extra
         u, v = _scaled(self.draw(fresh), _INVERSE), _scaled(self.draw(fresh), _TWO_PI_INVERSE)
         radius = np.sqrt(np.float32(-2) * np.log(u))
@@ -76,7 +76,7 @@ def _scaled(bits: np.ndarray, factor: np.float32) -> np.ndarray:
 
 
 def _slot(compiler: Compiler) -> int:
-    """Where the generators of a kernel are kept."""
+    """The memory slot of the generators of a kernel."""
     found = getattr(compiler, 'generators', None)
     if found is None:
         found = compiler.num_slots

@@ -1,8 +1,8 @@
-"""Registers of a block: who asks for more waits until others have given up as many.
+"""Registers of a block: a warpgroup that requests more registers waits until others have released as many.
 
-The warps of a block begin with equal parts of what an SM has. `T.dec_max_nreg` gives registers back, `T.inc_max_nreg`
-waits for them, and both are for all four warps of a warpgroup. Nothing else here counts registers; but a kernel that
-asks for more than there are never ends, so this is found.
+At the start, the warps of a block have equal parts of the registers of an SM. `T.dec_max_nreg` releases registers, and
+`T.inc_max_nreg` waits for them. Both apply to all four warps of a warpgroup. The interpreter counts registers only
+here, because a kernel that requests more than there are never ends.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from tile_kernels.interpreter.engine.frame import Frame
 from tile_kernels.interpreter.engine.translate import Closure, Compiler, op
 from tile_kernels.interpreter.errors import Deadlock, Site
 
-#: Registers of an SM, those a thread may have, and the steps they come in.
+#: Registers of an SM, the most per thread, and their granularity.
 REGISTERS, MOST, STEP = 65536, 255, 8
 
 WARPGROUP = 128
 
 
 class Budgets:
-    """What every thread of a batch has asked for, 0 for what it began with."""
+    """The requested registers of every thread of a batch; 0 means the initial number."""
 
     def __init__(self, frame: Frame) -> None:
         self.asked = np.zeros((frame.blocks, frame.threads), np.int64)
         self.site: Site | None = None
 
     def ask(self, frame: Frame, count: int, site: Site) -> None:
-        """The active threads will have `count` registers."""
+        """Set the registers of the active threads to `count`."""
         lanes = True if frame.mask is None else np.broadcast_to(frame.mask, self.asked.shape)
         self.asked[lanes] = count
         self.site = site
 
     def check(self, frame: Frame) -> None:
-        """Raise if somebody would wait for ever."""
+        """Raise if some warp would wait forever."""
         threads = self.asked.shape[1]
         for first in range(0, threads, WARPGROUP):
             part = self.asked[:, first : first + WARPGROUP]
@@ -55,7 +55,7 @@ class Budgets:
 
 @op('tl.set_max_nreg')
 def _set_registers(compiler: Compiler, call: Any) -> Closure:
-    """Ask for registers, or give some back."""
+    """Request or release registers."""
     count, site = compiler.expr(call.args[0]), compiler.site
 
     def run(frame: Frame) -> None:

@@ -1,7 +1,7 @@
 """Statements: sequences, binds, stores, branches, loops, blocks.
 
-A statement that may have to wait for other threads (see `roles`) compiles to a generator that yields while it
-waits; everything else compiles to a plain function.
+A statement that may wait for other threads (see `roles`) compiles to a generator, which yields while it waits. Every
+other statement compiles to a plain function.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tile_kernels.interpreter.memory.buffers import workspace
 from tile_kernels.interpreter.memory.dtypes import narrower
 
 Run = Callable[[Frame], Any]
-VECTORIZED = 2  # kind of a loop
+VECTORIZED = 2  # loop type of TIR
 
 
 def waits(run: Run) -> bool:
@@ -36,14 +36,14 @@ def escapes(run: Run) -> bool:
 
 
 def marked(run: Run, *parts: Run, waits_: bool = False, escapes_: bool = False) -> Run:
-    """Label a compiled statement after its parts."""
+    """Set the labels of a compiled statement from those of its parts."""
     run.waits = waits_ or any(waits(part) for part in parts)  # type: ignore[attr-defined]
     run.escapes = escapes_ or any(escapes(part) for part in parts)  # type: ignore[attr-defined]
     return run
 
 
 def drive(run: Run, frame: Frame) -> Generator[Any, None, None]:
-    """Run a statement of either kind from inside a generator."""
+    """Run a statement, plain or generator, from inside a generator."""
     if waits(run):
         yield from run(frame)
     else:
@@ -51,7 +51,7 @@ def drive(run: Run, frame: Frame) -> Generator[Any, None, None]:
 
 
 def ordered(compiler: Compiler, run: Run) -> Run:
-    """With automatic barriers the compiler may order any two statements that all threads of a warp reach."""
+    """With automatic barriers, the compiler may order any two statements that all threads of a warp reach."""
     if not compiler.options.races or compiler.depth or waits(run):
         return run
     automatic = compiler.options.auto_sync
@@ -76,7 +76,7 @@ def _sequence(compiler: Compiler, node: Any) -> Run:
 
 
 def sequence(parts: list[Run]) -> Run:
-    """Run statements in order; threads that returned or broke out take no part in what follows."""
+    """Run statements in order; threads that have returned or left a loop do not run the rest."""
     if len(parts) == 1:
         return parts[0]
     if any(waits(part) for part in parts):
@@ -115,7 +115,7 @@ def _bind(compiler: Compiler, node: Any) -> Run:
         with compiler.one_statement():
             value = compiler.expr(node.value)
     except InterpreterError:
-        # T.Persistent binds coordinates before the loop variables they use exist: read such a name as a macro.
+        # T.Persistent binds coordinates before their loop variables exist: treat such a name as a macro.
         if not _undefined(compiler, node.value):
             raise
         compiler.macros[node.var] = node.value
@@ -128,7 +128,7 @@ def _bind(compiler: Compiler, node: Any) -> Run:
     def run(frame: Frame) -> None:
         bound = value(frame)
         if isinstance(bound, np.ndarray) and bound.base is not None:
-            bound = bound.copy()  # it may look into memory that changes later
+            bound = bound.copy()  # it may be a view of memory that changes later
         frame.env[slot] = bound if narrow is None else narrow(bound)
 
     return ordered(compiler, marked(run))
@@ -169,7 +169,7 @@ def _store_elements(compiler: Compiler, node: Any) -> Run:
 
 
 def _update(compiler: Compiler, node: Any) -> Run:
-    """A store to an older reducer: from now on threads may hold parts of its result."""
+    """A store to a reducer in the older syntax: afterwards threads may hold parts of its result."""
     from tile_kernels.interpreter.meaning.accumulate import accumulation
 
     compiler.updated = node.buffer.data
@@ -225,7 +225,7 @@ def nothing(frame: Frame) -> None:
 
 @statement('IfThenElse')
 def _if(compiler: Compiler, node: Any) -> Run:
-    """Branch: for real when the condition is the same for all lanes, by masks otherwise."""
+    """Branch: on the condition if it is the same for all lanes, by masks otherwise."""
     condition = compiler.expr(node.condition)
     then_id, else_id = compiler.new_branch('then'), compiler.new_branch('else')
     with compiler.inside('if', then_id, 0):
@@ -237,7 +237,7 @@ def _if(compiler: Compiler, node: Any) -> Run:
 
 
 def _settled(condition: Closure, always: bool = False) -> Closure:
-    """An expression whose threads go on when what it read has come (or, for conditions, if they differ)."""
+    """An expression after which the reads are complete (always, or only if threads differ in the condition)."""
 
     def run(frame: Frame) -> Any:
         value = condition(frame)
@@ -278,7 +278,7 @@ def branch(condition: Closure, then: Run, otherwise: Run, ids: tuple[int, int]) 
 
 @statement('For')
 def _for(compiler: Compiler, node: Any) -> Run:
-    """Loops; a pipelined loop is a serial one, unrolled and vectorised loops run element by element."""
+    """Loops; a pipelined loop runs serially, and unrolled and vectorized loops run element by element."""
     kind = int(node.kind)
     if kind == 1:
         return _parallel(compiler, node)
@@ -304,7 +304,7 @@ def _for(compiler: Compiler, node: Any) -> Run:
 
 
 def _loop(compiler: Compiler, node: Any) -> Run:
-    """A loop that threads run by themselves."""
+    """A loop that each thread runs by itself."""
     if compiler.as_arrays:
         return _as_array(compiler, node)
     if is_independent(compiler, node):
@@ -333,10 +333,10 @@ def _as_array(compiler: Compiler, node: Any) -> Run:
 
 
 def serial_loop(start: Closure, extent: Closure, step: Any, slot: int, body: Run, ndim: int) -> Run:
-    """`for (i = start; i < start + extent; i += step)`. Lanes with fewer iterations drop out early."""
+    """`for (i = start; i < start + extent; i += step)`. Lanes with fewer iterations become inactive early."""
 
     def plan(frame: Frame) -> Generator[None, None, None]:
-        """Set the variable and the mask of each iteration, then hand control back."""
+        """Set the variable and the mask of each iteration, then yield."""
         first, count = start(frame), extent(frame)
         stride = step if isinstance(step, int) else step(frame)
         outer, outer_looping = frame.mask, frame.looping
@@ -375,7 +375,7 @@ def serial_loop(start: Closure, extent: Closure, step: Any, slot: int, body: Run
 
 
 def _parallel(compiler: Compiler, node: Any) -> Run:
-    """T.Parallel: all iterations at once, along a lane axis of their own."""
+    """T.Parallel: all iterations at once, along their own lane axis."""
     extent = compiler.expr(node.extent)
     if not (is_const(node.min) and int(node.min) == 0):
         raise compiler.unsupported('T.Parallel that does not start at 0')
@@ -416,7 +416,7 @@ def _parallel(compiler: Compiler, node: Any) -> Run:
 
 
 def _fills_own_copies(compiler: Compiler, loop: Any) -> bool:
-    """Whether a parallel loop stores to replicated fragments only: then every thread runs all of its iterations."""
+    """Whether a parallel loop stores only to replicated fragments; then every thread runs all iterations."""
     from tvm.tirx.stmt_functor import post_order_visit
 
     if not compiler.replicated:
@@ -435,7 +435,7 @@ def _fills_own_copies(compiler: Compiler, loop: Any) -> bool:
 
 @statement('While')
 def _while(compiler: Compiler, node: Any) -> Run:
-    """Repeat while the condition holds; each lane leaves on its own."""
+    """Repeat while the condition holds; each lane leaves separately."""
     condition = _settled(compiler.expr(node.condition))
     with compiler.inside('loop', -len(compiler.paths)):
         body = compiler.stmt(node.body)
@@ -444,7 +444,7 @@ def _while(compiler: Compiler, node: Any) -> Run:
     compiler.spins = compiler.spins or spins
 
     def plan(frame: Frame) -> Generator[None, None, None]:
-        """Set the mask of each round, then hand control back."""
+        """Set the mask of each round, then yield."""
         outer, outer_looping = frame.mask, frame.looping
         frame.looping = None
         mask = outer
@@ -472,7 +472,7 @@ def _while(compiler: Compiler, node: Any) -> Run:
                 raise frame.error(Deadlock, f'a while loop has not ended after {rounds} rounds', site)
 
     def run_spinning(frame: Frame) -> Generator[Any, None, None]:
-        """A loop that may wait for another block: let the others run after every round."""
+        """A loop that may wait for another block: it lets the other blocks run after every round."""
         for rounds, _ in enumerate(plan(frame)):
             yield from drive(body, frame)
             frame.shared.events += rounds < frame.shared.patience
@@ -484,7 +484,7 @@ def _while(compiler: Compiler, node: Any) -> Run:
 
 
 def _reads_global(compiler: Compiler, node: Any) -> bool:
-    """Whether an expression looks at memory other blocks may change."""
+    """Whether an expression reads memory that other blocks may change."""
     from tvm.tirx.stmt_functor import post_order_visit
 
     found = []
@@ -511,7 +511,7 @@ def _block(compiler: Compiler, node: Any) -> Run:
         return body
 
     def run(frame: Frame) -> None:
-        for storage in made:  # workspaces of the host, which all launches of the program share
+        for storage in made:  # workspaces of the host, common to all launches of the program
             frame.memory[storage.slot] = workspace(storage, frame, compiler.options)
         body(frame)
 
@@ -526,7 +526,7 @@ def _realize(compiler: Compiler, node: Any) -> Run:
 
 @statement('AttrStmt')
 def _attribute(compiler: Compiler, node: Any) -> Run:
-    """Hints to the compiler (rasterisation, pragmas, register budgets) do not change results."""
+    """Hints to the compiler (rasterization, pragmas, register budgets), which do not change results."""
     if str(node.attr_key) == 'reduce_scope':
         from tile_kernels.interpreter.meaning.thread_loops import reduce_scope
 

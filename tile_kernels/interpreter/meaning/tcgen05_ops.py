@@ -1,6 +1,6 @@
-"""Blackwell's matrix products: accumulators in tensor memory, and mbarriers that say when a product is done.
+"""Blackwell's matrix products: accumulators are in tensor memory, and mbarriers signal their completion.
 
-Tensor memory is per-block memory here, without its lanes and columns. Products of two blocks together are refused.
+Tensor memory is modelled as per-block memory without lanes and columns. Products of two blocks are rejected.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _KIND = 'tcgen05'
 
 @op('tl.tileop.tcgen05_gemm')
 def _gemm(compiler: Compiler, call: Any) -> Closure:
-    """`C += A @ B` in tensor memory; at its end one arrival at the mbarrier, if there is one."""
+    """`C += A @ B` in tensor memory, followed by one arrival at the mbarrier, if there is one."""
     notes = {str(key): value for key, value in dict(call.annotations or {}).items()}
     if int(notes.get('use_2cta', 0)):
         raise compiler.unsupported('T.tcgen05_gemm of two blocks together')
@@ -39,7 +39,7 @@ def _gemm(compiler: Compiler, call: Any) -> Closure:
 
 
 def tcgen05_hook(access: Any) -> Any:
-    """What to note after a product: its result is in flight until a wait at the mbarrier it arrives at."""
+    """The action after a product: its result is in flight until a wait at its mbarrier."""
 
     def note(frame: Frame, mask: Mask) -> None:
         if frame.async_groups is None:
@@ -52,7 +52,7 @@ def tcgen05_hook(access: Any) -> Any:
 
 @op('tl.tcgen05_mma_arrive')
 def _mma_arrive(compiler: Compiler, call: Any) -> Closure:
-    """One arrival at an mbarrier once all earlier products are done."""
+    """One arrival at an mbarrier after all earlier products."""
     if len(call.args) > 1 and type(call.args[1]).__name__ == 'IntImm' and int(call.args[1]):
         raise compiler.unsupported('T.tcgen05_mma_arrive of two blocks together')
     operand = BarrierOperand(compiler, _barrier_of(compiler, call.args[0]))
@@ -65,7 +65,7 @@ def _mma_arrive(compiler: Compiler, call: Any) -> Closure:
 
 
 def _barrier_of(compiler: Compiler, node: Any) -> Any:
-    """An mbarrier given as a raw pointer, as the element it points to."""
+    """An mbarrier given as a raw pointer, resolved to its element."""
     if type(node).__name__ != 'Call' or str(node.op.name) != 'tirx.tvm_access_ptr':
         return node
     from tvm.tirx import BufferLoad, decl_buffer
@@ -79,7 +79,7 @@ def _barrier_of(compiler: Compiler, node: Any) -> Any:
 
 
 def _tie(frame: Frame, operand: BarrierOperand) -> None:
-    """Products that are not done yet land with the next phase of a barrier."""
+    """Products in flight complete with the next phase of a barrier."""
     if frame.async_groups is None:
         return
     index: Any = np.asarray(agreed(frame, operand.index(frame)))
@@ -90,7 +90,7 @@ def _tie(frame: Frame, operand: BarrierOperand) -> None:
 
 
 def _arrive_once(frame: Frame, operand: BarrierOperand) -> None:
-    """One arrival for each block that takes part, whoever of its threads issues the product."""
+    """One arrival for each participating block, whichever of its threads issues the product."""
     shape = (frame.blocks, frame.threads)
     lanes = np.ones(shape, bool) if frame.mask is None else np.broadcast_to(frame.mask, shape)
     taking_part: Any = lanes.any(axis=1)

@@ -23,7 +23,7 @@ def thread_axis(dims: tuple[int, int, int], axis: int) -> np.ndarray:
 
 
 def bound_loop(compiler: Compiler, node: Any) -> Callable[[Frame], Any]:
-    """A loop whose iterations are the threads of one axis: every thread runs the body once, with its own number."""
+    """A loop over the threads of one axis: every thread runs the body once, with its own number."""
     tag = str(node.thread_binding.thread_tag)
     if tag not in _TAGS:
         raise compiler.unsupported(f'thread binding {tag} inside a kernel')
@@ -54,7 +54,7 @@ def bound_loop(compiler: Compiler, node: Any) -> Callable[[Frame], Any]:
 
 
 class _Reducer:
-    """How `T.comm_reducer` combines two tuples of values."""
+    """The combiner of a `T.comm_reducer` for two tuples of values."""
 
     def __init__(self, compiler: Compiler, node: Any) -> None:
         self.left = [compiler.new_slot(var) for var in node.lhs]
@@ -74,7 +74,7 @@ class _Reducer:
 
 
 def reduce_scope(compiler: Compiler, node: Any) -> Any:
-    """`T.attr(T.comm_reducer(...), 'reduce_scope', ...)`: says how the reductions inside combine."""
+    """`T.attr(T.comm_reducer(...), 'reduce_scope', ...)`: sets the combiner of the reductions inside."""
     outer = getattr(compiler, 'reducer', None)
     compiler.reducer = _Reducer(compiler, node.node)  # type: ignore[attr-defined]
     try:
@@ -85,7 +85,7 @@ def reduce_scope(compiler: Compiler, node: Any) -> Any:
 
 @op('tirx.tvm_thread_allreduce')
 def _allreduce(compiler: Compiler, call: Any) -> Closure:
-    """Combine a value of all threads along some axes of the block; each of them gets the result."""
+    """Combine a value of all threads along some axes of the block; each thread gets the result."""
     reducer: _Reducer | None = getattr(compiler, 'reducer', None)
     if reducer is None:
         raise compiler.unsupported('T.tvm_thread_allreduce without a reduce_scope')
@@ -144,7 +144,7 @@ def _whole(frame: Frame) -> bool:
 
 
 def _halve(frame: Frame, reducer: _Reducer, parts: list[np.ndarray], axis: int) -> list[np.ndarray]:
-    """Combine along an axis as shuffles do: the upper half of the threads into the lower one, again and again."""
+    """Combine along an axis like shuffles: repeatedly combine the upper half of the threads with the lower half."""
     size = parts[0].shape[axis]
     padded = 1 << (size - 1).bit_length()
     if padded > size:

@@ -18,7 +18,7 @@ from tile_kernels.interpreter.meaning.cluster_ops import multicast, signal_after
 from tile_kernels.interpreter.memory.access import Access, Dim
 from tile_kernels.interpreter.memory.dtypes import DType, caster, dtype_of, rounder
 
-# Annotations of copies that choose an instruction, not a result.
+# Annotations of copies that select an instruction and do not change the result.
 COPY_HINTS = {
     'disable_tma',
     'prefer_instruction',
@@ -67,15 +67,15 @@ class Region:
         self.replicated = buffer.data in compiler.storages and compiler.storages[buffer.data].replicated
 
     def _together(self, base: Closure) -> Closure:
-        """A coordinate of the rectangle, the same for all threads that take part."""
+        """A coordinate of the rectangle, the same for all participating threads."""
         return lambda frame: base(frame) if self.access.private else agreed(frame, base(frame))
 
     def follow(self, other: Region) -> None:
-        """Take the loop extents of another region (a copy runs over one side's rectangle)."""
+        """Use the loop extents of another region; a copy iterates over one of its two regions."""
         self.access.extra = other.extents
 
     def load(self, frame: Frame, mask: Mask) -> Any:
-        """Values with the region's axes last, spread to the full rectangle."""
+        """Values with the region's axes last, broadcast to the full rectangle."""
         value = self.access.load(frame, mask)
         shape = (1, 1, *self.access.extents(frame))
         array = np.asarray(value)
@@ -90,7 +90,7 @@ class Region:
         return shape
 
     def load_matrix(self, frame: Frame, mask: Mask) -> np.ndarray:
-        """Values as (blocks, *all dimensions of the region), also those of extent 1."""
+        """Values as (blocks, *all dimensions of the region), including those of extent 1."""
         value = self.load(frame, mask)
         shape = [1] * self.rank
         for position, extent in zip(self.wide, value.shape[2:], strict=True):
@@ -119,7 +119,7 @@ def region_parts(compiler: Compiler, node: Any) -> tuple[Any, list[Any], list[An
 
 
 def collective(frame: Frame, mask: Mask, axes: int) -> Mask:
-    """The mask of an operation the whole block performs together: a block takes part if any of its threads does."""
+    """The mask of a collective operation of the block: a block participates if any of its threads does."""
     if mask is None:
         return None
     if mask.shape[1] > 1:
@@ -129,7 +129,7 @@ def collective(frame: Frame, mask: Mask, axes: int) -> Mask:
 
 @op('tl.tileop.copy', 'tl.tileop.async_copy', 'tl.tileop.tma_copy')
 def _copy(compiler: Compiler, call: Any) -> Closure:
-    """dst[...] = src[...], converted; outside of either buffer loads give the safe value and stores are dropped."""
+    """dst[...] = src[...], converted; outside a buffer, loads give the safe value and stores are dropped."""
     notes = {str(key): value for key, value in dict(call.annotations or {}).items()}
     if set(notes) - COPY_HINTS - {'barrier', 'dst_block', 'cluster_mask'}:
         raise compiler.unsupported(f'copy annotation {sorted(set(notes) - COPY_HINTS)}')
@@ -178,7 +178,7 @@ def _copy(compiler: Compiler, call: Any) -> Closure:
 
 
 def other_block(compiler: Compiler, rank: Any) -> Callable[[Frame], np.ndarray]:
-    """How many rows of shared memory the block of a given cluster rank lies away."""
+    """The distance, in rows of shared memory, to the block of a given cluster rank."""
     compiler.whole_grid = True
     wanted = compiler.expr(rank)
 
@@ -220,7 +220,7 @@ def _fill(compiler: Compiler, call: Any) -> Closure:
 
 @op('tl.tileop.gemm', 'tl.tileop.wgmma_gemm')
 def _gemm(compiler: Compiler, call: Any) -> Closure:
-    """C += A @ B (each operand transposed if asked), accumulated in the type of C."""
+    """C += A @ B (operands may be transposed), accumulated in the type of C."""
     left, right, out = (Region(compiler, call.args[position]) for position in range(3))
     left.access.everyone = right.access.everyone = True
     if str(call.op.name) == 'tl.tileop.wgmma_gemm':
@@ -277,7 +277,7 @@ def _gemm(compiler: Compiler, call: Any) -> Closure:
 
 
 def _is_tiny(dtype: DType) -> bool:
-    """A float of 8 bits or fewer, which products may mix."""
+    """A float of 8 bits or fewer; products may mix such types."""
     return dtype.is_float and dtype.bits <= 8
 
 
@@ -289,7 +289,7 @@ def _matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 @op('tl.tileop.reduce')
 def _reduce(compiler: Compiler, call: Any) -> Closure:
-    """`dst` = combination of src along one dimension, or of that and the old dst when `clear` is false."""
+    """`dst` = combination of src along one dimension, including the old dst if `clear` is false."""
     source, target = Region(compiler, call.args[0]), Region(compiler, call.args[1])
     kind, dim = str(call.args[2].value), int(call.args[3])
     clear = compiler.expr(call.args[4])
@@ -347,7 +347,7 @@ def _combine_dim(name: str, value: np.ndarray, axis: int, dtype: Any, propagate:
 
 @op('tl.tileop.cumsum', 'tl.tileop.cummax')
 def _scan(compiler: Compiler, call: Any) -> Closure:
-    """Running sum or maximum along one dimension, from the end when reversed."""
+    """Running sum or maximum along one dimension, from the end if reversed."""
     source, target = Region(compiler, call.args[0]), Region(compiler, call.args[1])
     source.access.everyone = True
     dim, backwards = int(call.args[2]), bool(call.args[3])
@@ -403,7 +403,7 @@ def _require_open(frame: Frame, access: Access, done: str) -> None:
 
 @op('tl.tileop.reducer_init')
 def _reducer_init(compiler: Compiler, call: Any) -> Closure:
-    """Start a reduction from the identity, or from a given value counted once."""
+    """Start a reduction from the identity, or from a given value that counts once."""
     target = Region(compiler, call.args[0], reducer=True)
     dtype = target.buffer.dtype
     start = compiler.expr(call.args[1]) if len(call.args) > 1 else None
@@ -451,7 +451,7 @@ def _finalize(compiler: Compiler, call: Any) -> Closure:
 
 @op('tl.tileop.finalize_reducer')
 def _finalize_in_place(compiler: Compiler, call: Any) -> Closure:
-    """Older reducers hold their result already: partial sums of threads are not modelled apart."""
+    """Reducers in the older syntax already hold their result: partial sums of threads are not modelled."""
     slot = Region(compiler, call.args[0]).buffer.slot
 
     def run(frame: Frame) -> None:
@@ -494,7 +494,7 @@ def _atomic_tile(compiler: Compiler, call: Any) -> Closure:
 
 @op('tl.tileop.im2col', 'tl.tileop.c2d_im2col')
 def _im2col(compiler: Compiler, call: Any) -> Closure:
-    """Columns of a convolution: dst[i, j] = the pixel under tap j of output i of an NHWC image, 0 outside of it."""
+    """Columns of a convolution: dst[i, j] = the pixel at tap j of output i of an NHWC image, 0 outside it."""
     image, target = Region(compiler, call.args[0]), Region(compiler, call.args[1])
     row_tile, column_tile = compiler.expr(call.args[2]), compiler.expr(call.args[3])
     kernel, stride, dilation, padding = (int(part) for part in call.args[4:8])

@@ -89,7 +89,7 @@ def by_warp(frame: Frame, value: Any, dtype: Any, ndim: int) -> np.ndarray:
 
 
 def by_thread(frame: Frame, value: np.ndarray) -> np.ndarray:
-    """Back from (blocks, warps, 32, ...) to (blocks, threads, ...)."""
+    """Convert (blocks, warps, 32, ...) back to (blocks, threads, ...)."""
     flat = value.reshape(value.shape[0], -1, *value.shape[3:])
     return flat[:, : frame.threads]
 
@@ -109,7 +109,7 @@ def _varies(value: Any) -> bool:
     'tirx.tvm_warp_shuffle_xor',
 )
 def _shuffle(compiler: Compiler, call: Any) -> Closure:
-    """The value of another lane of the warp; a lane whose source lies outside its segment keeps its own."""
+    """The value of another lane of the warp; a lane whose source is outside its segment keeps its own value."""
     words = str(call.op.name).removeprefix('tirx.tvm_warp_shuffle').removeprefix('tl.shfl')
     kind = words.removesuffix('sync').strip('_')
     value, amount, width = (compiler.expr(part) for part in call.args[1:4])
@@ -126,7 +126,7 @@ def _shuffle(compiler: Compiler, call: Any) -> Closure:
         return move(frame, given, by, size)
 
     def require_partners(frame: Frame, by: Any, size: Any) -> None:
-        """Every active lane must read a lane that takes part."""
+        """Check that every active lane reads an active lane."""
         active = np.broadcast_to(frame.mask, (frame.mask.shape[0], frame.threads, *frame.mask.shape[2:]))
         lonely = active & ~move(frame, active, by, size)
         if lonely.any():
@@ -163,7 +163,7 @@ def _shuffle(compiler: Compiler, call: Any) -> Closure:
 
 @op('tl.warp_reduce_sum', 'tl.warp_reduce_max', 'tl.warp_reduce_min', 'tl.warp_reduce_bitand', 'tl.warp_reduce_bitor')
 def _warp_reduce(compiler: Compiler, call: Any) -> Closure:
-    """The combination of all 32 lanes, in every lane, by the butterfly the GPU uses (so sums round alike)."""
+    """The combination of all 32 lanes, in every lane, with the same butterfly as the GPU (so sums round equally)."""
     name = str(call.op.name).removeprefix('tl.warp_reduce_')
     value = compiler.expr(call.args[0])
     dtype = dtype_of(compiler.dtype(call).name)
@@ -196,7 +196,7 @@ def active_by_warp(frame: Frame, ndim: int) -> np.ndarray:
 
 @op('tl.ballot', 'tl.ballot_sync', 'tl.activemask', 'tirx.tvm_warp_activemask', 'tl.any_sync', 'tl.all_sync')
 def _vote(compiler: Compiler, call: Any) -> Closure:
-    """Bits of the lanes for which a condition holds; whether it holds for any or for all of them."""
+    """A bit mask of the lanes for which a condition holds, or whether it holds for any or all lanes."""
     kind = str(call.op.name).removeprefix('tirx.tvm_warp_').removeprefix('tl.').removesuffix('_sync')
     predicate = compiler.expr(call.args[-1]) if len(call.args) else (lambda frame: True)
     ndim = compiler.ndim
@@ -219,7 +219,7 @@ def _vote(compiler: Compiler, call: Any) -> Closure:
 
 @op('tl.match_any_sync', 'tl.match_all_sync')
 def _match(compiler: Compiler, call: Any) -> Closure:
-    """Bits of the lanes that hold the same value as this one (all: those, if every lane does, else 0)."""
+    """A bit mask of the lanes with the same value as this one; for `all`, 0 unless every lane has it."""
     value = compiler.expr(call.args[1])
     dtype = dtype_of(compiler.dtype(call.args[1]).name)
     everyone = 'all' in str(call.op.name)

@@ -1,4 +1,4 @@
-"""One access to a buffer: from index expressions to a place in memory, with the guards TileLang gives it."""
+"""One access to a buffer: from index expressions to memory, with TileLang's guards."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ Layout = Callable[[Frame], tuple[tuple[int, ...], tuple[int, ...]]]
 class Dim:
     """One index: `base + sum(coefficient * axis)`.
 
-    `guard` says what happens outside the buffer: 'both' (loads give the safe value, stores are dropped) or 'none' (an
-    error).
+    `guard` determines the behavior outside the buffer: 'both' (loads give the safe value, stores are dropped) or 'none'
+    (an error).
     """
 
     base: Callable[[Frame], Any]
@@ -42,7 +42,7 @@ class Dim:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A typed view of a piece of memory."""
+    """A typed view of memory."""
 
     name: str
     slot: int
@@ -68,27 +68,27 @@ class Access:
     ) -> None:
         self.buffer = buffer
         self.dims = dims
-        self.ndim = ndim  # lane axes of this access: block, thread, and the parallel axes
+        self.ndim = ndim  # number of lane axes: block, thread, and the parallel axes
         self.site = site
         self.checked = checked
         self.safe_value = safe_value
         self.extra: tuple[Callable[[Frame], int], ...] = ()
         self.atomic = False
-        self.asynchronous = ''  # 'copy', 'tma' or 'gemm': what asynchronous copies and products do
-        self.vector_bytes = 0  # of the vector that begins here, whose address must be a multiple
-        self.base_bytes = 0  # of vectors at multiples of their size, so that the buffer must begin at one as well
-        self.updates = False  # it is part of an update of a reducer
-        self.only_moves = False  # its values go to registers as they are: nothing has to wait for them yet
-        self.path = 0  # number of the branches and loops around it
-        self.contended = False  # its statement touches the same shared buffer at other indices, too
+        self.asynchronous = ''  # 'copy', 'tma' or 'gemm' for an asynchronous copy or wgmma
+        self.vector_bytes = 0  # size of the vector that starts here; its address must be a multiple
+        self.base_bytes = 0  # size of vectors at multiples of their size; the buffer must also start at one
+        self.updates = False  # it is part of a reducer update
+        self.only_moves = False  # its values only move to registers: nothing has to wait for them yet
+        self.path = 0  # number of the path of branches and loops around it
+        self.contended = False  # its statement also accesses the same shared buffer at other indices
         self.everyone = False  # every thread of the block reads it (operands of matrix products and reductions)
-        self.private = False  # each thread makes the whole access by itself
-        self.row_shift: Callable[[Frame], Any] | None = None  # rows to the block of the cluster that is written
+        self.private = False  # each thread makes the whole access
+        self.row_shift: Callable[[Frame], Any] | None = None  # distance in rows to the written block of the cluster
         self.per_thread = False  # each thread uses its own copy of a replicated fragment
-        self.may_be_in_flight = False  # an asynchronous product may add to its own unfinished result
+        self.may_be_in_flight = False  # a wgmma may add to its own unfinished result
 
     def moved(self, offset: int) -> Access:
-        """The same access, `offset` elements further along the last dimension."""
+        """The same access, shifted by `offset` elements along the last dimension."""
         if not offset:
             return self
         last = self.dims[-1]
@@ -118,7 +118,7 @@ class Access:
         return memory
 
     def locate(self, frame: Frame, mask: Mask) -> Place:
-        """Find the elements; lanes outside a guarded dimension are marked in `ok`, others are an error."""
+        """Find the elements; `ok` marks the lanes inside guarded dimensions, and other lanes outside are an error."""
         if self.plain:
             element = self._one_element(frame)
             if element is not None:
@@ -128,13 +128,13 @@ class Access:
 
     @cached_property
     def plain(self) -> bool:
-        """Whether all lanes may well address one element, known without looking at parallel axes."""
+        """Whether all lanes may address one element, decided without the parallel axes."""
         view = self.buffer
         special = view.offset is not None or view.pointer is not None or self.row_shift is not None or self.extra
         return view.fixed is not None and not special and not any(dim.terms for dim in self.dims)
 
     def _one_element(self, frame: Frame) -> int | None:
-        """The element all lanes address, or None if they differ or lie outside."""
+        """The element that all lanes address, or None if they differ or are outside."""
         element = 0
         for dim, length, stride in zip(self.dims, *self.buffer.fixed or ((), ()), strict=True):
             index = dim.base(frame)
@@ -177,7 +177,7 @@ class Access:
         return Place(base, used, tuple(steps), ok, len(self.extra))
 
     def load(self, frame: Frame, mask: Mask) -> Any:
-        """Values of the lanes; the safe value where a guarded index lies outside."""
+        """Values of the lanes; the safe value if a guarded index is outside."""
         place = self.locate(frame, mask)
         memory = self.memory(frame)
         if self.vector_bytes or self.base_bytes:
@@ -200,7 +200,7 @@ class Access:
         return value
 
     def store(self, frame: Frame, value: Any, mask: Mask) -> None:
-        """Write values of the active lanes; a guarded index outside drops the store."""
+        """Store values of the active lanes; a guarded index outside drops the store."""
         place = self.locate(frame, mask)
         mask = both(mask, place.ok)
         memory = self.memory(frame)
@@ -222,7 +222,7 @@ class Access:
         memory.race.after_write(frame, self, seen)
 
     def check_aligned(self, frame: Frame, memory: Any, place: Place, mask: Mask) -> None:
-        """Raise if a vector does not begin at a multiple of its size."""
+        """Raise if a vector does not start at a multiple of its size."""
         if self.buffer.scope not in ('global', 'shared') or not self.checked:
             return
         begin = memory.data.ctypes.data if self.buffer.scope == 'global' else 0
@@ -246,7 +246,7 @@ class Access:
         )
 
     def _read_copies(self, frame: Frame, memory: ReplicatedMemory, place: Place, mask: Mask) -> Any:
-        """Values of the threads' own copies; threads that act together must have the same."""
+        """Values of the threads' own copies; in a collective operation they must be equal."""
         lines, dtype = memory.spread(), self.buffer.dtype
         place = memory.copies(place, dtype)
         active = expand(active_threads(frame), self.ndim)
@@ -262,7 +262,7 @@ class Access:
         return decoder(dtype)(chosen)
 
     def _store_differs(self, frame: Frame, memory: Any, place: Place, value: Any, mask: Mask) -> bool:
-        """Write the threads' own copies of a fragment if they differ; gives whether they do."""
+        """Store to the threads' own copies of a fragment if the values differ; returns whether they do."""
         by_value = _differs_by_thread(frame, value)
         if not isinstance(memory, ReplicatedMemory):
             apart = isinstance(place.base, np.ndarray) and place.base.shape[1] > 1
@@ -282,7 +282,7 @@ class Access:
         return True
 
     def depends(self, frame: Frame, lane: tuple[int, ...], done: str) -> InterpreterError:
-        """The finding for a fragment whose layout decides the result."""
+        """The finding for a result that depends on the layout of a fragment."""
         index = self.index_at(frame, (*lane, *(0,) * (self.ndim - len(lane))))
         return frame.error(
             LayoutDependent,
@@ -295,17 +295,17 @@ class Access:
         )
 
     def observe(self, frame: Frame, action: str, place: Place, value: Any, mask: Mask) -> None:
-        """Tell the observer of the run about the lanes of this access that lie inside the buffer."""
+        """Report the lanes of this access that are inside the buffer to the observer."""
         from tile_kernels.interpreter.observe import AccessEvent
 
-        observer, frame.shared.observer = frame.shared.observer, None  # what it looks at is no access of the kernel
+        observer, frame.shared.observer = frame.shared.observer, None  # the observer's reads do not count
         try:
             observer.access(AccessEvent(action, frame, self, place, value, both(mask, place.ok)))
         finally:
             frame.shared.observer = observer
 
     def watch_read(self, frame: Frame, memory: Any, place: Place, mask: Mask) -> None:
-        """Hold a read against what is known of the memory: written, landed, ordered."""
+        """Check a read against the state of the memory: written, complete, ordered."""
         if memory.written is not None and self.checked:
             self._check_written(frame, memory, place, mask)
         if memory.pending is not None and not self.may_be_in_flight:
@@ -314,7 +314,7 @@ class Access:
             memory.race.read(frame, self, place, mask)
 
     def index_at(self, frame: Frame, lane: tuple[int, ...]) -> tuple[int, ...]:
-        """The index one lane uses, for messages."""
+        """The index of one lane, for messages."""
         extents = self.extents(frame)
         found = []
         for dim in self.dims:
@@ -326,7 +326,7 @@ class Access:
         return tuple(found)
 
     def _addresses(self, frame: Frame) -> tuple[Any, int, int]:
-        """Address of the buffer for every lane (that of inactive lanes does not matter), the lowest and the highest."""
+        """Address of the buffer for every lane (arbitrary for inactive lanes), and the lowest and highest address."""
         address = 0 if self.buffer.pointer is None else self.buffer.pointer(frame)
         if not isinstance(address, np.ndarray):
             return int(address), int(address), int(address)
@@ -361,7 +361,7 @@ class Access:
         return np.where(inside, index, 0), inside
 
     def outside_error(self, frame: Frame, bad: np.ndarray) -> InterpreterError:
-        """The finding for the first of the lanes that left the buffer."""
+        """The finding for the first lane outside the buffer."""
         lane = lane_of(bad)
         index = self.index_at(frame, lane)
         shape, _ = self.buffer.layout(frame)
@@ -395,7 +395,7 @@ class Access:
 
 
 def is_local(memory: Any) -> bool:
-    """Whether a memory holds private registers of threads."""
+    """Whether a memory contains private registers of threads."""
     return isinstance(memory, LocalMemory)
 
 
@@ -415,7 +415,7 @@ def _differs_by_thread(frame: Frame, value: Any) -> bool:
 
 
 def _splits_blocks(frame: Frame) -> bool:
-    """Whether some threads of a block that still run are inactive, while others are active."""
+    """Whether some running threads of a block are inactive while others are active."""
     if frame.mask.shape[1] == 1:
         return False
     active = active_threads(frame)
@@ -428,5 +428,5 @@ def _tuple(values: tuple[int, ...]) -> str:
 
 
 def _thread_lane(mask: np.ndarray, lane: tuple[int, ...]) -> tuple[int, ...]:
-    """A lane whose thread is unknown (-1) where the mask does not tell threads apart."""
+    """The lane, with thread -1 if the mask does not distinguish threads."""
     return (lane[0], lane[1] if mask.shape[1] > 1 else -1, *lane[2:])

@@ -14,17 +14,17 @@ from tile_kernels.interpreter.memory.dtypes import DType, bits_of, decoder, enco
 
 @dataclass(slots=True)
 class Place:
-    """Where an access goes: element `base + sum(axis * step)`, one axis per enclosing parallel loop.
+    """The target of an access: element `base + sum(axis * step)`, with one axis per enclosing parallel loop.
 
-    `base` is an integer or an array over lanes; `extents[k]` is 1 where axis k does not matter. `ok` marks the
-    lanes whose index lies inside the buffer (None: all of them).
+    `base` is an integer or an array over lanes; `extents[k]` is 1 if the target does not depend on axis k. `ok` marks
+    the lanes whose index is inside the buffer (None: all of them).
     """
 
     base: Any
     extents: tuple[int, ...]
     steps: tuple[int, ...]
     ok: Mask = None
-    tile_axes: int = 0  # how many of the axes belong to a tile operation, the others to parallel loops
+    tile_axes: int = 0  # number of axes of the tile operation; the others belong to parallel loops
 
     def flat(self) -> np.ndarray:
         """Element number of every lane."""
@@ -40,10 +40,10 @@ class Place:
 
 
 class ByteMemory:
-    """Raw bytes, one row per block (shared, fragment) or one row for everybody (global)."""
+    """Raw bytes, one row per block (shared, fragment) or one row for all (global)."""
 
-    stage = ''  # of a reducer: 'open' from its start to its end, then 'done'
-    partial = False  # of an older reducer: threads hold parts of the result
+    stage = ''  # state of a reducer: 'open' from its start to its end, then 'done'
+    partial = False  # of a reducer in the older syntax: threads hold parts of the result
 
     def __init__(self, data: np.ndarray, per_block: bool, size: int) -> None:
         self.data = data
@@ -67,7 +67,7 @@ class ByteMemory:
         return memory
 
     def track_writes(self) -> None:
-        """From now on remember which bytes are written."""
+        """From now on, record which bytes are written."""
         if self.size:
             self.written = np.zeros(self.data.shape, np.uint8)
 
@@ -82,11 +82,11 @@ class ByteMemory:
         return view
 
     def read(self, place: Place, dtype: DType) -> np.ndarray:
-        """Values at a place; the result may be a view, so whoever keeps it copies it."""
+        """Values at a `Place`; the result may be a view, so callers that keep it must copy it."""
         return decoder(dtype)(self.read_raw(place, dtype))
 
     def read_raw(self, place: Place, dtype: DType, shadow: bool = False) -> np.ndarray:
-        """Stored bits at a place."""
+        """Stored bits at a `Place`."""
         if not dtype.packed:
             return gather(self.typed(_raw_type(dtype, shadow), shadow), place, self.per_block)
         flat = place.flat()
@@ -108,7 +108,7 @@ class ByteMemory:
             scatter(self.typed(_raw_type(dtype, shadow), shadow), place, raw, mask, self.per_block)
 
     def unwritten(self, place: Place, dtype: DType) -> np.ndarray | None:
-        """Lanes that would read an element nobody wrote, or None if every element of the memory is written."""
+        """Lanes that would read an unwritten element, or None if every element of the memory is written."""
         if self.written is None:
             return None
         self._reads_since_scan += 1
@@ -136,16 +136,16 @@ class ByteMemory:
         flat, raw = np.broadcast_arrays(flat, raw)
         active = np.broadcast_to(mask, flat.shape) if mask is not None else np.ones(flat.shape, bool)
         line = cells.reshape(-1)
-        for odd in (0, 1):  # the two halves of a byte in turn, so that neither overwrites the other
+        for odd in (0, 1):  # one half of a byte after the other, so that neither overwrites the other
             chosen = active & ((flat & 1) == odd)
             byte = flat[chosen] >> 1
             line[byte] = (line[byte] & (0x0F if odd else 0xF0)) | (raw[chosen] & 15) << (4 * odd)
 
 
 class ReplicatedMemory(ByteMemory):
-    """A fragment of which every thread has a copy of its own, as single elements of it are used outside of T.Parallel.
+    """A fragment with one copy per thread, because single elements of it are used outside T.Parallel.
 
-    One row per block serves for all copies until a store makes them differ (`spread`).
+    One row per block represents all copies until a store makes them differ (`spread`).
     """
 
     def __init__(self, blocks: int, threads: int, size: int, track_writes: bool) -> None:
@@ -153,7 +153,7 @@ class ReplicatedMemory(ByteMemory):
         super().__init__(fresh.data, True, size)
         self.written = fresh.written
         self.threads = threads
-        self.lines: ByteMemory | None = None  # the copies one after another, once they differ
+        self.lines: ByteMemory | None = None  # the copies one after another, if they differ
 
     def spread(self) -> ByteMemory:
         """The copies of all threads of all blocks."""
@@ -164,7 +164,7 @@ class ReplicatedMemory(ByteMemory):
         return self.lines
 
     def unite(self, same: bool = False) -> bool:
-        """Go back to one row per block, if the copies agree (or are about to be overwritten: `same`)."""
+        """Return to one row per block, if the copies are equal or are about to be overwritten (`same`)."""
         if self.lines is None:
             return True
         copies = [self._by_thread(self.lines.data)]
@@ -179,7 +179,7 @@ class ReplicatedMemory(ByteMemory):
         return True
 
     def copies(self, place: Place, dtype: DType) -> Place:
-        """A place of every thread's copy, among the lines."""
+        """The corresponding `Place` in every thread's copy, among the lines."""
         flat = place.flat()
         blocks = len(self.data)
         row = np.arange(blocks * self.threads).reshape((blocks, self.threads) + (1,) * (flat.ndim - 2))
@@ -194,13 +194,13 @@ class ReplicatedMemory(ByteMemory):
 
 
 def bytes_of(storage: Any, frame: Any) -> int:
-    """Bytes a declared buffer needs."""
+    """The size in bytes of a declared buffer."""
     size = storage.size if isinstance(storage.size, int) else storage.size(frame)
     return -(-size * storage.dtype.bits // 8)
 
 
 def workspace(storage: Any, frame: Any, options: Any) -> ByteMemory:
-    """Global memory the program allocates for itself (`T.alloc_global`)."""
+    """Global memory that the program allocates (`T.alloc_global`)."""
     size = bytes_of(storage, frame)
     memory = ByteMemory(np.full((1, size), 0xA5, np.uint8), False, size)
     if options.checks != 'none':
@@ -209,7 +209,7 @@ def workspace(storage: Any, frame: Any, options: Any) -> ByteMemory:
 
 
 def memory_at(address: int, size: int) -> ByteMemory:
-    """Memory of this process behind a raw pointer of a kernel."""
+    """Memory of this process at a raw pointer of a kernel."""
     cells = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
     return ByteMemory(cells.reshape(1, size), False, size)
 
@@ -217,7 +217,7 @@ def memory_at(address: int, size: int) -> ByteMemory:
 class LocalMemory:
     """Private registers of every thread: one value over lanes per element (None: never written).
 
-    A register viewed under several types (`unit_bits` > 0) is kept as pieces of that many raw bits.
+    A register that is viewed under several types (`unit_bits` > 0) is stored as units of that many raw bits.
     """
 
     def __init__(self, size: int, unit_bits: int = 0) -> None:
@@ -229,7 +229,7 @@ class LocalMemory:
         self.pending: Any = None
 
     def read(self, place: Place, dtype: DType) -> Any:
-        """Values at a place."""
+        """Values at a `Place`."""
         if isinstance(place.base, int):
             if all(extent == 1 for extent in place.extents):
                 return expand(self._value(place.base, dtype), 2 + len(place.extents))
@@ -244,7 +244,7 @@ class LocalMemory:
         return np.broadcast_to(result, np.broadcast_shapes(np.shape(result), flat.shape))
 
     def write(self, place: Place, value: Any, dtype: DType, mask: Mask) -> None:
-        """Keep values for the lanes in `mask`; other lanes keep what they had."""
+        """Store values for the lanes in `mask`; other lanes keep their old values."""
         if isinstance(value, np.ndarray) and value.base is not None:
             value = value.copy()
         if isinstance(place.base, int):
@@ -259,13 +259,13 @@ class LocalMemory:
             self._assign(int(element), value, dtype, both(mask, None if here.all() else here))
 
     def forget_inner(self, ndim: int) -> None:
-        """Drop values that belong to the iterations of a parallel loop that ended."""
+        """Drop values of the iterations of a parallel loop that has ended."""
         for element, value in enumerate(self.values):
             if isinstance(value, np.ndarray) and value.ndim > ndim:
                 self.values[element] = None
 
     def unwritten(self, place: Place, dtype: DType) -> Any:
-        """Lanes that would read a register nobody wrote, or None if there are none."""
+        """Lanes that would read an unwritten register, or None if there are none."""
         if isinstance(place.base, int) and all(extent == 1 for extent in place.extents):
             elements = [place.base]
         else:
@@ -287,7 +287,7 @@ class LocalMemory:
         return missing
 
     def _read_tile(self, place: Place, dtype: DType) -> np.ndarray:
-        """Elements laid along the axes of a tile."""
+        """Load elements along the axes of a tile."""
         ndim = 2 + len(place.extents)
         parts = [expand(np.asarray(self._value(element, dtype)), ndim) for _, element in _elements(place)]
         parts = [part.reshape((1,) * ndim) if part.ndim == 0 else part for part in parts]
@@ -300,7 +300,7 @@ class LocalMemory:
         return result
 
     def _write_tile(self, place: Place, value: Any, dtype: DType, mask: Mask) -> None:
-        """Take each element from its position along the axes of a tile."""
+        """Store each element from its position along the axes of a tile."""
         for position, element in _elements(place):
             where = (slice(None), slice(None), *_slices(position))
             self._assign(element, _drop(value, where, place.tile_axes), dtype, _drop(mask, where, place.tile_axes))
@@ -350,7 +350,7 @@ class LocalMemory:
 
 
 def _elements(place: Place) -> list[tuple[tuple[int, ...], int]]:
-    """(position along the axes, element number) of a place with one base."""
+    """(position along the axes, element number) for a `Place` with a scalar base."""
     return [
         (position, place.base + sum(at * step for at, step in zip(position, place.steps, strict=True)))
         for position in np.ndindex(*place.extents)
@@ -393,7 +393,7 @@ def covers(place: Place, size: int) -> bool:
 
 
 def _strided(cells: np.ndarray, place: Place, per_block: bool) -> np.ndarray:
-    """A view over all lanes of a place whose base is the same for every lane."""
+    """A view over all lanes of a `Place` whose base is the same for every lane."""
     rows, item = cells.shape[0], cells.itemsize
     lead = rows if per_block else 1
     steps = tuple(step * item for step in place.steps)
@@ -407,7 +407,7 @@ def _strided(cells: np.ndarray, place: Place, per_block: bool) -> np.ndarray:
 
 
 def _windows(cells: np.ndarray, place: Place, per_block: bool) -> tuple[np.ndarray, np.ndarray] | None:
-    """(windows, starts): the lanes of a place as contiguous windows picked by a small index, if it has that form."""
+    """(windows, starts): the lanes of a `Place` as contiguous windows with a small index, if it has that form."""
     base = place.base
     lead = base.ndim
     while lead > 1 and base.shape[lead - 1] == 1:
@@ -432,7 +432,7 @@ def _windows(cells: np.ndarray, place: Place, per_block: bool) -> tuple[np.ndarr
 
 
 def gather(cells: np.ndarray, place: Place, per_block: bool) -> np.ndarray:
-    """Elements of (rows, elements) at a place, over lanes."""
+    """Elements of (rows, elements) at a `Place`, over lanes."""
     if isinstance(place.base, int):
         return _strided(cells, place, per_block)
     found = _windows(cells, place, per_block)
@@ -443,7 +443,7 @@ def gather(cells: np.ndarray, place: Place, per_block: bool) -> np.ndarray:
 
 
 def scatter(cells: np.ndarray, place: Place, raw: np.ndarray, mask: Mask, per_block: bool) -> None:
-    """Write elements of (rows, elements) at a place, for the lanes in `mask`."""
+    """Write elements of (rows, elements) at a `Place`, for the lanes in `mask`."""
     shape = (cells.shape[0] if per_block else 1, 1, *place.extents)
     if isinstance(place.base, int):
         view = _strided(cells, place, per_block)
@@ -480,14 +480,14 @@ def _flat_lines(cells: np.ndarray, place: Place, per_block: bool) -> np.ndarray:
 
 
 def _fits(raw: np.ndarray, shape: tuple[int, ...]) -> bool:
-    """Whether `raw` broadcasts to `shape` without growing it."""
+    """Whether `raw` broadcasts to `shape` without enlarging it."""
     if raw.ndim > len(shape):
         return False
     return all(have in (1, want) for have, want in zip(reversed(raw.shape), reversed(shape), strict=False))
 
 
 def any_over(mask: Any, shape: tuple[int, ...]) -> Any:
-    """Reduce a mask to `shape`: an element is touched if any of the lanes that share it is active."""
+    """Reduce a mask to `shape`: an element is active if any of its lanes is active."""
     mask = expand(mask, len(shape))
     for axis, extent in enumerate(shape):
         if extent == 1 and mask.shape[axis] > 1:
@@ -496,7 +496,7 @@ def any_over(mask: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _last_of(raw: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Of lanes that write the same element, the last one wins."""
+    """The value of the last lane for each element that several lanes write."""
     if raw.ndim != len(shape):
         return raw
     for axis, extent in enumerate(shape):

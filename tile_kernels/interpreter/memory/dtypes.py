@@ -1,8 +1,8 @@
-"""Number formats: how an element is stored, and how it is held while computing.
+"""Number formats: the storage of an element, and its representation in computations.
 
-A *stored* element is raw bits (`storage`); a *value* is what expressions compute with (`value`):
-floats of 16 bits and fewer are held as float32 numbers that are exactly representable in their format,
-integers narrower than 32 bits are held as int32 (C promotes them) and narrowed when stored, bound or cast.
+A *stored* element is raw bits (`storage`); a *value* is what expressions compute with (`value`). A value of a float
+format with 16 bits or fewer is a float32 number that is exactly representable in that format. A value of an integer
+type narrower than 32 bits is an int32, because C promotes it. It is narrowed when it is stored, bound or cast.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SMALL_FLOATS: dict[str, tuple[int, Any, torch.dtype]] = {
     'float8_e5m2': (8, 57344.0, torch.float8_e5m2),
 }
 _E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
-# Midpoints between neighbours; a tie goes to the even code, so every second threshold is exclusive.
+# Midpoints between adjacent values; a tie goes to the even code, so every second threshold is exclusive.
 _E2M1_MIDPOINTS = (_E2M1_VALUES[1:] + _E2M1_VALUES[:-1]) / 2
 
 
@@ -57,7 +57,7 @@ class DType:
 
     @property
     def packed(self) -> bool:
-        """Two elements share a byte."""
+        """Two elements are in one byte."""
         return self.bits == 4
 
 
@@ -97,7 +97,7 @@ def dtype_of(name: str) -> DType:
 
 @cache
 def decoder(dtype: DType) -> Callable[[np.ndarray], np.ndarray]:
-    """From stored bits to values."""
+    """Convert stored bits to values."""
     if dtype.name == 'bfloat16':
         return lambda raw: (raw.astype(np.uint32) << 16).view(np.float32)
     if dtype.name == 'float16':
@@ -114,7 +114,7 @@ def decoder(dtype: DType) -> Callable[[np.ndarray], np.ndarray]:
 
 @cache
 def encoder(dtype: DType) -> Callable[[Value], np.ndarray]:
-    """From values (already of this type) to stored bits."""
+    """Convert values (already of this type) to stored bits."""
     if dtype.name == 'bfloat16':
         return lambda value: (_float32(value).view(np.uint32) >> 16).astype(np.uint16)
     if dtype.name == 'float16':
@@ -135,7 +135,7 @@ def encoder(dtype: DType) -> Callable[[Value], np.ndarray]:
 
 @cache
 def rounder(dtype: DType) -> Callable[[Value], Value] | None:
-    """Round a float32 (or float64) result to `dtype`; None where values need no rounding."""
+    """Round a float32 (or float64) result to `dtype`; None if values need no rounding."""
     if dtype.name == 'bfloat16':
         return _round_bfloat16
     if dtype.name == 'tfloat32':
@@ -148,7 +148,7 @@ def rounder(dtype: DType) -> Callable[[Value], Value] | None:
         def round_float8(value: Value) -> Value:
             source = _float32(value)
             clipped = np.clip(source, -limit, limit)  # saturate: an overflow gives the largest finite value
-            clipped = np.where(np.isnan(source), np.float32(np.nan), clipped)  # one NaN, whatever its sign
+            clipped = np.where(np.isnan(source), np.float32(np.nan), clipped)  # one NaN for both signs
             return _like(value, torch.from_numpy(clipped).to(target).to(torch.float32).numpy())
 
         return round_float8
@@ -163,7 +163,7 @@ def rounder(dtype: DType) -> Callable[[Value], Value] | None:
 
 @cache
 def caster(source: DType, target: DType) -> Callable[[Value], Value]:
-    """Convert values of `source` to values of `target` the way the CUDA code does."""
+    """Convert values of `source` to values of `target` like the CUDA code."""
     if source.name == target.name:
         return narrower(target) or (lambda value: value)
     if target.kind == 'bool':
@@ -182,14 +182,14 @@ def caster(source: DType, target: DType) -> Callable[[Value], Value]:
 
 
 def narrower(dtype: DType) -> Callable[[Value], Value] | None:
-    """Wrap a promoted integer back into its type (at a bind, a cast or a store); None where nothing is promoted."""
+    """Wrap a promoted integer back into its type (at a bind, a cast or a store); None if nothing is promoted."""
     if dtype.is_int and dtype.bits < 32:
         return lambda value: _wrap(value, dtype)
     return None
 
 
 def wrap_int(value: int, dtype: DType) -> int:
-    """Two's complement wrap of a Python integer, at the width arithmetic of this type is done in."""
+    """Two's complement wrap of a Python integer, at the width of arithmetic in this type."""
     bits = max(dtype.bits, 32)
     signed = dtype.kind == 'int' or dtype.bits < 32
     low, high = (-(1 << (bits - 1)), (1 << (bits - 1))) if signed else (0, 1 << bits)
@@ -225,7 +225,7 @@ def _float32(value: Value) -> np.ndarray:
 
 
 def _like(value: Value, result: np.ndarray) -> Value:
-    """Give scalars back as scalars, so that uniform values stay uniform."""
+    """Return scalars as scalars, so that uniform values stay uniform."""
     return result if isinstance(value, np.ndarray) else result[()]
 
 
@@ -255,7 +255,7 @@ def _round_bfloat16(value: Value) -> Value:
 
 
 def _round_tfloat32(value: Value) -> Value:
-    """Ten bits of mantissa, ties away from zero, as tensor cores are given them."""
+    """Ten bits of mantissa, ties away from zero, as the tensor cores receive them."""
     source = _float32(value)
     rounded = ((source.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
     return _like(value, np.where(np.isfinite(source), rounded, source))
@@ -266,7 +266,7 @@ def _round_float16(value: Value) -> Value:
     rounded = _through_torch(_through_torch(source, torch.float16), torch.float32)
     nan = np.isnan(source)
     if nan.any():
-        rounded = np.where(nan, np.uint32(0x7FFFE000).view(np.float32), rounded)  # stored as 0x7FFF, as the GPU does
+        rounded = np.where(nan, np.uint32(0x7FFFE000).view(np.float32), rounded)  # stored as 0x7FFF, like the GPU
     return _like(value, np.asarray(rounded))
 
 

@@ -1,5 +1,5 @@
-"""TileKernels' pytest plugins by name, for the conftest files of suites that load them one by one.
+"""TileKernels' pytest plugins by name, for conftest files that load them one by one.
 
-`tile_kernels.testing.plugin` comes with the package and does all of it for projects that switch it on; these modules do
-their part in any project.
+`tile_kernels.testing.plugin` is part of the package and does all of this in projects that enable it. Each module here
+does its own part in any project.
 """

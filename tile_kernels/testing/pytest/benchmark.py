@@ -6,5 +6,5 @@ from tile_kernels.testing.plugin import skip_benchmarks
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip benchmarks unless asked for."""
+    """Skip benchmarks unless `--run-benchmark` is given."""
     skip_benchmarks(config, items)

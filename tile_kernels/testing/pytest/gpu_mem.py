@@ -1,1 +1,1 @@
-"""Accepted: workers share a GPU through the allocator of PyTorch; nothing needs to be limited."""
+"""Accepted without effect: workers use one GPU through PyTorch's allocator, and no limit is needed."""

@@ -1,1 +1,1 @@
-"""Accepted: `tile-kernels precompile` compiles ahead of time; tests compile what they run."""
+"""Accepted without effect: `tile-kernels precompile` compiles ahead of time; tests compile the kernels they run."""

@@ -1,1 +1,1 @@
-"""Accepted: `pytest -x` stops all workers of pytest-xdist."""
+"""Accepted without effect: `pytest -x` stops all workers of pytest-xdist."""
