@@ -25,6 +25,7 @@ quick: $(STAMP) ruff
 test: $(STAMP)
 	@echo 'make test: every test, about 14 minutes on 2 idle cores; make quick takes 1'
 	@$(MAKE) --no-print-directory lint
+	@$(BIN)/python tools/sizes.py
 	$(BIN)/pytest --numprocesses=auto
 
 lint: $(STAMP) ruff
