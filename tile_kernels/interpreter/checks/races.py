@@ -462,7 +462,7 @@ class GlobalMarks:
         lane = tuple(int(part) for part in np.unravel_index(int(places[int(np.argmax(clash))]), shape))
         index = access.index_at(frame, lane)
         text = f'{access.buffer.name}{list(index)} is read before T.pdl_sync, and the kernel before wrote it'
-        raise frame.error(DataRace, text, access.site, (lane[0], -1), access.buffer.name, index)
+        frame.report(DataRace, text, access.site, (lane[0], -1), access.buffer.name, index)
 
     def before_write(self, frame: Frame, access: Access, place: Place, mask: Mask, value: Any) -> Any:
         """Check writes against accesses of other blocks; gives what `after_write` needs."""

@@ -398,7 +398,7 @@ def _require_open(frame: Frame, access: Access, done: str) -> None:
     if stage != 'open' and access.checked:
         when = 'after T.finalize_reducer' if stage else 'before T.reducer_init'
         text = f'reducer {access.buffer.name} is {done} {when}'
-        raise frame.error(ReducerMisuse, text, access.site, buffer=access.buffer.name)
+        frame.report(ReducerMisuse, text, access.site, buffer=access.buffer.name)
 
 
 @op('tl.tileop.reducer_init')
