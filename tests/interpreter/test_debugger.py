@@ -105,6 +105,24 @@ def test_print_inside_parallel_names_the_iteration(capsys):
     ]
 
 
+def test_print_may_look_at_memory_that_nothing_wrote(capsys):
+    @T.prim_func
+    def printing(x: T.Tensor((4,), 'float32')):
+        with T.Kernel(1, threads=32):
+            tile = T.alloc_shared((2,), 'float32')
+            mine = T.alloc_fragment((4,), 'float32')
+            tile[1] = 3.0
+            T.print(tile)
+            for i in T.Parallel(4):
+                T.print(mine[i], 'mine')
+
+    report = interpret(printing, torch.ones(4), checks='all')
+    capsys.readouterr()
+    shown = {text.split(' (')[0] for text in report.prints}
+    assert shown >= {'printing: tile[0] = not written', 'printing: tile[1] = 3', 'printing: mine = not written'}
+    assert 'printing: tile[1] = not written' not in shown
+
+
 def test_device_assert_says_its_message_and_line():
     with pytest.raises(AssertionFailed) as caught:
         interpret(broken, -torch.ones(64), torch.empty(64), torch.empty(64))

@@ -433,6 +433,21 @@ def test_vector_index_may_have_a_name():
     assert torch.equal(y, x[:64] + x[4:])
 
 
+def test_vector_of_unknown_sign_counts_from_the_end():
+    @T.prim_func
+    def shifted(x: T.Tensor((32,), 'float32'), y: T.Tensor((4, 4), 'float32'), z: T.Tensor((32,), 'float32')):
+        with T.Kernel(1, threads=1):
+            for t in T.serial(4):
+                y[t, T.Ramp(0, 1, 4)] = x[T.Ramp(t - 2, 1, 4)]
+                z[T.Ramp(t - 2, 1, 4)] = y[t, T.Ramp(0, 1, 4)]
+
+    x, y, z = torch.arange(32.0), torch.empty(4, 4), torch.zeros(32)
+    interpret(shifted, x, y, z)
+    assert y.tolist() == [[30, 31, 0, 1], [31, 0, 1, 2], [0, 1, 2, 3], [1, 2, 3, 4]]
+    assert z.nonzero().flatten().tolist() == [1, 2, 3, 4, 30, 31]
+    assert torch.equal(z[30:], x[30:])
+
+
 def test_tensors_without_elements():
     rows, columns = T.dynamic('rows'), T.dynamic('columns')
 

@@ -94,6 +94,7 @@ class Program:
         self.usage = Usage(prim_func)
         compiler.used = self.usage.variables
         compiler.finalized = self.usage.finalized
+        compiler.shown = self.usage.shown
         compiler.replicated = replicated_fragments(prim_func)
         self.body = compiler.stmt(prim_func.body)
         self.branches = compiler.branches
@@ -279,12 +280,13 @@ class Usage:
     """Which buffers a kernel loads from and stores to, by data variable."""
 
     def __init__(self, prim_func: Any) -> None:
-        from tvm.tirx.stmt_functor import post_order_visit
+        from tvm.tirx.stmt_functor import post_order_visit, pre_order_visit
 
         self.loaded: set[Any] = set()
         self.stored: set[Any] = set()
         self.finalized: set[Any] = set()  # reducers whose result is taken
         self.variables: set[Any] = set()  # that some expression reads
+        self.shown: set[Any] = set()  # variables that only T.print reads
         loads: list[Any] = []
         operands: set[Any] = set()
 
@@ -305,9 +307,21 @@ class Usage:
 
         post_order_visit(prim_func.body, visit)
         self.loaded |= {load.buffer.data for load in loads if load not in operands}
+        if self.shown:
+            others: set[Any] = set()
+
+            def outside_prints(node: Any) -> bool:
+                if type(node).__name__ == 'Var':
+                    others.add(node)
+                return not _is_print(node)
+
+            pre_order_visit(prim_func.body, outside_prints)
+            self.shown -= others
 
     def _visit_call(self, call: Any, operands: set[Any]) -> None:
         name = str(call.op.name)
+        if _is_print(call) and type(call.args[-1]).__name__ == 'Var':
+            self.shown.add(call.args[-1])
         if name.startswith('tl.tileop.finalize_reducer'):
             first = call.args[0]
             self.finalized.add((first.buffer if type(first).__name__ == 'BufferRegion' else first.args[0].buffer).data)
@@ -326,6 +340,12 @@ class Usage:
             self.loaded.add(data)
         if mode & 2:
             self.stored.add(data)
+
+
+def _is_print(node: Any) -> bool:
+    if type(node).__name__ != 'Call' or str(node.op.name) != 'tirx.call_extern':
+        return False
+    return str(getattr(node.args[0], 'value', '')).startswith('debug_print')
 
 
 def replicated_fragments(prim_func: Any) -> set[Any]:

@@ -166,6 +166,7 @@ class Compiler:
         self.updated: Any = None  # data variable of the reducer that the current statement updates
         self.finalized: set[Any] = set()  # data variables of reducers that are finalized somewhere
         self.reducers: dict[Any, str] = {}  # data variable of a reducer -> how it combines
+        self.shown: set[Any] = set()  # variables that only T.print reads
 
     # ---- expressions ---------------------------------------------------------------------------------
 
@@ -487,6 +488,15 @@ class Compiler:
         from tvm.arith import Analyzer
 
         return Analyzer()
+
+    def sign_is_open(self, ramp: Any) -> bool:
+        """Whether some elements of a vector of indices may be negative and others not."""
+        if not _may_be_negative(ramp.base):
+            return False
+        last = ramp.base + ramp.stride * (int(ramp.lanes) - 1)
+        return not any(
+            self.analyzer.can_prove(part) for part in (ramp.base >= 0, last < 0)
+        )
 
     def _surely_negative(self, index: Any) -> bool:
         return int(index) < 0 if is_const(index) else bool(self.analyzer.can_prove(index < 0))

@@ -35,6 +35,7 @@ COPY_HINTS = {
 ASYNCHRONOUS = {'tl.tileop.async_copy': 'copy', 'tl.tileop.tma_copy': 'tma'}
 NAN_KEEPING = {'max': np.maximum, 'min': np.minimum}
 GEMM_HINTS = {'wg_wait', 'k_pack', 'tl.ws_op_id', 'is_tcgen05', 'use_2cta'}
+REDUCE_HINTS = {'batch', 'enable_fadd2', 'nan_propagate', 'tl.ws_op_id'}
 
 
 class Region:
@@ -294,8 +295,8 @@ def _reduce(compiler: Compiler, call: Any) -> Closure:
     kind, dim = str(call.args[2].value), int(call.args[3])
     clear = compiler.expr(call.args[4])
     notes = {str(key) for key in dict(call.annotations or {})}
-    if notes - {'batch', 'enable_fadd2', 'nan_propagate'}:
-        raise compiler.unsupported(f'reduce annotation {sorted(notes)}')
+    if notes - REDUCE_HINTS:
+        raise compiler.unsupported(f'reduce annotation {sorted(notes - REDUCE_HINTS)}')
     propagate = 'nan_propagate' in notes
     absolute = kind.startswith('abs')
     name = kind.removeprefix('abs')

@@ -382,6 +382,10 @@ class Access:
         missing = missing if mask is None else missing & mask
         if not missing.any():
             return
+        session = frame.shared.session
+        if session.looking:
+            session.unwritten = missing if session.unwritten is None else session.unwritten | missing
+            return
         lane = lane_of(missing)
         index = self.index_at(frame, lane)
         frame.report(
