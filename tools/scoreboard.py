@@ -115,7 +115,7 @@ def run_file(file: Path, part: str, args: argparse.Namespace) -> list[Outcome]:
     worker.start()
     there.close()
     found: list[Outcome] = []
-    limit = (10 if part == 'examples' else 100) * args.limit  # of the clock, which others may stop
+    limit = (7 if part == 'examples' else 100) * args.limit  # of the clock, which others may stop
     while time.monotonic() - started < limit:
         if here.poll(1.0):
             try:
@@ -157,6 +157,8 @@ def _work(file: Path, part: str, args: argparse.Namespace, there: Any) -> None:
             else:
                 _run_tests(file, args, there)
         there.send(None)
+    except BaseException as error:
+        there.send(Outcome(str(file.relative_to(args.checkout)), 'crash', repr(error)[:200], 0.0))
     finally:
         os._exit(0)
 
@@ -169,16 +171,20 @@ def _scratch() -> str:
 
 @contextlib.contextmanager
 def _limited(seconds: int) -> Iterator[None]:
+    open_ = [True]
+
     def ring(*_: Any) -> None:
-        raise OutOfTime
+        if open_:
+            raise OutOfTime
 
     timers = {signal.SIGPROF: (signal.ITIMER_PROF, seconds), signal.SIGALRM: (signal.ITIMER_REAL, 6 * seconds)}
     for number, (timer, limit) in timers.items():
         signal.signal(number, ring)
-        signal.setitimer(timer, limit)
+        signal.setitimer(timer, limit, 5)  # again: code that calls back may swallow the first
     try:
         yield
     finally:
+        open_.clear()
         for timer, _ in timers.values():
             signal.setitimer(timer, 0)
 
@@ -260,8 +266,11 @@ def run_smaller(file: Path) -> None:
     tree = ast.fix_missing_locations(Smaller().visit(ast.parse(file.read_text())))
     module = types.ModuleType('__main__')
     module.__file__ = str(file)
-    sys.modules['__main__'] = module
-    exec(compile(tree, str(file), 'exec'), module.__dict__)
+    before, sys.modules['__main__'] = sys.modules['__main__'], module
+    try:
+        exec(compile(tree, str(file), 'exec', dont_inherit=True), module.__dict__)
+    finally:
+        sys.modules['__main__'] = before
 
 
 def _run_tests(file: Path, args: argparse.Namespace, there: Any) -> None:

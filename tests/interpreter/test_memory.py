@@ -305,10 +305,10 @@ def test_register_written_by_some_threads_only():
     def half(x: T.Tensor((32,), 'int32'), y: T.Tensor((32,), 'int32')):
         with T.Kernel(1, threads=32):
             thread = T.get_thread_binding()
-            value = T.alloc_var('int32')
+            value = T.alloc_local((1,), 'int32')
             if x[thread] > 0:
-                value = x[thread]
-            y[thread] = value
+                value[0] = x[thread]
+            y[thread] = value[0]
 
     interpret(half, torch.ones(32, dtype=torch.int32), torch.zeros(32, dtype=torch.int32))
     x = torch.ones(32, dtype=torch.int32)
@@ -419,6 +419,22 @@ def test_name_of_a_region_reads_nothing():
     x, y = torch.randn(64, 64), torch.empty(64, 64)
     interpret(alias, x, y)
     assert torch.equal(x, y)
+
+
+def test_variables_start_at_zero_and_strict_wants_a_start():
+    @T.prim_func
+    def count(y: T.Tensor((4,), 'int32')):
+        with T.Kernel(1, threads=1):
+            total = T.alloc_var('int32')
+            for i in T.serial(4):
+                total += i
+                y[i] = total
+
+    y = torch.empty(4, dtype=torch.int32)
+    interpret(count, y, checks='all')
+    assert y.tolist() == [0, 1, 3, 6]
+    with pytest.raises(UninitializedRead, match='total'):
+        interpret(count, y, strict=True)
 
 
 def test_vector_index_may_have_a_name():

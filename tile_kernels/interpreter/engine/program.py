@@ -95,6 +95,7 @@ class Program:
         compiler.used = self.usage.variables
         compiler.finalized = self.usage.finalized
         compiler.shown = self.usage.shown
+        compiler.opened = self.usage.opened
         compiler.replicated = replicated_fragments(prim_func)
         self.body = compiler.stmt(prim_func.body)
         self.branches = compiler.branches
@@ -287,6 +288,7 @@ class Usage:
         self.finalized: set[Any] = set()  # reducers whose result is taken
         self.variables: set[Any] = set()  # that some expression reads
         self.shown: set[Any] = set()  # variables that only T.print reads
+        self.opened: set[Any] = set()  # reducers that T.reducer_init, T.reducer_update or a finalize with a target use
         loads: list[Any] = []
         operands: set[Any] = set()
 
@@ -323,8 +325,9 @@ class Usage:
         if _is_print(call) and type(call.args[-1]).__name__ == 'Var':
             self.shown.add(call.args[-1])
         if name.startswith('tl.tileop.finalize_reducer'):
-            first = call.args[0]
-            self.finalized.add((first.buffer if type(first).__name__ == 'BufferRegion' else first.args[0].buffer).data)
+            self.finalized.add(_first_buffer(call).data)
+        if name in ('tl.tileop.reducer_init', 'tl.reducer_update', 'tl.tileop.finalize_reducer_v2'):
+            self.opened.add(_first_buffer(call).data)
         for argument in call.args:
             kind = type(argument).__name__
             if kind == 'BufferRegion':
@@ -340,6 +343,12 @@ class Usage:
             self.loaded.add(data)
         if mode & 2:
             self.stored.add(data)
+
+
+def _first_buffer(call: Any) -> Any:
+    """The buffer that the first operand of a call names."""
+    first = call.args[0]
+    return first.args[0].buffer if type(first).__name__ == 'Call' else first.buffer
 
 
 def _is_print(node: Any) -> bool:
@@ -545,10 +554,11 @@ def allocate(storage: Storage, frame: Frame, options: Options, host: Frame) -> A
     """Fresh memory for one buffer of a batch."""
     size = storage.size if isinstance(storage.size, int) else storage.size(frame)
     if storage.scope == 'local':
-        if len(storage.dtypes) == 1:
-            return LocalMemory(size)
-        unit = min(dtype_of(name).bits for name in storage.dtypes)
-        return LocalMemory(-(-size * storage.dtype.bits // unit), unit)
+        unit = 0 if len(storage.dtypes) == 1 else min(dtype_of(name).bits for name in storage.dtypes)
+        memory = LocalMemory(-(-size * storage.dtype.bits // unit) if unit else size, unit)
+        if storage.zeroed and not frame.shared.session.strict:
+            memory.written = None
+        return memory
     if storage.scope == 'barrier':
         return new_barriers(storage, frame)
     size_bytes = bytes_of(storage, frame)

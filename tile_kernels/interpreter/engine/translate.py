@@ -119,6 +119,7 @@ class Storage:
     counts: list[Closure] = field(default_factory=list)  # arrivals each mbarrier waits for
     replicated: bool = False  # every thread has its own copy of this fragment
     counts_bytes: bool = False  # blocks of the cluster send bytes to these mbarriers
+    zeroed: bool = False  # a variable, which TileLang starts at 0
 
     @property
     def unit(self) -> int:
@@ -167,6 +168,7 @@ class Compiler:
         self.finalized: set[Any] = set()  # data variables of reducers that are finalized somewhere
         self.reducers: dict[Any, str] = {}  # data variable of a reducer -> how it combines
         self.shown: set[Any] = set()  # variables that only T.print reads
+        self.opened: set[Any] = set()  # data variables of reducers in the newer form
 
     # ---- expressions ---------------------------------------------------------------------------------
 
@@ -285,6 +287,7 @@ class Compiler:
         dtype = self.dtype(buffer)
         storage = Storage(self.num_memories, scope, dtype, size, str(buffer.name), {str(buffer.dtype)})
         storage.replicated = scope == 'fragment' and buffer.data in self.replicated
+        storage.zeroed = str(buffer.scope()) == 'local.var'
         self.num_memories += 1
         self.storages[buffer.data] = storage
         return storage

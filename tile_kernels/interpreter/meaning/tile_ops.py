@@ -388,7 +388,8 @@ def _transpose(compiler: Compiler, call: Any) -> Closure:
 
 def forbid_plain_use(compiler: Compiler, buffer: Any) -> None:
     """Raise if a reducer is used like other memory."""
-    if str(buffer.scope()) == 'local.reducer' and compiler.options.checks != 'none':
+    newer = str(buffer.scope()) == 'local.reducer' and buffer.data in compiler.opened
+    if newer and compiler.options.checks != 'none':
         text = f'reducer {buffer.name} is used like other memory; its result is what T.finalize_reducer gives'
         raise ReducerMisuse(text, compiler.site, buffer=str(buffer.name))
 
