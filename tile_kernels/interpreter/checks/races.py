@@ -218,7 +218,7 @@ class SharedMarks:
         writer = self.writes.warp[spot]
         clash &= (writer >= 0) & (at >= clock.fenced[lanes.block, np.maximum(writer, 0)])
         clash &= self.writes.at[spot] == lanes.now
-        if not clash.any():
+        if not clash.any() or frame.shared.fenced_by_compiler(access.path):
             return
         for path in np.unique(self.writes.path[spot][clash]):
             if not frame.shared.apart(int(path), access.path):

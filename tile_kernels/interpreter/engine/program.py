@@ -59,6 +59,7 @@ class Shared:
         self.events = 0  # grows whenever a thread makes progress at a barrier
         self.covered: set[int] = set()
         self.paths: list[tuple[tuple[str, int, int], ...]] = [()]
+        self.generic: set[int] = set()  # numbers of the paths with stores of threads to shared memory
         self.guarded: dict[tuple[Site, str], int] = {}
 
     def note_guarded(self, site: Site, buffer: str) -> None:
@@ -72,6 +73,18 @@ class Shared:
                 return one[0] == 'if' and one[:2] == other[:2]
             if one[0] == 'loop':
                 return False
+        return False
+
+    def fenced_by_compiler(self, path: int) -> bool:
+        """Whether TileLang sets a proxy fence ahead of a copy or product, as threads may have stored before it.
+
+        It looks at stores to any shared memory earlier on the way, or in a loop around both.
+        """
+        for store in self.generic:
+            common = [one for one, other in zip(self.paths[store], self.paths[path], strict=False) if one == other]
+            looped = any(one[0] == 'loop' for one in common)
+            if looped or (store <= path and not self.apart(store, path)):
+                return True
         return False
 
     def grid_sync(self) -> None:
@@ -469,7 +482,7 @@ def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
             frame.clock = Clock(frame, compiler.cluster_dims) if compiler.options.races else None
             if frame.clock is not None:
                 frame.clock.settling = compiler.overwrites
-            host.shared.paths = compiler.paths
+            host.shared.paths, host.shared.generic = compiler.paths, compiler.generic
             frame.early = np.ones((count, threads), bool) if early else None
             for tag, ids in zip(tags, frame.block_ids, strict=True):
                 frame.env[slots[tag]] = int(ids[0]) if count == 1 else ids.astype(np.int32).reshape(-1, 1)

@@ -169,6 +169,7 @@ class Compiler:
         self.reducers: dict[Any, str] = {}  # data variable of a reducer -> how it combines
         self.shown: set[Any] = set()  # variables that only T.print reads
         self.opened: set[Any] = set()  # data variables of reducers in the newer form
+        self.generic: set[int] = set()  # paths on which threads themselves store to shared memory
 
     # ---- expressions ---------------------------------------------------------------------------------
 

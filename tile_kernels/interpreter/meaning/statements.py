@@ -200,6 +200,8 @@ def _plain_store(compiler: Compiler, node: Any) -> Run:
     lanes = vector_lanes(compiler, indices)
     if lanes == 1:
         access = compiler.access(node.buffer, indices)
+        if access.buffer.scope == 'shared':
+            compiler.generic.add(access.path)
         return marked(lambda frame: access.store(frame, value(frame), frame.mask))
     parts = [compiler.access(node.buffer, vector_element(compiler, node.buffer, indices, lane)) for lane in range(lanes)]
 

@@ -161,6 +161,8 @@ def _copy(compiler: Compiler, call: Any) -> Closure:
     if target.buffer.scope == 'shared':
         compiler.overwrites = compiler.overwrites or 'barrier' in notes
         target.access.asynchronous = ASYNCHRONOUS.get(str(call.op.name), '')
+        if source.buffer.scope in ('fragment', 'local'):
+            compiler.generic.add(target.access.path)
 
     def run(frame: Frame) -> None:
         mask = frame.mask
@@ -206,6 +208,8 @@ def _fill(compiler: Compiler, call: Any) -> Closure:
     private = target.buffer.scope == 'local'
     axes = len(target.wide)
     starts = target.node.data in compiler.reducers
+    if target.buffer.scope == 'shared':
+        compiler.generic.add(target.access.path)
 
     def run(frame: Frame) -> None:
         filler = convert(value(frame))
