@@ -13,11 +13,11 @@ A process is forked for each file. Nothing of the checkout is stored. The result
     crash        any other exception
     slow         it did not end within the time limit
     missing      it needs a package that is not installed, or something TileLang itself lacks here
-    compiler     a test that wants the compiler to refuse a kernel, or that reads what only the compiler has; not counted
+    compiler     a test that wants the compiler to refuse a kernel, or reads what only the compiler has; not counted
     other        it launches no kernel, or pytest skips it; not counted
 
-Most examples have sizes for a GPU. With `--small`, sizes above 1024 in defaults and in the main part of an example become
-512, and batches become 1: the kernels stay as they are.
+Most examples have sizes for a GPU. With `--small`, sizes above 1024 in defaults and in the main part become 512, and
+batches become 1: the kernels stay as they are.
 """
 
 from __future__ import annotations

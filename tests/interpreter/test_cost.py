@@ -3,6 +3,7 @@
 `python -m tests.interpreter.test_cost` prints the table.
 """
 
+import contextlib
 import statistics
 import sys
 import time
@@ -93,14 +94,12 @@ def launches_of(name):
 def seconds(kernel, tensors, switches, checks, rounds=3):
     """CPU time of one run, the best of some; the first one translates the kernel."""
     best = float('inf')
-    for _ in range(1 + rounds):
+    for number in range(1 + rounds):
         copies = [one.clone() if isinstance(one, torch.Tensor) else one for one in tensors]
         started = time.process_time()
-        try:
+        with contextlib.suppress(UnwrittenOutput):  # known at the very end
             interpret(kernel, *copies, checks=checks, pass_configs=switches)
-        except UnwrittenOutput:
-            pass  # known at the very end
-        best = min(best, time.process_time() - started) if _ else best
+        best = min(best, time.process_time() - started) if number else best
     return best
 
 

@@ -457,7 +457,9 @@ def _apart(frame: Frame, place: Place, value: Any) -> bool:
         starts = np.sort(place.base, axis=None)
         different = shape[0] == frame.blocks and bool((starts[1:] - starts[:-1] >= span).all())
     have = np.shape(value)
-    fits = not have or (len(have) == len(shape) and all(one in (1, want) for one, want in zip(have, shape, strict=True)))
+    fits = not have or (
+        len(have) == len(shape) and all(one in (1, want) for one, want in zip(have, shape, strict=True))
+    )
     return different and fits
 
 
@@ -562,17 +564,17 @@ class GlobalMarks:
             other = gather(self.reader.reshape(1, -1), place, False)
             if ((other != NOBODY) & (other != block)).any():
                 return False
-        before = np.array(gather(self.writer.reshape(1, -1), place, False)) if self.written_to or not apart else None
-        if before is not None and ((before != NOBODY) & (before != block)).any():
-            return False
+        written = self.writer.reshape(1, -1)
+        before: Any = NOBODY
+        if self.written_to or not apart:
+            before = np.array(gather(written, place, False))
+            if ((before != NOBODY) & (before != block)).any():
+                return False
         self.written_to = True
-        if apart:
-            scatter(self.writer.reshape(1, -1), place, block, None, False)
+        scatter(written, place, block, None, False)
+        if apart or (gather(written, place, False) == block).all():
             return True
-        scatter(self.writer.reshape(1, -1), place, block, None, False)
-        if (gather(self.writer.reshape(1, -1), place, False) == block).all():
-            return True
-        scatter(self.writer.reshape(1, -1), place, before, None, False)
+        scatter(written, place, before, None, False)
         return False
 
     def _stored(self, access: Access, cell: np.ndarray) -> np.ndarray:

@@ -568,10 +568,10 @@ def allocate(storage: Storage, frame: Frame, options: Options, host: Frame) -> A
     size = storage.size if isinstance(storage.size, int) else storage.size(frame)
     if storage.scope == 'local':
         unit = 0 if len(storage.dtypes) == 1 else min(dtype_of(name).bits for name in storage.dtypes)
-        memory = LocalMemory(-(-size * storage.dtype.bits // unit) if unit else size, unit)
+        registers = LocalMemory(-(-size * storage.dtype.bits // unit) if unit else size, unit)
         if storage.zeroed and not frame.shared.session.strict:
-            memory.written = None
-        return memory
+            registers.written = None
+        return registers
     if storage.scope == 'barrier':
         return new_barriers(storage, frame)
     size_bytes = bytes_of(storage, frame)

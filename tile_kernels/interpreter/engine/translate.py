@@ -498,9 +498,7 @@ class Compiler:
         if not _may_be_negative(ramp.base):
             return False
         last = ramp.base + ramp.stride * (int(ramp.lanes) - 1)
-        return not any(
-            self.analyzer.can_prove(part) for part in (ramp.base >= 0, last < 0)
-        )
+        return not any(self.analyzer.can_prove(part) for part in (ramp.base >= 0, last < 0))
 
     def _surely_negative(self, index: Any) -> bool:
         return int(index) < 0 if is_const(index) else bool(self.analyzer.can_prove(index < 0))

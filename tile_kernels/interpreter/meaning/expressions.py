@@ -287,7 +287,9 @@ def _load(compiler: Compiler, node: Any) -> Closure:
     if lanes == 1:
         access = compiler.access(node.buffer, indices)
         return lambda frame: access.load(frame, frame.mask)
-    parts = [compiler.access(node.buffer, vector_element(compiler, node.buffer, indices, lane)) for lane in range(lanes)]
+    parts = [
+        compiler.access(node.buffer, vector_element(compiler, node.buffer, indices, lane)) for lane in range(lanes)
+    ]
     return lambda frame: tuple(part.load(frame, frame.mask).copy() for part in parts)
 
 
@@ -311,7 +313,6 @@ def vector_element(compiler: Compiler, buffer: Any, indices: list[Any], lane: in
 
     Where a vector may begin below 0 and end above, TileLang lets every negative element count from the end.
     """
-
     from tvm.tirx import Select
 
     def one(index: Any) -> Any:

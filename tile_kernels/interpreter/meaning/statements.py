@@ -203,7 +203,9 @@ def _plain_store(compiler: Compiler, node: Any) -> Run:
         if access.buffer.scope == 'shared':
             compiler.generic.add(access.path)
         return marked(lambda frame: access.store(frame, value(frame), frame.mask))
-    parts = [compiler.access(node.buffer, vector_element(compiler, node.buffer, indices, lane)) for lane in range(lanes)]
+    parts = [
+        compiler.access(node.buffer, vector_element(compiler, node.buffer, indices, lane)) for lane in range(lanes)
+    ]
 
     def run(frame: Frame) -> None:
         values = value(frame)
