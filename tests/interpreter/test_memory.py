@@ -437,6 +437,26 @@ def test_variables_start_at_zero_and_strict_wants_a_start():
         interpret(count, y, strict=True)
 
 
+def test_index_beyond_32_bits():
+    n = T.dynamic('n', 'int64')
+
+    @T.prim_func
+    def static(x: T.StridedTensor((2**33,), (0,), 'int32'), y: T.Tensor((8,), 'int32')):
+        with T.Kernel(8, threads=32) as pid:
+            y[pid] = x[pid * (1 << 30) + 5]
+
+    @T.prim_func
+    def symbolic(x: T.StridedTensor((n,), (0,), 'int32'), y: T.Tensor((8,), 'int32')):
+        with T.Kernel(8, threads=32) as pid:
+            for i in T.Parallel(1):
+                y[pid] = x[pid * (1 << 30) + i]
+
+    for kernel in (static, symbolic):
+        y = torch.zeros(8, dtype=torch.int32)
+        interpret(kernel, torch.full((1,), 7, dtype=torch.int32).expand(2**33), y, checks='memory')
+        assert y.tolist() == [7] * 8
+
+
 def test_vector_index_may_have_a_name():
     @T.prim_func
     def double(x: T.Tensor((68,), 'float32'), y: T.Tensor((64,), 'float32')):
