@@ -14,6 +14,7 @@ from tile_kernels.interpreter import (
     AssertionFailed,
     Counter,
     DataRace,
+    MisalignedAccess,
     OutOfBounds,
     UninitializedRead,
     UnwrittenOutput,
@@ -102,6 +103,24 @@ def test_print_inside_parallel_names_the_iteration(capsys):
         'printing: big = 9 (block (0,), iteration (1,))',
         'printing: big = 7 (block (0,), iteration (3,))',
     ]
+
+
+def test_print_may_look_at_memory_that_nothing_wrote(capsys):
+    @T.prim_func
+    def printing(x: T.Tensor((4,), 'float32')):
+        with T.Kernel(1, threads=32):
+            tile = T.alloc_shared((2,), 'float32')
+            mine = T.alloc_fragment((4,), 'float32')
+            tile[1] = 3.0
+            T.print(tile)
+            for i in T.Parallel(4):
+                T.print(mine[i], 'mine')
+
+    report = interpret(printing, torch.ones(4), checks='all')
+    capsys.readouterr()
+    shown = {text.split(' (')[0] for text in report.prints}
+    assert shown >= {'printing: tile[0] = not written', 'printing: tile[1] = 3', 'printing: mine = not written'}
+    assert 'printing: tile[1] = not written' not in shown
 
 
 def test_device_assert_says_its_message_and_line():
@@ -277,6 +296,24 @@ def test_collect_reports_all_findings():
     assert torch.equal(y[:31], x[1:32])  # the kernel ran to its end
     assert report.findings[1] == str(report.errors[1])
     assert interpret(scale, x, y, checks='collect').errors == ()
+
+
+def test_collect_goes_on_after_a_misaligned_vector():
+    @T.prim_func
+    def odd(x: T.Tensor((64,), 'float32'), y: T.Tensor((64,), 'float32')):
+        with T.Kernel(1, threads=16):
+            thread = T.get_thread_binding()
+            tile = T.alloc_shared((64,), 'float32')
+            for i in T.vectorized(4):
+                tile[thread * 4 + i] = x[thread * 4 + i]
+            T.sync_threads()
+            for i in T.Parallel(64):
+                y[i] = tile[i] + tile[i + 1]
+
+    x, y = torch.arange(72.0)[1:65], torch.zeros(64)
+    report = interpret(odd, x, y, checks='collect')
+    assert [type(error) for error in report.errors] == [MisalignedAccess, OutOfBounds]
+    assert torch.equal(y[:63], x[:63] + x[1:])
 
 
 def test_collect_counts_what_a_loop_repeats():

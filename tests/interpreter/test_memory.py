@@ -305,10 +305,10 @@ def test_register_written_by_some_threads_only():
     def half(x: T.Tensor((32,), 'int32'), y: T.Tensor((32,), 'int32')):
         with T.Kernel(1, threads=32):
             thread = T.get_thread_binding()
-            value = T.alloc_var('int32')
+            value = T.alloc_local((1,), 'int32')
             if x[thread] > 0:
-                value = x[thread]
-            y[thread] = value
+                value[0] = x[thread]
+            y[thread] = value[0]
 
     interpret(half, torch.ones(32, dtype=torch.int32), torch.zeros(32, dtype=torch.int32))
     x = torch.ones(32, dtype=torch.int32)
@@ -421,6 +421,42 @@ def test_name_of_a_region_reads_nothing():
     assert torch.equal(x, y)
 
 
+def test_variables_start_at_zero_and_strict_wants_a_start():
+    @T.prim_func
+    def count(y: T.Tensor((4,), 'int32')):
+        with T.Kernel(1, threads=1):
+            total = T.alloc_var('int32')
+            for i in T.serial(4):
+                total += i
+                y[i] = total
+
+    y = torch.empty(4, dtype=torch.int32)
+    interpret(count, y, checks='all')
+    assert y.tolist() == [0, 1, 3, 6]
+    with pytest.raises(UninitializedRead, match='total'):
+        interpret(count, y, strict=True)
+
+
+def test_index_beyond_32_bits():
+    n = T.dynamic('n', 'int64')
+
+    @T.prim_func
+    def static(x: T.StridedTensor((2**33,), (0,), 'int32'), y: T.Tensor((8,), 'int32')):
+        with T.Kernel(8, threads=32) as pid:
+            y[pid] = x[pid * (1 << 30) + 5]
+
+    @T.prim_func
+    def symbolic(x: T.StridedTensor((n,), (0,), 'int32'), y: T.Tensor((8,), 'int32')):
+        with T.Kernel(8, threads=32) as pid:
+            for i in T.Parallel(1):
+                y[pid] = x[pid * (1 << 30) + i]
+
+    for kernel in (static, symbolic):
+        y = torch.zeros(8, dtype=torch.int32)
+        interpret(kernel, torch.full((1,), 7, dtype=torch.int32).expand(2**33), y, checks='memory')
+        assert y.tolist() == [7] * 8
+
+
 def test_vector_index_may_have_a_name():
     @T.prim_func
     def double(x: T.Tensor((68,), 'float32'), y: T.Tensor((64,), 'float32')):
@@ -431,6 +467,21 @@ def test_vector_index_may_have_a_name():
     x, y = torch.randn(68), torch.empty(64)
     interpret(double, x, y, checks='all')
     assert torch.equal(y, x[:64] + x[4:])
+
+
+def test_vector_of_unknown_sign_counts_from_the_end():
+    @T.prim_func
+    def shifted(x: T.Tensor((32,), 'float32'), y: T.Tensor((4, 4), 'float32'), z: T.Tensor((32,), 'float32')):
+        with T.Kernel(1, threads=1):
+            for t in T.serial(4):
+                y[t, T.Ramp(0, 1, 4)] = x[T.Ramp(t - 2, 1, 4)]
+                z[T.Ramp(t - 2, 1, 4)] = y[t, T.Ramp(0, 1, 4)]
+
+    x, y, z = torch.arange(32.0), torch.empty(4, 4), torch.zeros(32)
+    interpret(shifted, x, y, z)
+    assert y.tolist() == [[30, 31, 0, 1], [31, 0, 1, 2], [0, 1, 2, 3], [1, 2, 3, 4]]
+    assert z.nonzero().flatten().tolist() == [1, 2, 3, 4, 30, 31]
+    assert torch.equal(z[30:], x[30:])
 
 
 def test_tensors_without_elements():

@@ -1,9 +1,12 @@
 """`tools/scoreboard.py` on a small checkout: it tells right, unsupported, wrong and missing programs apart."""
 
+import ast
 import json
 import subprocess
 import sys
 from pathlib import Path
+
+from tools.scoreboard import Smaller
 
 TOOL = Path(__file__).parents[2] / 'tools' / 'scoreboard.py'
 KERNEL = """
@@ -53,5 +56,33 @@ def test_the_scoreboard_counts_programs_by_result(tmp_path):
         'missing': 'missing',
     }
     assert [one['result'] for one in outcomes['tests']] == ['right']
-    assert '| examples | 4 | 1 | 1 | 0 | 1 | 0 | 0 | 1 | 33.3 % |' in found.stdout
+    assert '| examples | 4 | 1 | 1 | 0 | 1 | 0 | 0 | 1 | 0 | 33.3 % |' in found.stdout
     assert 'external function nobody_knows' in found.stdout
+
+
+def test_smaller_sizes_leave_kernels_alone():
+    program = """
+def kernel(n):
+    return T.alloc_shared((4096,), n)
+def run_all(batch=8, heads=32, length=8192):
+    kernel(2048)
+def main():
+    kernel(2048, length=16384)
+if __name__ == '__main__':
+    parser.add_argument('--batch', default=128)
+    parser.add_argument('--n', default=4096)
+    m, block = 8192, 128
+"""
+    expected = """
+def kernel(n):
+    return T.alloc_shared((4096,), n)
+def run_all(batch=1, heads=32, length=512):
+    kernel(2048)
+def main():
+    kernel(512, length=512)
+if __name__ == '__main__':
+    parser.add_argument('--batch', default=1)
+    parser.add_argument('--n', default=512)
+    m, block = (512, 128)
+"""
+    assert ast.unparse(Smaller().visit(ast.parse(program))) == ast.unparse(ast.parse(expected))

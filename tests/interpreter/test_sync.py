@@ -512,3 +512,52 @@ def test_registers_are_counted_where_blocks_run_by_turns():
 
     with pytest.raises(Deadlock, match='its warps ask for 69632 registers'):
         interpret(turns, torch.zeros(2, dtype=torch.int32))
+
+
+@pytest.mark.parametrize('step', [63, 64])
+@pytest.mark.parametrize('order', ['windows', 'rows', 'threads'])
+def test_stores_of_blocks_that_overlap_by_one_element(order, step):
+    @T.prim_func
+    def windows(x: T.Tensor((4, 64), 'float32'), y: T.Tensor((256,), 'float32')):
+        with T.Kernel(4, threads=64) as pid:
+            for j in T.Parallel(64):
+                y[pid * step + j] = x[pid, j]
+
+    @T.prim_func
+    def rows(x: T.Tensor((4, 64), 'float32'), y: T.Tensor((256,), 'float32')):
+        with T.Kernel(2, threads=64) as pid:
+            for i, j in T.Parallel(2, 64):
+                y[(pid * 2 + i) * step + j] = x[pid * 2 + i, j]
+
+    @T.prim_func
+    def threads(x: T.Tensor((4, 64), 'float32'), y: T.Tensor((256,), 'float32')):
+        with T.Kernel(4, threads=64) as pid:
+            thread = T.get_thread_binding()
+            y[pid * step + thread] = x[pid, thread]
+
+    kernel = {'windows': windows, 'rows': rows, 'threads': threads}[order]
+    x, y = torch.arange(256.0).reshape(4, 64), torch.zeros(256)
+    if step == 64:
+        interpret(kernel, x, y, checks='all')
+        assert torch.equal(y, x.flatten())
+    else:
+        with pytest.raises(DataRace, match='y'):
+            interpret(kernel, x, y, checks='races')
+
+
+@pytest.mark.parametrize('unique', [False, True])
+def test_scattered_rows_that_meet(unique):
+    @T.prim_func
+    def scatter(x: T.Tensor((8, 32), 'float32'), index: T.Tensor((8,), 'int32'), y: T.Tensor((8, 32), 'float32')):
+        with T.Kernel(8, threads=32) as pid:
+            for j in T.Parallel(32):
+                y[index[pid], j] = x[pid, j]
+
+    x, index = torch.randn(8, 32), torch.tensor([3, 1, 0, 2, 7, 6, 5, 4 if unique else 3], dtype=torch.int32)
+    if unique:
+        y = torch.empty(8, 32)
+        interpret(scatter, x, index, y, checks='all')
+        assert torch.equal(y[index.long()], x)
+    else:
+        with pytest.raises(DataRace, match='y'):
+            interpret(scatter, x, index, torch.empty(8, 32), checks='races')

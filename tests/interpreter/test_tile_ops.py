@@ -268,6 +268,25 @@ def test_cumsum_and_cummax(reverse, dim):
     assert torch.equal(z, peak.flip(dim) if reverse else peak)
 
 
+def test_reducer_in_the_older_syntax():
+    @T.prim_func
+    def rows(x: T.Tensor((64, 8), 'float32'), y: T.Tensor((64, 8), 'float32')):
+        with T.Kernel(1, threads=128):
+            x_frag = T.alloc_fragment((64, 8), 'float32')
+            total = T.alloc_reducer((64,), 'float32')
+            T.copy(x, x_frag)
+            T.clear(total)
+            for i, j in T.Parallel(64, 8):
+                total[i] += x_frag[i, j]
+            T.finalize_reducer(total)
+            for i, j in T.Parallel(64, 8):
+                y[i, j] = x_frag[i, j] - total[i]
+
+    x, y = torch.randn(64, 8), torch.empty(64, 8)
+    interpret(rows, x, y, checks='all')
+    torch.testing.assert_close(y, x - x.sum(1, keepdim=True))
+
+
 def test_reducer_counts_every_iteration_once():
     @T.prim_func
     def reducer(x: T.Tensor((8, 100), 'float32'), y: T.Tensor((8, 2), 'float32')):

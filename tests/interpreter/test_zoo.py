@@ -62,6 +62,14 @@ def test_wrong_kernel_is_caught_by_the_cheapest_checks_that_should(specimen):
 
 
 @every_specimen
+def test_collect_ends_and_has_the_finding(specimen):
+    launch = specimen.build(True)
+    switches = dict(launch.pass_configs)
+    report = interpreter.interpret(launch.kernel, *launch.tensors, checks='collect', pass_configs=switches)
+    assert specimen.finding in [type(error).__name__ for error in report.errors]
+
+
+@every_specimen
 def test_right_look_alike_has_no_finding(specimen):
     run(specimen.build(False))
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tile_kernels.interpreter.errors import Deadlock, InterpreterError, Site
+from tile_kernels.interpreter.errors import InterpreterError, Site, UnsupportedConstruct
 from tile_kernels.interpreter.observe import Observer, Several, Touch, Watcher
 from tile_kernels.interpreter.session import LineTime, PostMortem, Session
 
@@ -117,8 +117,14 @@ def interpret(
         arch = 'sm_90a' if lower is True else str(lower)
         check_lowering(prim_func, _switches(kernel, prim_func, pass_configs), arch)
     options = options_of(kernel, pass_configs, checks)
-    program = compiled(prim_func, replace(options, timed=True) if profile else options)
     session = Session(checks == 'collect', strict, _one_observer(watch, at, observer))
+    try:
+        program = compiled(prim_func, replace(options, timed=True) if profile else options)
+    except InterpreterError as error:
+        if isinstance(error, UnsupportedConstruct):
+            raise
+        session.found(error)
+        return Report(error.kernel, 0.0, (), (), (error,), (), ())
     shared, seconds = _run(program, tensors, session, on_error)
     branches = tuple(
         Branch(site.file, site.line, side, number in shared.covered)
@@ -140,7 +146,7 @@ def _run(program: Any, tensors: tuple[Any, ...], session: Session, on_error: str
         frame, error.frame = error.frame, None
         if frame is not None and frame.block_ids:
             error.post_mortem = PostMortem(error, frame, program.compiler)
-        if session.collect and isinstance(error, Deadlock):
+        if session.collect and not isinstance(error, UnsupportedConstruct):  # the kernel cannot go on after it
             session.found(error)
             return shared, 0.0
         if on_error == 'pdb' and error.post_mortem is not None:

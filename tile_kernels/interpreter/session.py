@@ -81,8 +81,10 @@ class Session:
     Attributes:
         collect: Findings are collected in `findings` instead of raised.
         strict: Accesses that TileLang's guards mask are findings.
-        observer: The receiver of every access, or None.
-        write: The function that receives the lines of `T.print`.
+        observer: What sees every access, or None.
+        write: Where the lines of `T.print` go.
+        looking: A print reads memory, which may be unwritten.
+        unwritten: Lanes whose print has read unwritten memory, or None.
     """
 
     collect: bool = False
@@ -93,6 +95,8 @@ class Session:
     prints: list[str] = field(default_factory=list)
     printed: dict[Site, int] = field(default_factory=dict)
     times: Times = field(default_factory=Times)
+    looking: bool = False
+    unwritten: Any = None
 
     def found(self, error: InterpreterError) -> None:
         """Raise a finding, or collect the first of its line and buffer and count the others."""
@@ -102,6 +106,19 @@ class Session:
         first = self.findings.setdefault(key, error)
         first.times += 1
         error.frame = None
+
+    def show(self, frame: Any, site: Site, text: str, value: Callable[[Any], Any], mask: Any) -> None:
+        """`T.print` of a value: to look at memory that nothing wrote is no finding."""
+        self.print(frame, site, text, self.look(lambda: value(frame)), mask)
+        self.unwritten = None
+
+    def look(self, get: Callable[[], Any]) -> Any:
+        """Get a value that is only printed."""
+        self.looking = True
+        try:
+            return get()
+        finally:
+            self.looking = False
 
     def print(self, frame: Any, site: Site, text: str, value: Any, mask: Any) -> None:
         """`T.print`: one line for each active lane, up to a limit for each source line."""
@@ -115,6 +132,8 @@ class Session:
             where = [f'block {block}'] + ([f'thread {int(spot[1])}'] if shape[1] > 1 else [])
             where += [f'iteration {tuple(int(part) for part in spot[2:])}'] if len(spot) > 2 else []
             shown = '' if value is None else f' = {_show(value, spot)}'
+            if value is not None and self.unwritten is not None and _show(self.unwritten, spot) == 'True':
+                shown = ' = not written'
             self._line(f'{site.kernel}: {text}{shown} ({", ".join(where)}), at {site}')
 
     def close(self) -> None:

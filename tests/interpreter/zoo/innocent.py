@@ -360,3 +360,34 @@ def blocks_that_hand_back_operands_at_different_times():
                 T.copy(c_frag, c[pid, 0:64, 0:64])
 
     return Launch(kernel, (torch.randn(12, 64, 64).bfloat16(), torch.randn(64, 64).bfloat16(), torch.empty(3, 64, 64)))
+
+
+@innocent
+def compiler_fences_for_a_role_that_stores_in_its_loop():
+    @T.prim_func
+    def kernel(a: T.Tensor((2, 64, 64), 'bfloat16'), c: T.Tensor((64, 64), 'float32')):
+        with T.Kernel(1, threads=256):
+            thread = T.get_thread_binding()
+            a_shared = T.alloc_shared((64, 64), 'bfloat16')
+            b_shared = T.alloc_shared((64, 64), 'bfloat16')
+            b_frag = T.alloc_fragment((64, 64), 'bfloat16')
+            c_frag = T.alloc_fragment((64, 64), 'float32')
+            stored, free = T.alloc_barrier([128]), T.alloc_barrier([128])
+            if thread < 128:
+                for k in T.serial(2):
+                    T.mbarrier_wait_parity(free[0], (k & 1) ^ 1)
+                    for i, j in T.Parallel(64, 64):
+                        a_shared[i, j] = a[k, i, j]
+                    T.barrier_arrive(stored[0])
+            else:
+                T.clear(c_frag)
+                for k in T.serial(2):
+                    T.mbarrier_wait_parity(stored[0], k & 1)
+                    T.copy(a[k, :, :], b_frag)
+                    T.copy(b_frag, b_shared)
+                    T.wgmma_gemm(a_shared, b_shared, c_frag)
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(free[0])
+                T.copy(c_frag, c)
+
+    return Launch(kernel, (torch.randn(2, 64, 64).bfloat16(), torch.empty(64, 64)))

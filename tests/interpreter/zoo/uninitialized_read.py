@@ -39,18 +39,18 @@ def shared_half_filled(bug):
     return Launch(kernel, (torch.randn(64), torch.empty(64)))
 
 
-@specimen('UninitializedRead', 'best_var')
+@specimen('UninitializedRead', 'best_local')
 def variable_without_a_start_value(bug):
     @T.prim_func
     def kernel(x: T.Tensor((32, 8), 'float32'), y: T.Tensor((32,), 'float32')):
         with T.Kernel(1, threads=32):
             thread = T.get_thread_binding()
-            best_var = T.alloc_var('float32')
+            best_local = T.alloc_local((1,), 'float32')
             if not bug:
-                best_var = -T.infinity('float32')
+                best_local[0] = -T.infinity('float32')
             for i in T.serial(8):
-                best_var = T.max(best_var, x[thread, i])  # BUG
-            y[thread] = best_var
+                best_local[0] = T.max(best_local[0], x[thread, i])  # BUG
+            y[thread] = best_local[0]
 
     return Launch(kernel, (torch.randn(32, 8), torch.empty(32)))
 

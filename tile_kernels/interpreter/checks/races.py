@@ -9,6 +9,7 @@ shape.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -66,13 +67,13 @@ class Trace:
 
     def __init__(self, shape: tuple[int, int]) -> None:
         self.agent = np.full(shape, NOBODY, np.int64)
-        self.at = np.full(shape, -1, np.int64)
-        self.warp = np.full(shape, -1, np.int64)
-        self.warp_at = np.zeros(shape, np.int64)
-        self.stamp = np.zeros(shape, np.int64)
-        self.period = np.full(shape, -1, np.int64)  # period of the warp, for reads that nothing waits for; else -1
-        self.fences = np.full(shape, -1, np.int64)  # number of fences before the access; -1 for TMA writes
-        self.path = np.zeros(shape, np.int64)
+        self.at = np.full(shape, -1, np.int32)
+        self.warp = np.full(shape, -1, np.int32)
+        self.warp_at = np.zeros(shape, np.int32)
+        self.stamp = np.zeros(shape, np.int32)
+        self.period = np.full(shape, -1, np.int32)  # period of the warp, for reads that nothing waits for; else -1
+        self.fences = np.full(shape, -1, np.int32)  # number of fences before the access; -1 for TMA writes
+        self.path = np.zeros(shape, np.int32)
         self.agreed: dict[int, set[int]] = {}  # element -> threads that wrote the same value
 
     def unordered(self, clock: Clock, lanes: Lanes) -> Any:
@@ -142,10 +143,12 @@ class Trace:
         fresh = self.at[spot] != lanes.now
         self.warp[spot] = np.where(fresh | (not merge) | (self.warp[spot] == lanes.warp), lanes.warp, -1)
         if merge:
-            self.agent[spot] = _merge(np.where(fresh, NOBODY, self.agent[spot]), lanes.agent)
-            for _ in range(2):  # lanes of one statement that access one element
-                self.agent[spot] = _merge(self.agent[spot], lanes.agent)
-            self.warp[spot] = np.where(self.warp[spot] == lanes.warp, lanes.warp, -1)
+            merged = _merge(np.where(fresh, NOBODY, self.agent[spot]), lanes.agent)
+            self.agent[spot] = merged
+            if (self.agent[spot] != merged).any():  # lanes of one statement access one element
+                for _ in range(2):
+                    self.agent[spot] = _merge(self.agent[spot], lanes.agent)
+                self.warp[spot] = np.where(self.warp[spot] == lanes.warp, lanes.warp, -1)
         else:
             self.agent[spot] = lanes.agent
         self.at[spot], self.warp_at[spot], self.stamp[spot] = (lanes.now, lanes.warp_now, lanes.stamp)
@@ -155,12 +158,21 @@ class SharedMarks:
     """The last threads that wrote and read every element of a shared buffer, and the time of each access."""
 
     def __init__(self, memory: ByteMemory, unit: int) -> None:
-        shape = (memory.data.shape[0], memory.data.shape[1] * 8 // unit)
-        self.unit = unit  # bits per element of the traces
+        self.shape = (memory.data.shape[0], memory.data.shape[1] * 8 // unit)
+        self.unit = unit  # bits of an element of the traces
         self.memory = memory
-        self.writes, self.reads = Trace(shape), Trace(shape)
-        self.atomics: Trace | None = None  # atomic updates, if there are any
-        self.readers: np.ndarray | None = None  # per warp, stamp of the last read, if another block sends data here
+        self.atomics: Trace | None = None  # atomic updates, once there is one
+        self.readers: np.ndarray | None = None  # stamp of the last read of every warp, once a block has sent here
+
+    @cached_property
+    def writes(self) -> Trace:
+        """The last writes, allocated at the first use: many buffers never need them."""
+        return Trace(self.shape)
+
+    @cached_property
+    def reads(self) -> Trace:
+        """The last reads."""
+        return Trace(self.shape)
 
     def read(self, frame: Frame, access: Access, place: Place, mask: Mask) -> None:
         """Record reads; reading what another thread wrote since the last barrier is a race."""
@@ -201,9 +213,15 @@ class SharedMarks:
         branch.
         """
         spot, clock = (lanes.block, lanes.cell), frame.clock
-        writer, at = self.writes.warp[spot], self.writes.fences[spot]
-        last = np.maximum(clock.fenced[lanes.block, np.maximum(writer, 0)], clock.fenced[lanes.block, lanes.warp])
-        clash = (writer >= 0) & (at >= last) & (self.writes.at[spot] == lanes.now)
+        at = self.writes.fences[spot]
+        clash = at >= clock.fenced[lanes.block, lanes.warp]
+        if not clash.any():
+            return
+        writer = self.writes.warp[spot]
+        clash &= (writer >= 0) & (at >= clock.fenced[lanes.block, np.maximum(writer, 0)])
+        clash &= self.writes.at[spot] == lanes.now
+        if not clash.any() or frame.shared.fenced_by_compiler(access.path):
+            return
         for path in np.unique(self.writes.path[spot][clash]):
             if not frame.shared.apart(int(path), access.path):
                 clash &= self.writes.path[spot] != path
@@ -237,7 +255,7 @@ class SharedMarks:
             clash = trace.unordered(frame.clock, lanes)
             self._report(frame, access, clash, lanes, shape, trace, 'updates atomically', earlier)
         if self.atomics is None:
-            self.atomics = Trace(self.writes.agent.shape)
+            self.atomics = Trace(self.shape)
         self.atomics.note(lanes, merge=True)
 
     def after_write(self, frame: Frame, access: Access, seen: Any) -> None:
@@ -263,7 +281,7 @@ class SharedMarks:
         lanes, shape = self._lanes(frame, access, place, mask)
         if lanes is None:
             return
-        clock, cells = frame.clock, self.writes.agent.shape
+        clock, cells = frame.clock, self.shape
         if self.readers is None:
             self.readers = np.zeros((*cells, clock.seen.shape[1]), np.int64)
         rows = np.broadcast_to(away, shape).reshape(-1)[lanes.position]
@@ -313,13 +331,21 @@ class SharedMarks:
             raw = encoder(access.buffer.dtype)(value)
             raw = raw.reshape((1,) * flat.ndim) if raw.ndim == 0 else raw
             shape = np.broadcast_shapes(shape, raw.shape)
-        active = np.ones(shape, bool) if mask is None else np.broadcast_to(any_over(mask, shape), shape)
-        position = np.flatnonzero(active)
+        size = int(np.prod(shape[1:]))
+        parts = [np.broadcast_to(part, shape).reshape(-1) for part in (flat, agent, raw)]
+        if mask is None:
+            position = np.arange(shape[0] * size)
+            block = np.repeat(np.arange(shape[0]), size)
+        else:
+            position = np.flatnonzero(np.broadcast_to(any_over(mask, shape), shape))
+            block = position // max(1, size)
+            parts = [part[position] for part in parts]
         if not position.size:
             return None, shape
-        block = position // int(np.prod(shape[1:]))
-        cell, agent, raw = (np.broadcast_to(part, shape).reshape(-1)[position] for part in (flat, agent, raw))
-        warp = np.where((agent >= 0) & (agent < _TILE), agent // 32, first_thread(frame)[block] // 32)
+        cell, agent, raw = parts
+        warp = (first_thread(frame) // 32)[block]
+        if agent[0] < _TILE or (agent < _TILE).any():
+            warp = np.where((agent >= 0) & (agent < _TILE), agent // 32, warp)
         clock = frame.clock
         lanes = Lanes(
             block,
@@ -415,6 +441,30 @@ def check_all_arrived(frame: Frame, site: Site) -> None:
         frame.report(DataRace, text, site, (int(np.argmax(late)), -1))
 
 
+def _apart(frame: Frame, place: Place, value: Any) -> bool:
+    """Whether all lanes of a store surely address different elements."""
+    span = 1
+    for step, extent in sorted(zip(place.steps, place.extents, strict=True)):
+        if extent > 1:
+            if step < span:
+                return False
+            span = step * (extent - 1) + span
+    if isinstance(place.base, int):
+        shape = (1, 1, *place.extents)
+        different = frame.blocks == 1
+    else:
+        shape = np.broadcast_shapes(place.base.shape, (1, 1, *place.extents))
+        if any(have > 1 and extent > 1 for have, extent in zip(place.base.shape[2:], place.extents, strict=False)):
+            return False
+        starts = np.sort(place.base, axis=None)
+        different = shape[0] == frame.blocks and bool((starts[1:] - starts[:-1] >= span).all())
+    have = np.shape(value)
+    fits = not have or (
+        len(have) == len(shape) and all(one in (1, want) for one, want in zip(have, shape, strict=True))
+    )
+    return different and fits
+
+
 class GlobalMarks:
     """The block that wrote and the blocks that read every element of a tensor, since the last grid barrier."""
 
@@ -432,8 +482,13 @@ class GlobalMarks:
     def reset(self) -> None:
         """Clear all marks, because a grid barrier has ordered the blocks."""
         self.writer = np.full(self.cells, NOBODY, np.int32)
-        self.reader = np.full(self.cells, NOBODY, np.int32)
-        self.read_from = False
+        self.__dict__.pop('reader', None)
+        self.read_from = self.written_to = False
+
+    @cached_property
+    def reader(self) -> np.ndarray:
+        """The block that read each element, made when the first one does."""
+        return np.full(self.cells, NOBODY, np.int32)
 
     def read(self, frame: Frame, access: Access, place: Place, mask: Mask) -> None:
         """Record reads; reading what another block wrote is a race."""
@@ -464,18 +519,20 @@ class GlobalMarks:
         lane = tuple(int(part) for part in np.unravel_index(int(places[int(np.argmax(clash))]), shape))
         index = access.index_at(frame, lane)
         text = f'{access.buffer.name}{list(index)} is read before T.pdl_sync, and the kernel before wrote it'
-        raise frame.error(DataRace, text, access.site, (lane[0], -1), access.buffer.name, index)
+        frame.report(DataRace, text, access.site, (lane[0], -1), access.buffer.name, index)
 
     def before_write(self, frame: Frame, access: Access, place: Place, mask: Mask, value: Any) -> Any:
         """Check writes against accesses of other blocks; returns the argument of `after_write`."""
-        if mask is None and self._claim(frame, access, place) and self._all_keep(access, place, value):
-            return None
+        if mask is None:
+            apart = access.buffer.dtype.bits == self.unit and _apart(frame, place, value)
+            if self._claim(frame, access, place, apart) and (apart or self._all_keep(access, place, value)):
+                return None
         lanes = self._lanes(frame, access, place, mask, value)
         if lanes is None:
             return None
         cell, block, lane_shape, raw = lanes
         changed = _unlike(self._stored(access, cell), raw)
-        for marks, earlier in ((self.writer, 'wrote'), (self.reader, 'read')):
+        for marks, earlier in ((self.writer, 'wrote'), *([(self.reader, 'read')] if self.read_from else [])):
             other = marks[cell]
             clash = changed & (other != NOBODY) & (other != block)
             self._report(frame, access, clash, lane_shape, block, other, 'writes', earlier)
@@ -486,6 +543,7 @@ class GlobalMarks:
         if lanes is None:
             return
         cell, block, lane_shape, raw = lanes
+        self.written_to = True
         self.writer[cell] = block
         winner = self.writer[cell]
         clash = _unlike(self._stored(access, cell), raw)
@@ -498,7 +556,7 @@ class GlobalMarks:
         self.memory.write_raw(place, raw, dtype, None)
         return not np.any(_unlike(self.memory.read_raw(place, dtype), raw))
 
-    def _claim(self, frame: Frame, access: Access, place: Place) -> bool:
+    def _claim(self, frame: Frame, access: Access, place: Place, apart: bool) -> bool:
         """The common case: no other block accessed these elements; mark them as owned by this block."""
         if access.buffer.dtype.bits != self.unit:
             return False
@@ -508,13 +566,17 @@ class GlobalMarks:
             other = gather(self.reader.reshape(1, -1), place, False)
             if ((other != NOBODY) & (other != block)).any():
                 return False
-        before = np.array(gather(self.writer.reshape(1, -1), place, False))
-        if ((before != NOBODY) & (before != block)).any():
-            return False
-        scatter(self.writer.reshape(1, -1), place, block, None, False)
-        if (gather(self.writer.reshape(1, -1), place, False) == block).all():
+        written = self.writer.reshape(1, -1)
+        before: Any = NOBODY
+        if self.written_to or not apart:
+            before = np.array(gather(written, place, False))
+            if ((before != NOBODY) & (before != block)).any():
+                return False
+        self.written_to = True
+        scatter(written, place, block, None, False)
+        if apart or (gather(written, place, False) == block).all():
             return True
-        scatter(self.writer.reshape(1, -1), place, before, None, False)
+        scatter(written, place, before, None, False)
         return False
 
     def _stored(self, access: Access, cell: np.ndarray) -> np.ndarray:

@@ -59,6 +59,7 @@ class Shared:
         self.events = 0  # increases whenever a thread makes progress at a barrier
         self.covered: set[int] = set()
         self.paths: list[tuple[tuple[str, int, int], ...]] = [()]
+        self.generic: set[int] = set()  # numbers of the paths with stores of threads to shared memory
         self.guarded: dict[tuple[Site, str], int] = {}
 
     def note_guarded(self, site: Site, buffer: str) -> None:
@@ -72,6 +73,18 @@ class Shared:
                 return one[0] == 'if' and one[:2] == other[:2]
             if one[0] == 'loop':
                 return False
+        return False
+
+    def fenced_by_compiler(self, path: int) -> bool:
+        """Whether TileLang sets a proxy fence ahead of a copy or product, as threads may have stored before it.
+
+        It looks at stores to any shared memory earlier on the path, or in a loop around both.
+        """
+        for store in self.generic:
+            common = [one for one, other in zip(self.paths[store], self.paths[path], strict=False) if one == other]
+            looped = any(one[0] == 'loop' for one in common)
+            if looped or (store <= path and not self.apart(store, path)):
+                return True
         return False
 
     def grid_sync(self) -> None:
@@ -94,6 +107,8 @@ class Program:
         self.usage = Usage(prim_func)
         compiler.used = self.usage.variables
         compiler.finalized = self.usage.finalized
+        compiler.shown = self.usage.shown
+        compiler.opened = self.usage.opened
         compiler.replicated = replicated_fragments(prim_func)
         self.body = compiler.stmt(prim_func.body)
         compiler.forget_ranges()
@@ -280,12 +295,14 @@ class Usage:
     """The buffers that a kernel loads from and stores to, by data variable."""
 
     def __init__(self, prim_func: Any) -> None:
-        from tvm.tirx.stmt_functor import post_order_visit
+        from tvm.tirx.stmt_functor import post_order_visit, pre_order_visit
 
         self.loaded: set[Any] = set()
         self.stored: set[Any] = set()
         self.finalized: set[Any] = set()  # reducers with a used result
         self.variables: set[Any] = set()  # variables that some expression reads
+        self.shown: set[Any] = set()  # variables that only T.print reads
+        self.opened: set[Any] = set()  # reducers that T.reducer_init, T.reducer_update or a finalize with a target use
         loads: list[Any] = []
         operands: set[Any] = set()
 
@@ -306,12 +323,25 @@ class Usage:
 
         post_order_visit(prim_func.body, visit)
         self.loaded |= {load.buffer.data for load in loads if load not in operands}
+        if self.shown:
+            others: set[Any] = set()
+
+            def outside_prints(node: Any) -> bool:
+                if type(node).__name__ == 'Var':
+                    others.add(node)
+                return not _is_print(node)
+
+            pre_order_visit(prim_func.body, outside_prints)
+            self.shown -= others
 
     def _visit_call(self, call: Any, operands: set[Any]) -> None:
         name = str(call.op.name)
+        if _is_print(call) and type(call.args[-1]).__name__ == 'Var':
+            self.shown.add(call.args[-1])
         if name.startswith('tl.tileop.finalize_reducer'):
-            first = call.args[0]
-            self.finalized.add((first.buffer if type(first).__name__ == 'BufferRegion' else first.args[0].buffer).data)
+            self.finalized.add(_first_buffer(call).data)
+        if name in ('tl.tileop.reducer_init', 'tl.reducer_update', 'tl.tileop.finalize_reducer_v2'):
+            self.opened.add(_first_buffer(call).data)
         for argument in call.args:
             kind = type(argument).__name__
             if kind == 'BufferRegion':
@@ -327,6 +357,18 @@ class Usage:
             self.loaded.add(data)
         if mode & 2:
             self.stored.add(data)
+
+
+def _first_buffer(call: Any) -> Any:
+    """The buffer that the first operand of a call names."""
+    first = call.args[0]
+    return first.args[0].buffer if type(first).__name__ == 'Call' else first.buffer
+
+
+def _is_print(node: Any) -> bool:
+    if type(node).__name__ != 'Call' or str(node.op.name) != 'tirx.call_extern':
+        return False
+    return str(getattr(node.args[0], 'value', '')).startswith('debug_print')
 
 
 def replicated_fragments(prim_func: Any) -> set[Any]:
@@ -441,7 +483,7 @@ def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
             frame.clock = Clock(frame, compiler.cluster_dims) if compiler.options.races else None
             if frame.clock is not None:
                 frame.clock.settling = compiler.overwrites
-            host.shared.paths = compiler.paths
+            host.shared.paths, host.shared.generic = compiler.paths, compiler.generic
             frame.early = np.ones((count, threads), bool) if early else None
             for tag, ids in zip(tags, frame.block_ids, strict=True):
                 frame.env[slots[tag]] = int(ids[0]) if count == 1 else ids.astype(np.int32).reshape(-1, 1)
@@ -526,10 +568,11 @@ def allocate(storage: Storage, frame: Frame, options: Options, host: Frame) -> A
     """Fresh memory for one buffer of a batch."""
     size = storage.size if isinstance(storage.size, int) else storage.size(frame)
     if storage.scope == 'local':
-        if len(storage.dtypes) == 1:
-            return LocalMemory(size)
-        unit = min(dtype_of(name).bits for name in storage.dtypes)
-        return LocalMemory(-(-size * storage.dtype.bits // unit), unit)
+        unit = 0 if len(storage.dtypes) == 1 else min(dtype_of(name).bits for name in storage.dtypes)
+        registers = LocalMemory(-(-size * storage.dtype.bits // unit) if unit else size, unit)
+        if storage.zeroed and not frame.shared.session.strict:
+            registers.written = None
+        return registers
     if storage.scope == 'barrier':
         return new_barriers(storage, frame)
     size_bytes = bytes_of(storage, frame)

@@ -7,6 +7,8 @@ they have in common: variables, buffers, accesses.
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -119,6 +121,7 @@ class Storage:
     counts: list[Closure] = field(default_factory=list)  # expected arrivals of each mbarrier
     replicated: bool = False  # every thread has its own copy of this fragment
     counts_bytes: bool = False  # blocks of the cluster send bytes to these mbarriers
+    zeroed: bool = False  # a variable, which TileLang starts at 0
 
     @property
     def unit(self) -> int:
@@ -165,7 +168,11 @@ class Compiler:
         self.as_arrays = False  # inside a serial loop that runs as an axis
         self.updated: Any = None  # data variable of the reducer that the current statement updates
         self.finalized: set[Any] = set()  # data variables of reducers that are finalized somewhere
-        self.reducers: dict[Any, str] = {}  # data variable of a reducer -> its operator
+        self.reducers: dict[Any, str] = {}  # data variable of a reducer -> how it combines
+        self.shown: set[Any] = set()  # variables that only T.print reads
+        self.opened: set[Any] = set()  # data variables of reducers in the newer form
+        self.wide = False  # the current index needs 64 bits
+        self.generic: set[int] = set()  # paths on which threads themselves store to shared memory
 
     # ---- expressions ---------------------------------------------------------------------------------
 
@@ -284,6 +291,7 @@ class Compiler:
         dtype = self.dtype(buffer)
         storage = Storage(self.num_memories, scope, dtype, size, str(buffer.name), {str(buffer.dtype)})
         storage.replicated = scope == 'fragment' and buffer.data in self.replicated
+        storage.zeroed = str(buffer.scope()) == 'local.var'
         self.num_memories += 1
         self.storages[buffer.data] = storage
         return storage
@@ -360,7 +368,9 @@ class Compiler:
         """Compile an element access."""
         view = self.buffer(buffer)
         indices = self.from_the_end(buffer, list(indices))
+        self.wide = _needs_64_bits(buffer)
         dims = [self._dim(view, index, guard) for index in indices]
+        self.wide = False
         made = Access(view, dims, self.ndim, self.site, self.options.checks != 'none', self.safe_value(buffer))
         made.private = self.as_arrays
         made.updates = self.updated is not None and buffer.data.same_as(self.updated)
@@ -493,13 +503,20 @@ class Compiler:
         """Free the analyzer: its solver holds about 20 MB, and programs are kept."""
         self.__dict__.pop('analyzer', None)
 
+    def sign_is_open(self, ramp: Any) -> bool:
+        """Whether some elements of a vector of indices may be negative and others not."""
+        if not _may_be_negative(ramp.base):
+            return False
+        last = ramp.base + ramp.stride * (int(ramp.lanes) - 1)
+        return not any(self.analyzer.can_prove(part) for part in (ramp.base >= 0, last < 0))
+
     def _surely_negative(self, index: Any) -> bool:
         return int(index) < 0 if is_const(index) else bool(self.analyzer.can_prove(index < 0))
 
     def affine(self, node: Any) -> tuple[dict[int, int], Closure]:
         """Split an index into coefficients of parallel axes and the rest."""
         if not self.depth:
-            return {}, self.expr(node)
+            return {}, self._index(node)
         kind = type(node).__name__
         if kind == 'Var' and node in self.axes:
             return {self.axes[node]: 1}, _zero
@@ -523,7 +540,36 @@ class Compiler:
                 scale = int(factor)
                 scaled = {axis: coefficient * scale for axis, coefficient in terms.items()}
                 return scaled, base if base is _zero else (lambda frame: base(frame) * scale)
-        return {}, self.expr(node)
+        return {}, self._index(node)
+
+    def _index(self, node: Any) -> Closure:
+        """An index, in 64 bits where TileLang computes it so."""
+        if not self.wide:
+            return self.expr(node)
+        kind = type(node).__name__
+        if kind in _SUMS:
+            left, right, combine = self._index(node.a), self._index(node.b), _SUMS[kind]
+            return lambda frame: combine(left(frame), right(frame))
+        self.wide = False  # an index inside the index is its own matter
+        value = self.expr(node)
+        self.wide = True
+
+        def run(frame: Frame) -> Any:
+            found = value(frame)
+            return found.astype(np.int64) if isinstance(found, np.ndarray) else int(found)
+
+        return run
+
+
+_SUMS: dict[str, Callable[[Any, Any], Any]] = {'Add': operator.add, 'Sub': operator.sub, 'Mul': operator.mul}
+
+
+def _needs_64_bits(buffer: Any) -> bool:
+    """Whether an index of 32 bits is too short for a buffer: its shape says so by a number or a symbol of 64 bits."""
+    extents = list(buffer.shape)
+    if all(is_const(extent) for extent in extents):
+        return math.prod(int(extent) for extent in extents) > np.iinfo(np.int32).max
+    return any(not is_const(extent) and str(extent.dtype) == 'int64' for extent in extents)
 
 
 def _zero(frame: Frame) -> int:

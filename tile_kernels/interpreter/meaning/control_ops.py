@@ -159,14 +159,14 @@ def _print(compiler: Compiler, name: str, call: Any) -> Closure:
         return lambda frame: frame.shared.session.print(frame, site, message, None, frame.mask)
     value = compiler.expr(call.args[-1])
     if name == 'debug_print_var':
-        return lambda frame: frame.shared.session.print(frame, site, message, value(frame), frame.mask)
+        return lambda frame: frame.shared.session.show(frame, site, message, value, frame.mask)
     buffer, element = str(call.args[2].value), compiler.expr(call.args[3])
     label = '' if message.startswith(f'buffer<{buffer},') or not message else f'{message}: '
 
     def run(frame: Frame) -> None:
         which = element(frame)
         spot = int(which) if np.ndim(which) == 0 else int(np.asarray(which).flat[0])
-        frame.shared.session.print(frame, site, f'{label}{buffer}[{spot}]', value(frame), frame.mask)
+        frame.shared.session.show(frame, site, f'{label}{buffer}[{spot}]', value, frame.mask)
 
     return run
 

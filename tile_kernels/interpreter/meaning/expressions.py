@@ -287,7 +287,9 @@ def _load(compiler: Compiler, node: Any) -> Closure:
     if lanes == 1:
         access = compiler.access(node.buffer, indices)
         return lambda frame: access.load(frame, frame.mask)
-    parts = [compiler.access(node.buffer, vector_element(compiler, indices, lane)) for lane in range(lanes)]
+    parts = [
+        compiler.access(node.buffer, vector_element(compiler, node.buffer, indices, lane)) for lane in range(lanes)
+    ]
     return lambda frame: tuple(part.load(frame, frame.mask).copy() for part in parts)
 
 
@@ -306,8 +308,12 @@ def vector_lanes(compiler: Compiler, indices: list[Any]) -> int:
     return max((dtype_of(str(index.dtype)).lanes for index in indices if is_vector_index(compiler, index)), default=1)
 
 
-def vector_element(compiler: Compiler, indices: list[Any], lane: int) -> list[Any]:
-    """The index list of one element of a vector access."""
+def vector_element(compiler: Compiler, buffer: Any, indices: list[Any], lane: int) -> list[Any]:
+    """The index list of one element of a vector access.
+
+    Where a vector may begin below 0 and end above, TileLang lets every negative element count from the end.
+    """
+    from tvm.tirx import Select
 
     def one(index: Any) -> Any:
         kind = type(index).__name__
@@ -319,7 +325,13 @@ def vector_element(compiler: Compiler, indices: list[Any], lane: int) -> list[An
             return index.base + index.stride * lane
         return index.value if kind == 'Broadcast' else type(index)(one(index.a), one(index.b))
 
-    return [one(index) for index in indices]
+    def wrapped(index: Any, extent: Any) -> Any:
+        element = one(index)
+        if type(index).__name__ == 'Ramp' and compiler.sign_is_open(index):
+            return Select(element < 0, extent + element, element)
+        return element
+
+    return [wrapped(index, extent) for index, extent in zip(indices, buffer.shape, strict=True)]
 
 
 @expression('Ramp')

@@ -44,13 +44,13 @@ class Budgets:
                 found = sorted({int(count) for count in part[block]})
                 words = ' and '.join(f'{count} registers' if count else 'none at all' for count in reversed(found))
                 text = f'all warps of threads {first} to {first + part.shape[1] - 1} must ask for the same: {words}'
-                raise frame.error(Deadlock, text, self.site or Site(''), (block, first))
+                frame.report(Deadlock, text, self.site or Site(''), (block, first))
         begun = min(MOST, REGISTERS // threads // STEP * STEP)
         wanted = np.where(self.asked > 0, self.asked, begun).sum(1)
         if (wanted > begun * threads).any():
             block = int(np.argmax(wanted))
             text = f'its warps ask for {int(wanted[block])} registers, and the block began with {begun * threads}'
-            raise frame.error(Deadlock, text, self.site or Site(''), (block, 0))
+            frame.report(Deadlock, text, self.site or Site(''), (block, 0))
 
 
 @op('tl.set_max_nreg')

@@ -131,6 +131,8 @@ def _bind(compiler: Compiler, node: Any) -> Run:
             bound = bound.copy()  # it may be a view of memory that changes later
         frame.env[slot] = bound if narrow is None else narrow(bound)
 
+    if node.var in compiler.shown:
+        return ordered(compiler, marked(lambda frame: frame.shared.session.look(lambda: run(frame))))
     return ordered(compiler, marked(run))
 
 
@@ -198,8 +200,12 @@ def _plain_store(compiler: Compiler, node: Any) -> Run:
     lanes = vector_lanes(compiler, indices)
     if lanes == 1:
         access = compiler.access(node.buffer, indices)
+        if access.buffer.scope == 'shared':
+            compiler.generic.add(access.path)
         return marked(lambda frame: access.store(frame, value(frame), frame.mask))
-    parts = [compiler.access(node.buffer, vector_element(compiler, indices, lane)) for lane in range(lanes)]
+    parts = [
+        compiler.access(node.buffer, vector_element(compiler, node.buffer, indices, lane)) for lane in range(lanes)
+    ]
 
     def run(frame: Frame) -> None:
         values = value(frame)

@@ -35,6 +35,7 @@ COPY_HINTS = {
 ASYNCHRONOUS = {'tl.tileop.async_copy': 'copy', 'tl.tileop.tma_copy': 'tma'}
 NAN_KEEPING = {'max': np.maximum, 'min': np.minimum}
 GEMM_HINTS = {'wg_wait', 'k_pack', 'tl.ws_op_id', 'is_tcgen05', 'use_2cta'}
+REDUCE_HINTS = {'batch', 'enable_fadd2', 'nan_propagate', 'tl.ws_op_id'}
 
 
 class Region:
@@ -160,6 +161,8 @@ def _copy(compiler: Compiler, call: Any) -> Closure:
     if target.buffer.scope == 'shared':
         compiler.overwrites = compiler.overwrites or 'barrier' in notes
         target.access.asynchronous = ASYNCHRONOUS.get(str(call.op.name), '')
+        if source.buffer.scope in ('fragment', 'local'):
+            compiler.generic.add(target.access.path)
 
     def run(frame: Frame) -> None:
         mask = frame.mask
@@ -205,6 +208,8 @@ def _fill(compiler: Compiler, call: Any) -> Closure:
     private = target.buffer.scope == 'local'
     axes = len(target.wide)
     starts = target.node.data in compiler.reducers
+    if target.buffer.scope == 'shared':
+        compiler.generic.add(target.access.path)
 
     def run(frame: Frame) -> None:
         filler = convert(value(frame))
@@ -294,8 +299,8 @@ def _reduce(compiler: Compiler, call: Any) -> Closure:
     kind, dim = str(call.args[2].value), int(call.args[3])
     clear = compiler.expr(call.args[4])
     notes = {str(key) for key in dict(call.annotations or {})}
-    if notes - {'batch', 'enable_fadd2', 'nan_propagate'}:
-        raise compiler.unsupported(f'reduce annotation {sorted(notes)}')
+    if notes - REDUCE_HINTS:
+        raise compiler.unsupported(f'reduce annotation {sorted(notes - REDUCE_HINTS)}')
     propagate = 'nan_propagate' in notes
     absolute = kind.startswith('abs')
     name = kind.removeprefix('abs')
@@ -387,7 +392,8 @@ def _transpose(compiler: Compiler, call: Any) -> Closure:
 
 def forbid_plain_use(compiler: Compiler, buffer: Any) -> None:
     """Raise if a reducer is used like other memory."""
-    if str(buffer.scope()) == 'local.reducer' and compiler.options.checks != 'none':
+    newer = str(buffer.scope()) == 'local.reducer' and buffer.data in compiler.opened
+    if newer and compiler.options.checks != 'none':
         text = f'reducer {buffer.name} is used like other memory; its result is what T.finalize_reducer gives'
         raise ReducerMisuse(text, compiler.site, buffer=str(buffer.name))
 
@@ -398,7 +404,7 @@ def _require_open(frame: Frame, access: Access, done: str) -> None:
     if stage != 'open' and access.checked:
         when = 'after T.finalize_reducer' if stage else 'before T.reducer_init'
         text = f'reducer {access.buffer.name} is {done} {when}'
-        raise frame.error(ReducerMisuse, text, access.site, buffer=access.buffer.name)
+        frame.report(ReducerMisuse, text, access.site, buffer=access.buffer.name)
 
 
 @op('tl.tileop.reducer_init')

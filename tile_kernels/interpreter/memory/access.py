@@ -186,7 +186,7 @@ class Access:
             text = (
                 f'reducer {self.buffer.name} is read before T.finalize_reducer, while threads hold parts of its result'
             )
-            raise frame.error(ReducerMisuse, text, self.site, buffer=self.buffer.name)
+            frame.report(ReducerMisuse, text, self.site, buffer=self.buffer.name)
         if isinstance(memory, ReplicatedMemory) and memory.lines is not None:
             value = self._read_copies(frame, memory, place, both(mask, place.ok))
         else:
@@ -235,7 +235,7 @@ class Access:
             return
         lane = lane_of(bad)
         index = self.index_at(frame, lane)
-        raise frame.error(
+        frame.report(
             MisalignedAccess,
             f'a vector of {size} bytes of {self.buffer.name} at index {_tuple(index)} begins '
             f'{int(np.broadcast_to(address, bad.shape)[lane] % size)} bytes behind a multiple of its size',
@@ -258,7 +258,7 @@ class Access:
         differs = (raw != chosen) & active
         differs = differs if mask is None else differs & mask
         if differs.any():
-            raise self.depends(frame, lane_of(differs), 'read by threads together')
+            frame.shared.session.found(self.depends(frame, lane_of(differs), 'read by threads together'))
         return decoder(dtype)(chosen)
 
     def _store_differs(self, frame: Frame, memory: Any, place: Place, value: Any, mask: Mask) -> bool:
@@ -381,6 +381,10 @@ class Access:
             return
         missing = missing if mask is None else missing & mask
         if not missing.any():
+            return
+        session = frame.shared.session
+        if session.looking:
+            session.unwritten = missing if session.unwritten is None else session.unwritten | missing
             return
         lane = lane_of(missing)
         index = self.index_at(frame, lane)

@@ -224,7 +224,7 @@ class LocalMemory:
         self.values: list[Any] = [None] * size
         self.valid: list[Any] = [True] * size  # lanes written so far, True once all are
         self.unit_bits = unit_bits
-        self.written = True
+        self.written: bool | None = True  # None: reads of what nobody wrote are no findings
         self.race: Any = None
         self.pending: Any = None
 
