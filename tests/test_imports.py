@@ -20,6 +20,7 @@ ALLOWED = {
     'reference': {'core', 'reference', 'moe', 'engram'},
     'compat': {'compat', 'core', 'engram', 'mhc', 'modeling', 'moe', 'quant', 'reference', 'transpose'},
     'interpreter': {'interpreter', 'core'},
+    'attention': {'core', 'attention', 'device'},
     'engram': {'core', 'engram'},
     'gemm': {'core', 'gemm'},
     'distributed': {'core', 'distributed', 'moe', 'quant'},

@@ -19,7 +19,7 @@ from tile_kernels.core.knobs import knobs
 from tile_kernels.core.precompile import precompile
 
 # isort: split
-from tile_kernels import engram, gemm, mhc, moe, quant, rand, transform, transpose  # registers every operator
+from tile_kernels import attention, engram, gemm, mhc, moe, quant, rand, transform, transpose  # registers every operator
 
 if TYPE_CHECKING:
     from tile_kernels import config, distributed, interpreter, modeling, reference, testing, torch, utils
@@ -34,7 +34,7 @@ if _warning := distribution.warning():
 sys.modules['tile_kernels.precompile'] = sys.modules['tile_kernels.core.precompile']
 
 #: Subpackages that hold ops.
-FAMILIES = ('engram', 'gemm', 'mhc', 'moe', 'quant', 'rand', 'transform', 'transpose')
+FAMILIES = ('attention', 'engram', 'gemm', 'mhc', 'moe', 'quant', 'rand', 'transform', 'transpose')
 
 # Module paths of TileKernels that have no file of their own here, `tile_kernels.torch` among them, are in compat/.
 for _family in FAMILIES:
@@ -74,6 +74,7 @@ __all__ = [
     'QuantTensor',
     'TileKernelsError',
     'UnsupportedError',
+    'attention',
     'compile_count',
     'engram',
     'explain',

@@ -1,0 +1,12 @@
+"""Attention: softmax(q k^T) v for training, prefill and decode, and the merge of parts.
+
+Nothing of this family has run on a GPU yet: kernels are checked in the interpreter, lowered and compiled.
+"""
+
+from tile_kernels.attention.combine import combine, flash_attn_combine
+
+__all__ = ['combine', 'flash_attn_combine']
+
+
+def __dir__() -> list[str]:
+    return __all__
