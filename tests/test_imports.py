@@ -21,6 +21,7 @@ ALLOWED = {
     'compat': {'compat', 'core', 'engram', 'mhc', 'modeling', 'moe', 'quant', 'reference', 'transpose'},
     'interpreter': {'interpreter', 'core'},
     'attention': {'core', 'attention', 'device'},
+    'device': {'core', 'device'},
     'engram': {'core', 'engram'},
     'gemm': {'core', 'gemm'},
     'distributed': {'core', 'distributed', 'moe', 'quant'},
@@ -63,7 +64,7 @@ SHOWN_MODULES = {
     'tile_kernels': {'config', 'distributed', 'interpreter', 'modeling', 'reference', 'testing', 'torch', 'utils'},
     'tile_kernels.modeling': {'engram', 'mhc', 'moe'},
 }
-PUBLIC = ['tile_kernels', *(f'tile_kernels.{part}' for part in (*ALLOWED, 'testing') if part not in ('core', 'compat'))]
+PUBLIC = ['tile_kernels', *(f'tile_kernels.{part}' for part in (*ALLOWED, 'testing') if part not in ('core', 'compat', 'device'))]
 
 
 @pytest.mark.parametrize('name', PUBLIC)

@@ -19,7 +19,7 @@ from tile_kernels.core.knobs import knobs
 from tile_kernels.core.precompile import precompile
 
 # isort: split
-from tile_kernels import attention, engram, gemm, mhc, moe, quant, rand, transform, transpose  # registers every operator
+from tile_kernels import attention, engram, gemm, mhc, moe, quant, rand, transform, transpose  # registers operators
 
 if TYPE_CHECKING:
     from tile_kernels import config, distributed, interpreter, modeling, reference, testing, torch, utils

@@ -1,0 +1,72 @@
+"""Inputs of the cases of attention, and the bounds its results keep."""
+
+import math
+
+import torch
+from torch import Tensor
+
+#: Weights are rounded to half precision before they meet the values, whose size is about 1.
+SUMS = dict(o=dict(rtol=1e-2, atol=1e-2), lse=dict(rtol=1e-6, atol=1e-4), rtol=1e-2, atol=1e-2)
+
+
+def random_attention(
+    queries: int | tuple,
+    keys: int | tuple,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    dtype: torch.dtype = torch.bfloat16,
+    batch: int = 1,
+    band: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sink: torch.dtype | None = None,
+    behind: int = 0,
+    used: tuple = (),
+    used_q: tuple = (),
+    fused: bool = False,
+) -> dict:
+    """Arguments of `attend`; `queries` and `keys` are the lengths of packed sequences if they are tuples.
+
+    `behind` tokens follow the last sequence. They, and keys that are not used, hold NaN. With `fused`, q, k and v are
+    slices of one tensor.
+    """
+    packed = isinstance(queries, tuple)
+    rows = [sum(n) + behind if isinstance(n, tuple) else n for n in (queries, keys, keys)]
+    lead = () if packed else (batch,)
+    num_heads = (heads[0], heads[1], heads[1])
+    widths = (dims[0], dims[0], dims[1])
+    if fused:
+        whole = torch.randn(*lead, rows[0], sum(h * d for h, d in zip(num_heads, widths, strict=True))).to(dtype)
+        cut = whole.split([h * d for h, d in zip(num_heads, widths, strict=True)], dim=-1)
+        q, k, v = (x.unflatten(-1, (h, -1)) for x, h in zip(cut, num_heads, strict=True))
+    else:
+        q, k, v = (
+            torch.randn(*lead, n, h, d).to(dtype) for n, h, d in zip(rows, num_heads, widths, strict=True)
+        )
+    made = dict(q=q, k=k, v=v, sink=None if sink is None else torch.randn(heads[0]).to(sink))
+    if packed:
+        made |= dict(cu_seqlens_q=starts(queries), cu_seqlens_k=starts(keys))
+        if behind:
+            for x in (q, k, v):
+                x[-behind:] = math.nan
+    if used:
+        made['seqused_k'] = torch.tensor(used, dtype=torch.int32)
+        first = made['cu_seqlens_k'].tolist() if packed else None
+        for i, number in enumerate(used):
+            for x in (k, v):
+                own = x[first[i] : first[i + 1]] if first else x[i]
+                own[number:] = math.nan
+    if used_q:
+        made['seqused_q'] = torch.tensor(used_q, dtype=torch.int32)
+    return made | dict(scale=dims[0] ** -0.5, left=band[0], right=band[1], softcap=softcap)
+
+
+def starts(lengths: tuple) -> Tensor:
+    """Where packed sequences start, and the end of the last."""
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def products(q: Tensor, k: Tensor, v: Tensor, **others: object) -> int:
+    """Operations of the two products; a mask or lengths on the device may spare some."""
+    queries, keys = (math.prod(x.shape[:-2]) for x in (q, k))
+    batch = q.shape[0] if q.dim() == 4 else 1
+    return 2 * queries * keys // max(batch, 1) * q.shape[-2] * (q.shape[-1] + v.shape[-1])

@@ -1,0 +1,208 @@
+"""Attention: softmax of scaled scores times values, for dense and for packed sequences.
+
+    s[i, j] = scale * sum_d q[i, d] * k[j, d]         or softcap * tanh(that / softcap)
+    p[i, j] = exp(s[i, j]) / (sum_j exp(s[i, j]) + exp(sink))        over the keys that i sees
+    o[i, d] = sum_j p[i, j] * v[j, d]
+    lse[i]  = log sum_j exp(s[i, j])                  without the sink
+
+Query i sees key j if -left <= j - (i + Sk - Sq) <= right. Compute bound for long sequences; no scores are stored. The
+kernel is in `attend_kernels`. It runs on every GPU by mma; none has run it yet.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tile_kernels.attention._checks import (
+    HALVES,
+    SINKS,
+    bound,
+    check_band,
+    check_dim,
+    check_heads,
+    check_sink,
+    check_vectors,
+    lengths_int32,
+    refuse,
+    take,
+    window_of,
+)
+from tile_kernels.attention._macros import DENSE, PACKED
+from tile_kernels.attention._samples import SUMS, products, random_attention
+from tile_kernels.attention.attend_kernels import BLOCK_M, LOG2E, attend_kernel
+from tile_kernels.core import check
+from tile_kernels.core.cases import grid
+from tile_kernels.core.launch import launch
+from tile_kernels.core.op import op
+
+MAX_ROWS = (1 << 31) - (1 << 17)
+
+
+def num_blocks(q: Tensor, group: int, num_sequences: int, packed: bool) -> int:
+    """Blocks of rows of a kv head; packed sequences have numbers to spare."""
+    rows = q.shape[-3] * group
+    return rows // BLOCK_M + num_sequences + 1 if packed else -(-rows // BLOCK_M) * num_sequences
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    left: int,
+    right: int,
+    softcap: float,
+) -> int:
+    """Check the arguments of attention; returns the number of sequences."""
+    check.together(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    packed = cu_seqlens_q is not None
+    lead = '' if packed else 'batch '
+    *batch, _, q_heads, dim = check.shape(q, 'q', f'{lead}tokens heads dim', dtype=HALVES)
+    same = dict(batch=batch[0]) if batch else {}
+    *_, k_tokens, kv_heads, _ = check.shape(k, 'k', f'{lead}tokens heads dim', dtype=q.dtype, dim=dim, **same)
+    *_, value_dim = check.shape(
+        v, 'v', f'{lead}tokens heads dim', dtype=q.dtype, tokens=k_tokens, heads=kv_heads, **same
+    )
+    check_dim(dim, 'the last extent of q')
+    check_dim(value_dim, 'the last extent of v')
+    check_heads(q_heads, kv_heads)
+    check_vectors(q=q, k=k, v=v)
+    check_sink(sink, q_heads, q.dtype)
+    check_band(left, right)
+    check.at_least(softcap, 0.0, 'softcap')
+    check.at_most(q.shape[-3] * q_heads // kv_heads, MAX_ROWS, 'tokens of q times query heads of a kv head')
+    if packed:
+        check.packed(cu_seqlens_q, 'cu_seqlens_q', 'sequences+1', torch.int32)
+        number = cu_seqlens_q.shape[0] - 1
+        check.at_least(number, 0, 'the number of sequences')
+        check.packed(cu_seqlens_k, 'cu_seqlens_k', 'sequences+1', torch.int32, **{'sequences+1': number + 1})
+    else:
+        number = q.shape[0]
+    check.packed(seqused_q, 'seqused_q', 'sequences', torch.int32, sequences=number)
+    check.packed(seqused_k, 'seqused_k', 'sequences', torch.int32, sequences=number)
+    lengths = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k)
+    check.same_device(q=q, k=k, v=v, sink=sink, **lengths)
+    return number
+
+
+# Op -----------------------------------------------------------------------------------------
+
+
+@op(outputs='o lse')
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    scale: float = 1.0,
+    left: int = -1,
+    right: int = -1,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Attention of dense or packed sequences; see `flash_attn_func` and `flash_attn_varlen_func`.
+
+    Args:
+        q: (batch, tokens, heads, dim), or (tokens, heads, dim) with `cu_seqlens_q`.
+        k: the same with its own number of tokens, and of heads that divides that of q.
+        v: like k, with a dim of its own.
+        sink: (heads,) logits that join the denominator.
+        cu_seqlens_q: (sequences + 1,) int32, where packed sequences of queries start, and the end of the last.
+        cu_seqlens_k: the same of keys.
+        seqused_q: (sequences,) int32, the queries of a sequence that count.
+        seqused_k: the same of keys.
+        scale: factor of the scores.
+        left: keys before the own position that a query sees; -1 is all.
+        right: keys behind it.
+        softcap: bound of the scores, 0 for none.
+
+    Returns:
+        o, contiguous with the dtype of q, and lse (batch, heads, tokens) or (heads, tokens) float32.
+    """
+    number = _check(
+        q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, left, right, softcap
+    )
+    packed = cu_seqlens_q is not None
+    q_heads, kv_heads, dim, value_dim = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
+    lse_shape = (q_heads, q.shape[0]) if packed else (q.shape[0], q_heads, q.shape[1])
+    if k.shape[-3] == 0:
+        lse = torch.full(lse_shape, -math.inf, dtype=torch.float32, device=q.device)
+        return torch.zeros(*q.shape[:-1], value_dim, dtype=q.dtype, device=q.device), lse
+    o = torch.empty(*q.shape[:-1], value_dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+    static = (dim, value_dim, q.dtype, q.dtype, packed, seqused_q is not None, PACKED if packed else DENSE)
+    static += (seqused_k is not None, left >= 0 or right >= 0, softcap > 0, None if sink is None else sink.dtype, False)
+    blocks = num_blocks(q, q_heads // kv_heads, number, packed)
+    lead = (None,) if packed else ()
+    launch(
+        attend_kernel,
+        static,
+        q[lead],
+        k[lead],
+        v[lead],
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_q,
+        seqused_k,
+        None,
+        None,
+        None,
+        sink,
+        o[(None, *lead)],
+        lse[(None, *lead)].transpose(2, 3),
+        blocks,
+        number,
+        number.bit_length() if isinstance(number, int) else 0,
+        scale / softcap if softcap > 0 else scale * LOG2E,
+        softcap * LOG2E,
+        bound(left),
+        bound(right),
+        size=blocks if q.numel() else 0,
+    )
+    return o, lse
+
+
+# Cases --------------------------------------------------------------------------------------
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+CAUSAL = (-1, 0)
+D64, D72, D192 = (64, 64), (72, 72), (192, 128)
+SMOKE = (
+    grid(queries=[0, 1, 5], keys=[0, 5], heads=[(1, 1)], dims=[D64])
+    + grid(queries=[70], keys=[64], heads=[(3, 1)], dims=[D64], band=[CAUSAL], batch=[2])
+    + grid(queries=[5], keys=[70], heads=[(2, 2)], dims=[D72], dtype=[F16], band=[CAUSAL, (3, 0), (0, 2)], sink=[F16])
+    + grid(queries=[5], keys=[64], heads=[(8, 1)], dims=[D192], softcap=[2.0], sink=[F32], batch=[2], used=[(0, 33)])
+    + grid(
+        queries=[(0, 5, 0, 70, 1)],
+        keys=[(3, 5, 7, 40, 0)],
+        heads=[(2, 1)],
+        dims=[D64],
+        band=[(-1, -1), CAUSAL],
+        behind=[2],
+        used=[(), (3, 4, 0, 33, 0)],
+    )
+    + grid(queries=[()], keys=[()], heads=[(2, 2)], dims=[D64], behind=[3])
+    + grid(queries=[(33, 20)], keys=[(33, 20)], heads=[(3, 3)], dims=[D64], band=[(8, 4)], fused=[True], sink=[BF16])
+    + grid(queries=[(9, 8)], keys=[(9, 70)], heads=[(1, 1)], dims=[D64], band=[CAUSAL], used_q=[(7, 8)])
+)
+BENCH = (
+    grid(queries=[8192], keys=[8192], heads=[(32, 32), (32, 8)], dims=[(128, 128)], batch=[4], band=[CAUSAL])
+    + grid(queries=[8192], keys=[8192], heads=[(32, 32)], dims=[D64, D192, (256, 256)], batch=[2], band=[CAUSAL])
+    + grid(queries=[(8001,) * 4], keys=[(8001,) * 4], heads=[(24, 8)], dims=[(128, 128)], band=[CAUSAL])
+    + grid(queries=[4096], keys=[4096], heads=[(64, 8)], dims=[D64], batch=[1], band=[(128, 0)], sink=[BF16])
+)
+FULL = (
+    grid(queries=[1, 127, 129], keys=[8191], heads=[(6, 2)], dims=[(128, 128), D72], band=[CAUSAL])
+    + grid(queries=[129], keys=[129], heads=[(2, 1)], dims=[(40, 40), (80, 80), (96, 112), (256, 256)], band=[(9, 5)])
+    + grid(queries=[tuple(range(1, 300))], keys=[tuple(range(299, 0, -1))], heads=[(2, 1)], dims=[D64], band=[CAUSAL])
+)
+attend.cases(make=random_attention, match=SUMS, smoke=SMOKE, full=FULL, bench=BENCH, flops=products)

@@ -1,0 +1,1 @@
+"""Device code that families share: macros for vectors, reductions, bits, codes and scale factors."""
