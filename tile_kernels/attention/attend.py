@@ -31,6 +31,14 @@ from tile_kernels.attention._checks import (
 )
 from tile_kernels.attention._macros import DENSE, PACKED
 from tile_kernels.attention._samples import SUMS, products, random_attention
+from tile_kernels.attention.attend_bwd_kernels import (
+    BLOCK_K,
+    attend_delta_kernel,
+    attend_dkv_kernel,
+    attend_dq_kernel,
+    attend_dsink_kernel,
+    key_launches,
+)
 from tile_kernels.attention.attend_kernels import BLOCK_M, LOG2E, attend_kernel
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
@@ -40,10 +48,10 @@ from tile_kernels.core.op import op
 MAX_ROWS = (1 << 31) - (1 << 17)
 
 
-def num_blocks(q: Tensor, group: int, num_sequences: int, packed: bool) -> int:
-    """Blocks of rows of a kv head; packed sequences have numbers to spare."""
-    rows = q.shape[-3] * group
-    return rows // BLOCK_M + num_sequences + 1 if packed else -(-rows // BLOCK_M) * num_sequences
+def num_blocks(x: Tensor, group: int, num_sequences: int, packed: bool, size: int = BLOCK_M) -> int:
+    """Blocks of rows of a kv head, `group` for each token; packed sequences have numbers to spare."""
+    rows = x.shape[-3] * group
+    return rows // size + num_sequences + 1 if packed else -(-rows // size) * num_sequences
 
 
 def _check(
@@ -91,10 +99,92 @@ def _check(
     return number
 
 
-# Op -----------------------------------------------------------------------------------------
+# Ops ----------------------------------------------------------------------------------------
 
 
-@op(outputs='o lse')
+@op(outputs='dq dk dv dsink')
+def attend_bwd(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    sink: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    scale: float = 1.0,
+    left: int = -1,
+    right: int = -1,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of `attend`; equal bits in every run.
+
+    Args:
+        do: gradient of o, contiguous.
+        q: as in `attend`, as all that is not said here.
+        k: as there.
+        v: as there.
+        o: first result of `attend`.
+        lse: second result.
+        sink: as there.
+        cu_seqlens_q: as there.
+        cu_seqlens_k: as there.
+        seqused_q: as there.
+        seqused_k: as there.
+        scale: as there.
+        left: as there.
+        right: as there.
+        softcap: as there.
+
+    Returns:
+        Gradients of q, k, v and sink in their dtypes, contiguous; the last has shape (0,) without a sink.
+    """
+    number = _check(q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, left, right, softcap)
+    packed = cu_seqlens_q is not None
+    q_heads, kv_heads, dim, value_dim = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
+    shape = (*q.shape[:-1], value_dim)
+    for name, x in (('do', do), ('o', o)):
+        check.dtype(x, name, q.dtype)
+        if tuple(x.shape) != shape:
+            check.fail(name, f'must be {shape}', check.describe(x))
+        check.contiguous(x, name)
+        check_vectors(**{name: x})
+    check.dtype(lse, 'lse', torch.float32)
+    lse_shape = (q_heads, q.shape[0]) if packed else (q.shape[0], q_heads, q.shape[1])
+    if tuple(lse.shape) != lse_shape:
+        check.fail('lse', f'must be {lse_shape}', check.describe(lse))
+    check.contiguous(lse, 'lse')
+    check.same_device(q=q, do=do, o=o, lse=lse)
+    idle = q.numel() == 0 or k.numel() == 0
+    new = torch.zeros if idle else torch.empty
+    dq, dk, dv = (new(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dsink = torch.empty(0, device=q.device) if sink is None else new(sink.shape, dtype=sink.dtype, device=q.device)
+    if idle:
+        return dq, dk, dv, dsink
+    below, delta = torch.empty(2, q.shape[:-1].numel(), dtype=torch.float32, device=q.device)
+    lead = (None,) if packed else ()
+    sink_dtype = None if sink is None else sink.dtype
+    rows = do.view(-1, value_dim), lse[lead]
+    launch(attend_delta_kernel, (value_dim, q.dtype, sink_dtype), o.view(-1, value_dim), *rows, sink, below, delta)
+    if sink is not None:
+        launch(attend_dsink_kernel, (sink.dtype,), below.view(-1, q_heads), delta.view(-1, q_heads), sink, dsink)
+    static = (dim, value_dim, q.dtype, packed, seqused_q is not None, seqused_k is not None)
+    static += (left >= 0 or right >= 0, softcap > 0)
+    operands = (q[lead], k[lead], v[lead], do[lead], below, delta, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    options = (number, number.bit_length() if isinstance(number, int) else 0)
+    options += (scale / softcap if softcap > 0 else scale * LOG2E, softcap * LOG2E, bound(left), bound(right), scale)
+    blocks = num_blocks(q, q_heads // kv_heads, number, packed)
+    launch(attend_dq_kernel, static, *operands, dq[lead], blocks, *options, size=blocks)
+    blocks = num_blocks(k, 1, number, packed, BLOCK_K)
+    for result in key_launches(dim, value_dim):
+        launch(attend_dkv_kernel, (*static, result), *operands, dk[lead], dv[lead], blocks, *options, size=blocks)
+    return dq, dk, dv, dsink
+
+
+@op(outputs='o lse', backward=attend_bwd)
 def attend(
     q: Tensor,
     k: Tensor,
@@ -206,3 +296,26 @@ FULL = (
     + grid(queries=[tuple(range(1, 300))], keys=[tuple(range(299, 0, -1))], heads=[(2, 1)], dims=[D64], band=[CAUSAL])
 )
 attend.cases(make=random_attention, match=SUMS, smoke=SMOKE, full=FULL, bench=BENCH, flops=products)
+
+
+def _make_bwd(**case: Any) -> dict:
+    """Results and their gradient beside the arguments; the results are those of the twin."""
+    given = random_attention(**case)
+    small = given['q'].numel() < 1 << 20 and given['k'].numel() < 1 << 20
+    shape = (*given['q'].shape[:-1], given['v'].shape[-1])
+    lse_shape = (*shape[:-3], shape[-2], shape[-3])
+    if small and type(given['q']) is Tensor:
+        o, lse = attend.twin(**given)
+    else:  # only timed, or a dry run
+        o, lse = torch.randn(shape).to(given['q'].dtype), torch.full(lse_shape, 8.0)
+    return dict(do=torch.randn(shape).to(o.dtype), o=o, lse=lse, **given)
+
+
+attend_bwd.cases(
+    make=_make_bwd,
+    match=dict(rtol=2e-2, atol=2e-2),
+    smoke=SMOKE,
+    full=FULL,
+    bench=BENCH,
+    flops=lambda do, o, lse, **given: 5 * products(**given) // 2,
+)

@@ -1,6 +1,6 @@
 """The forward kernel of attention, for training, prefill and decode. See `attend` for the formula.
 
-A thread block owns 64 rows of one kv head (see `_macros`) and goes over the keys that any of them sees, 64 at a time:
+A thread block owns 64 rows of one kv head (see `_macros`) and goes over the keys that any of them sees, block by block:
 scores by mma, the mask only in blocks that the band or the end crosses, softmax in registers, weights times values by
 mma with the weights still in registers. With split keys, every split writes its part in float32, and `combine` merges.
 """
@@ -28,7 +28,9 @@ from tile_kernels.core.lang import T, macro
 from tile_kernels.device.mask import crosses_band, first_key, in_band, last_key
 from tile_kernels.device.softmax import finite_top, softmax_step
 
-BLOCK_M, BLOCK_N = 64, 64
+BLOCK_M = 64
+#: Every index is in bounds by what the kernels say themselves.
+PORTABLE = {**PLAIN_PRODUCTS, 'TL_DISABLE_SAFE_MEMORY_ACCESS': True}
 LN2 = math.log(2)
 LOG2E = math.log2(math.e)
 
@@ -81,7 +83,7 @@ def hide_infinite(v_shared, acc, row, group, offset, key, left, right):
     T.sync_threads()
 
 
-@kernel(pass_configs=PLAIN_PRODUCTS)
+@kernel(pass_configs=PORTABLE)
 def attend_kernel(
     head_dim: int,
     value_dim: int,
@@ -105,6 +107,7 @@ def attend_kernel(
     elem, key_elem = T.dtype(dtype), T.dtype(key_dtype)
     fp8 = key_dtype is not dtype
     wide, wide_v = padded(head_dim), padded(value_dim)
+    block_n = 64 if wide_v <= 128 else 32  # scores and sums share the registers
     q_type, q_strides = strided('q', (q_batch, q_tokens, q_heads, head_dim), elem)
     k_type, k_strides = strided('k', (k_batch, k_tokens, kv_heads, head_dim), key_elem)
     v_type, v_strides = strided('v', (k_batch, k_tokens, kv_heads, value_dim), key_elem)
@@ -141,15 +144,16 @@ def attend_kernel(
             for stride in k_strides + v_strides:
                 T.assume(stride % (16 // key_dtype.itemsize) == 0)
             q_shared = T.alloc_shared((BLOCK_M, wide), elem)
-            k_shared = T.alloc_shared((BLOCK_N, wide), elem)
-            v_shared = T.alloc_shared((BLOCK_N, wide_v), elem)
-            scores = T.alloc_fragment((BLOCK_M, BLOCK_N), T.float32)
-            weights = T.alloc_fragment((BLOCK_M, BLOCK_N), elem)
+            k_shared = T.alloc_shared((block_n, wide), elem)
+            v_shared = T.alloc_shared((block_n, wide_v), elem)
+            scores = T.alloc_fragment((BLOCK_M, block_n), T.float32)
+            weights = T.alloc_fragment((BLOCK_M, block_n), elem)
             acc = T.alloc_fragment((BLOCK_M, wide_v), T.float32)
             top, total = T.alloc_fragment((BLOCK_M,), T.float32), T.alloc_fragment((BLOCK_M,), T.float32)
             factor = T.alloc_fragment((BLOCK_M,), T.float32)
             block_top, block_sum = T.alloc_fragment((BLOCK_M,), T.float32), T.alloc_fragment((BLOCK_M,), T.float32)
 
+            group = T.alloc_var(T.int32)  # a variable, lest its division be repeated
             group = T.truncdiv(q_heads, kv_heads)
             block = find_block(cu_seqlens_q, index, num_sequences, bits, q_tokens, group, BLOCK_M, q_packed)
             sequence, start, row = block.sequence, block.start, block.row
@@ -174,7 +178,7 @@ def attend_kernel(
                         wrong = 1
                         num_keys = 0
                 if keys == PAGED:
-                    pages_shared = T.alloc_shared((BLOCK_N,), T.int32)
+                    pages_shared = T.alloc_shared((block_n,), T.int32)
                     ids = T.alloc_fragment((THREADS,), T.int32)
                     largest = T.alloc_fragment((1,), T.int32)
                     own_pages = T.truncdiv(num_keys + k_tokens - 1, k_tokens)
@@ -198,12 +202,12 @@ def attend_kernel(
                 first = T.alloc_var(T.int32, init=0)
                 last = T.alloc_var(T.int32, init=0)
                 if row < used_rows:
-                    last = T.truncdiv(num_keys + BLOCK_N - 1, BLOCK_N)
+                    last = T.truncdiv(num_keys + block_n - 1, block_n)
                     if banded:
-                        first = T.truncdiv(first_key(first_position, left), BLOCK_N)
-                        last = T.truncdiv(last_key(last_position, right, num_keys) + BLOCK_N - 1, BLOCK_N)
+                        first = T.truncdiv(first_key(first_position, left), block_n)
+                        last = T.truncdiv(last_key(last_position, right, num_keys) + block_n - 1, block_n)
                     if split:
-                        every = T.truncdiv(T.truncdiv(num_keys + BLOCK_N - 1, BLOCK_N) + num_splits - 1, num_splits)
+                        every = T.truncdiv(T.truncdiv(num_keys + block_n - 1, block_n) + num_splits - 1, num_splits)
                         first = T.max(first, part * every)
                         last = T.min(last, (part + 1) * every)
 
@@ -213,9 +217,9 @@ def attend_kernel(
                 T.clear(acc)
                 key_scale = scale * k_descale[T.min(sequence, num_tables - 1), head] if fp8 else scale
                 for step in T.serial(T.max(last - first, 0)):
-                    key = (first + step) * BLOCK_N
+                    key = (first + step) * block_n
                     if keys == PAGED:
-                        for j in T.Parallel(BLOCK_N):
+                        for j in T.Parallel(block_n):
                             pages_shared[j] = T.if_then_else(
                                 key + j < num_keys,
                                 block_table[key_batch, T.min(T.truncdiv(key + j, k_tokens), num_pages - 1)],
@@ -228,15 +232,15 @@ def attend_kernel(
                         load_keys(v, key_batch, key_start, head, key, num_keys, v_shared, value_dim)
                     score_block(q_shared, k_shared, scores, key_scale, cap, capped)
                     if keys == PAGED:
-                        for i, j in T.Parallel(BLOCK_M, BLOCK_N):
+                        for i, j in T.Parallel(BLOCK_M, block_n):
                             scores[i, j] = T.if_then_else(pages_shared[j] >= 0, scores[i, j], -inf)
-                    elif key + BLOCK_N > num_keys:
-                        for i, j in T.Parallel(BLOCK_M, BLOCK_N):
+                    elif key + block_n > num_keys:
+                        for i, j in T.Parallel(BLOCK_M, block_n):
                             scores[i, j] = T.if_then_else(key + j < num_keys, scores[i, j], -inf)
-                    crosses = crosses_band(first_position, last_position, key, BLOCK_N, left, right)
+                    crosses = crosses_band(first_position, last_position, key, block_n, left, right)
                     if banded:
                         if crosses:
-                            for i, j in T.Parallel(BLOCK_M, BLOCK_N):
+                            for i, j in T.Parallel(BLOCK_M, block_n):
                                 scores[i, j] = T.if_then_else(
                                     in_band(T.truncdiv(row + i, group) + offset, key + j, left, right),
                                     scores[i, j],
