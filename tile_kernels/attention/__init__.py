@@ -3,10 +3,10 @@
 Nothing of this family has run on a GPU yet: kernels are checked in the interpreter, lowered and compiled.
 """
 
-from tile_kernels.attention.attend import attend, attend_bwd
+from tile_kernels.attention.attend import attend, attend_bwd, flash_attn_func, flash_attn_varlen_func
 from tile_kernels.attention.combine import combine, flash_attn_combine
 
-__all__ = ['attend', 'attend_bwd', 'combine', 'flash_attn_combine']
+__all__ = ['attend', 'attend_bwd', 'combine', 'flash_attn_combine', 'flash_attn_func', 'flash_attn_varlen_func']
 
 
 def __dir__() -> list[str]:

@@ -84,8 +84,11 @@ _NEUTRAL: dict[str, tuple] = {
     'mask_mod': (None,),
     'aux_tensors': (None,),
     'cu_seqlens_k_new': (None,),
-    'max_seqlen_q': (None,),
     'sm_margin': (0,),
+    'block_table': (None,),
+    'page_table': (None,),
+    'k_descale': (None,),
+    'v_descale': (None,),
 }
 
 SINKS = ('learnable_sink', 's_aux', 'attn_sink')

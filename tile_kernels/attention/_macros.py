@@ -101,15 +101,44 @@ def find_keys(cu_seqlens, used, sequence, num_sequences, num_tokens, keys: str, 
     return Keys(batch, start, number)
 
 
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a block: `query` is the token counted from the start of the sequence, `head` the query head."""
+
+    query: Any
+    head: Any
+
+
 @macro
-def load_rows(x, batch, start, head, group, row, num_rows, x_shared, width: int):
+def make_rows(size: int):
+    """Where `place_rows` puts rows: shared memory, so that every row is divided once."""
+    query_shared, head_shared = T.alloc_shared((size,), T.int32), T.alloc_shared((size,), T.int32)
+    return Rows(query_shared, head_shared)
+
+
+@macro
+def place_rows(rows, head, group, row):
+    """Find query and head of the rows from `row` on."""
+    for i in T.Parallel(rows.query.shape[0]):
+        rows.query[i] = T.truncdiv(row + i, group)
+        rows.head[i] = head * group + T.truncmod(row + i, group)
+
+
+@macro
+def load_rows(x, batch, start, rows, row, num_rows, x_shared, width: int):
     """Load rows of queries, or of what has their shape; 0 behind the last row and behind the last column."""
     zero = T.cast(0.0, x_shared.dtype)
     for i, d in T.Parallel(x_shared.shape[0], x_shared.shape[1]):
-        token, inner = start + T.truncdiv(row + i, group), head * group + T.truncmod(row + i, group)
         x_shared[i, d] = T.if_then_else(
-            T.And(row + i < num_rows, T.truncdiv(d, 8) * 8 < width), x[batch, token, inner, d], zero
+            T.And(row + i < num_rows, T.truncdiv(d, 8) * 8 < width),
+            x[batch, start + rows.query[i], rows.head[i], d],
+            zero,
         )
+
+
+def widened(x: Any, elem: Any) -> Any:
+    """A number of a cache in the dtype of the model; there is no direct conversion from eight bits."""
+    return x if x.dtype == elem else T.cast(T.cast(x, T.float32), elem)
 
 
 @macro
@@ -119,7 +148,7 @@ def load_keys(x, batch, start, head, key, num_keys, x_shared, width: int):
     for i, d in T.Parallel(x_shared.shape[0], x_shared.shape[1]):
         x_shared[i, d] = T.if_then_else(
             T.And(key + i < num_keys, T.truncdiv(d, 8) * 8 < width),
-            T.cast(x[batch, start + key + i, head, d], x_shared.dtype),
+            widened(x[batch, start + key + i, head, d], x_shared.dtype),
             zero,
         )
 
@@ -131,6 +160,6 @@ def load_pages(x, pages_shared, page_size, head, key, x_shared, width: int):
     for i, d in T.Parallel(x_shared.shape[0], x_shared.shape[1]):
         x_shared[i, d] = T.if_then_else(
             T.And(pages_shared[i] >= 0, T.truncdiv(d, 8) * 8 < width),
-            T.cast(x[T.max(pages_shared[i], 0), T.truncmod(key + i, page_size), head, d], x_shared.dtype),
+            widened(x[T.max(pages_shared[i], 0), T.truncmod(key + i, page_size), head, d], x_shared.dtype),
             zero,
         )

@@ -261,6 +261,151 @@ def attend(
     return o, lse
 
 
+# Public functions ---------------------------------------------------------------------------
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Operands in the dtype of autocast, where it is on."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if x.is_floating_point() else x for x in tensors)
+
+
+def _default_scale(softmax_scale: float | None, q: Tensor) -> float:
+    if softmax_scale is None:
+        return max(q.shape[-1], 1) ** -0.5
+    check.number(softmax_scale, 'softmax_scale')
+    return softmax_scale
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    deterministic: bool = False,
+    num_splits: int = 1,
+    return_lse: bool = False,
+    **foreign: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of dense sequences, differentiable in q, k, v and sink; takes the calls of FlashAttention.
+
+    Args:
+        q: (batch, tokens, heads, dim) bfloat16 or float16; dim is a multiple of 8 up to 256. The last dimension is
+            dense, base and other strides are multiples of 16 bytes.
+        k: (batch, keys, kv_heads, dim); heads is a multiple of kv_heads.
+        v: (batch, keys, kv_heads, value_dim).
+        softmax_scale: factor of the scores, 1 / sqrt(dim) unless given.
+        causal: a query sees no key behind its own position; the last query stands at the last key.
+        window_size: keys before and behind its own position that a query sees; -1 or None is no bound.
+        softcap: bound c of the scores: c * tanh(score / c); 0 is none.
+        sink: (heads,) float32 or of the dtype of q: logits that join the denominator; also `learnable_sink`, `s_aux`
+            and `attn_sink`.
+        deterministic: accepted; gradients have the same bits in every run in any case.
+        num_splits: into how many parts keys are split; 0 chooses. Only without gradients.
+        return_lse: also return lse; also `return_attn_probs`.
+        foreign: arguments of FlashAttention that have no meaning here, at their neutral value.
+
+    Returns:
+        o (batch, tokens, heads, value_dim), with `return_lse` also lse (batch, heads, tokens) float32 without the sink.
+        A query that sees no key has o = 0 and lse = -inf.
+    """
+    sink = take(foreign, sink, None, *SINKS)
+    return_lse = bool(return_lse or foreign.pop('return_attn_probs', False))
+    refuse(foreign)
+    check.shape(q, 'q', 'batch tokens heads dim')
+    left, right = window_of(causal, window_size)
+    check_splits(num_splits, q, k, v, sink)
+    q, k, v = autocast(q, k, v)
+    scale = _default_scale(softmax_scale, q)
+    o, lse = attend(q, k, v, sink, scale=scale, left=left, right=right, softcap=softcap)
+    return (o, lse) if return_lse else o
+
+
+def check_splits(num_splits: int, *tensors: Tensor | None) -> None:
+    """Keys may be split only where no gradients are recorded."""
+    check.integer(num_splits, 'num_splits', least=0)
+    if num_splits > 1 and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        check.fail('num_splits', 'must be 0 or 1 where a gradient is needed', str(num_splits))
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    deterministic: bool = False,
+    num_splits: int = 1,
+    return_lse: bool = False,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    **foreign: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of packed sequences, differentiable in q, k, v and sink; takes the calls of FlashAttention.
+
+    Args:
+        q: (tokens, heads, dim), all sequences one behind the other; otherwise as in `flash_attn_func`.
+        k: (keys, kv_heads, dim).
+        v: (keys, kv_heads, value_dim).
+        cu_seqlens_q: (sequences + 1,) int32 or int64 on the device: 0, and where every sequence of queries ends.
+        cu_seqlens_k: the same of keys.
+        max_seqlen_q: accepted; a wrong value changes nothing.
+        max_seqlen_k: the same.
+        softmax_scale: as in `flash_attn_func`.
+        causal: as there, for every sequence.
+        window_size: as there.
+        softcap: as there.
+        sink: as there.
+        deterministic: as there.
+        num_splits: as there.
+        return_lse: as there.
+        seqused_q: (sequences,) int32, the queries of a sequence that count; the others give 0.
+        seqused_k: the same of keys; the mask is aligned to the shortened length.
+        foreign: arguments of FlashAttention that have no meaning here, at their neutral value.
+
+    Returns:
+        o (tokens, heads, value_dim), with `return_lse` also lse (heads, tokens). Tokens behind the last sequence have
+        o = 0, lse = -inf and gradient 0.
+    """
+    sink = take(foreign, sink, None, *SINKS)
+    return_lse = bool(return_lse or foreign.pop('return_attn_probs', False))
+    refuse(foreign)
+    check.shape(q, 'q', 'tokens heads dim')
+    for name, number in (('max_seqlen_q', max_seqlen_q), ('max_seqlen_k', max_seqlen_k)):
+        if number is not None and not isinstance(number, Tensor):
+            check.integer(number, name, least=0)
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        missing = 'cu_seqlens_q' if cu_seqlens_q is None else 'cu_seqlens_k'
+        check.fail(missing, 'must be a tensor', 'None')
+    left, right = window_of(causal, window_size)
+    check_splits(num_splits, q, k, v, sink)
+    q, k, v = autocast(q, k, v)
+    lengths = (
+        lengths_int32(cu_seqlens_q, 'cu_seqlens_q'),
+        lengths_int32(cu_seqlens_k, 'cu_seqlens_k'),
+        lengths_int32(seqused_q, 'seqused_q'),
+        lengths_int32(seqused_k, 'seqused_k'),
+    )
+    o, lse = attend(q, k, v, sink, *lengths, _default_scale(softmax_scale, q), left, right, softcap)
+    return (o, lse) if return_lse else o
+
+
 # Cases --------------------------------------------------------------------------------------
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

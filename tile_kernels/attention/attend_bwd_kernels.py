@@ -24,7 +24,9 @@ from tile_kernels.attention._macros import (
     find_keys,
     load_keys,
     load_rows,
+    make_rows,
     padded,
+    place_rows,
     used_length,
 )
 from tile_kernels.attention.attend_kernels import BLOCK_M, LOG2E, PORTABLE, strided
@@ -122,11 +124,10 @@ def attend_dsink_kernel(sink_dtype: torch.dtype):
 
 
 @macro
-def load_stats(below, delta, batch, start, num_tokens, head, q_heads, group, row, num_rows, below_shared, delta_shared):
+def load_stats(below, delta, batch, start, num_tokens, q_heads, rows, row, num_rows, below_shared, delta_shared):
     """Statistics of rows; behind the last row those of one that sees nothing."""
     for i in T.Parallel(below_shared.shape[0]):
-        token, inner = start + T.truncdiv(row + i, group), head * group + T.truncmod(row + i, group)
-        place = (batch * num_tokens + token) * q_heads + inner
+        place = (batch * num_tokens + start + rows.query[i]) * q_heads + rows.head[i]
         below_shared[i] = T.if_then_else(row + i < num_rows, below[place], T.float32(math.inf))
         delta_shared[i] = T.if_then_else(row + i < num_rows, delta[place], T.float32(0.0))
 
@@ -190,6 +191,7 @@ def attend_dq_kernel(
             ds = T.alloc_fragment((BLOCK_M, block_n), elem)
             acc = T.alloc_fragment((BLOCK_M, wide), T.float32)
 
+            block_rows = make_rows(BLOCK_M)
             group = T.alloc_var(T.int32)
             group = T.truncdiv(q_heads, kv_heads)
             block = find_block(cu_seqlens_q, index, num_sequences, bits, q_tokens, group, BLOCK_M, packed)
@@ -209,22 +211,11 @@ def attend_dq_kernel(
                         end = last_key(T.truncdiv(last_row, group) + offset, right, own.number)
                         first = T.truncdiv(first_key(T.truncdiv(row, group) + offset, left), block_n)
                         last = T.truncdiv(end + block_n - 1, block_n)
-                load_rows(q, block.batch, start, head, group, row, used_rows, q_shared, head_dim)
-                load_rows(do, block.batch, start, head, group, row, used_rows, do_shared, value_dim)
-                load_stats(
-                    below,
-                    delta,
-                    block.batch,
-                    start,
-                    q_tokens,
-                    head,
-                    q_heads,
-                    group,
-                    row,
-                    used_rows,
-                    below_shared,
-                    delta_shared,
-                )
+                place_rows(block_rows, head, group, row)
+                load_rows(q, block.batch, start, block_rows, row, used_rows, q_shared, head_dim)
+                load_rows(do, block.batch, start, block_rows, row, used_rows, do_shared, value_dim)
+                stats = (block_rows, row, used_rows, below_shared, delta_shared)
+                load_stats(below, delta, block.batch, start, q_tokens, q_heads, *stats)
                 T.clear(acc)
                 for step in T.serial(T.max(last - first, 0)):
                     key = (first + step) * block_n
@@ -236,7 +227,7 @@ def attend_dq_kernel(
                     T.gemm(do_shared, v_shared, dp, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
                     for i, j in T.Parallel(BLOCK_M, block_n):
                         scores[i, j] = T.tanh(scores[i, j] * scale) if capped else scores[i, j] * scale
-                        position = T.truncdiv(row + i, group) + offset
+                        position = block_rows.query[i] + offset
                         seen = T.And(key + j < own.number, below_shared[i] != math.inf)
                         visible = T.And(seen, in_band(position, key + j, left, right)) if banded else seen
                         power = scores[i, j] * cap - below_shared[i] if capped else scores[i, j] - below_shared[i]
@@ -247,9 +238,8 @@ def attend_dq_kernel(
                     T.copy(dp, ds)
                     T.gemm(ds, k_shared, acc, policy=T.GemmWarpPolicy.FullRow)
                 for i, d in T.Parallel(BLOCK_M, wide):
-                    token, inner = start + T.truncdiv(row + i, group), head * group + T.truncmod(row + i, group)
                     if T.And(row + i < num_rows, d < head_dim):
-                        dq[block.batch, token, inner, d] = acc[i, d] * out_scale
+                        dq[block.batch, start + block_rows.query[i], block_rows.head[i], d] = acc[i, d] * out_scale
 
     return attend_dq
 
@@ -315,10 +305,12 @@ def attend_dkv_kernel(
             if with_dk:
                 v_shared = T.alloc_shared((BLOCK_K, wide_v), elem)
                 dp = T.alloc_fragment((BLOCK_K, block_m), T.float32)
+                slope = T.alloc_fragment((BLOCK_K, block_m), T.float32) if capped else dp
                 dk_acc = T.alloc_fragment((BLOCK_K, wide), T.float32)
             if with_dv:
                 dv_acc = T.alloc_fragment((BLOCK_K, wide_v), T.float32)
 
+            block_rows = make_rows(block_m)
             group = T.alloc_var(T.int32)
             group = T.truncdiv(q_heads, kv_heads)
             block = find_block(cu_seqlens_k, index, num_sequences, bits, k_tokens, 1, BLOCK_K, packed)
@@ -345,44 +337,32 @@ def attend_dkv_kernel(
                     T.clear(dv_acc)
                 for step in T.serial(T.max(last - first, 0)):
                     row = (first + step) * block_m
-                    load_rows(q, own.batch, own.start, head, group, row, num_rows, q_shared, head_dim)
-                    load_rows(do, own.batch, own.start, head, group, row, num_rows, do_shared, value_dim)
-                    load_stats(
-                        below,
-                        delta,
-                        own.batch,
-                        own.start,
-                        q_tokens,
-                        head,
-                        q_heads,
-                        group,
-                        row,
-                        num_rows,
-                        below_shared,
-                        delta_shared,
-                    )
+                    place_rows(block_rows, head, group, row)
+                    load_rows(q, own.batch, own.start, block_rows, row, num_rows, q_shared, head_dim)
+                    load_rows(do, own.batch, own.start, block_rows, row, num_rows, do_shared, value_dim)
+                    stats = (block_rows, row, num_rows, below_shared, delta_shared)
+                    load_stats(below, delta, own.batch, own.start, q_tokens, q_heads, *stats)
                     T.clear(scores)
                     T.gemm(k_shared, q_shared, scores, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
-                    if with_dk:
-                        T.clear(dp)
-                        T.gemm(v_shared, do_shared, dp, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
                     for j, i in T.Parallel(BLOCK_K, block_m):
                         scores[j, i] = T.tanh(scores[j, i] * scale) if capped else scores[j, i] * scale
-                        position = T.truncdiv(row + i, group) + offset
+                        position = block_rows.query[i] + offset
                         seen = T.And(key + j < num_keys, below_shared[i] != math.inf)
                         visible = T.And(seen, in_band(position, key + j, left, right)) if banded else seen
                         power = scores[j, i] * cap - below_shared[i] if capped else scores[j, i] - below_shared[i]
-                        slope = 1.0 - scores[j, i] * scores[j, i] if capped else T.float32(1.0)
-                        if with_dk:
-                            dp[j, i] = (dp[j, i] - delta_shared[i]) * slope
+                        if with_dk and capped:
+                            slope[j, i] = 1.0 - scores[j, i] * scores[j, i]
                         scores[j, i] = T.if_then_else(visible, T.exp2(power), T.float32(0.0))
-                        if with_dk:
-                            dp[j, i] = T.if_then_else(visible, scores[j, i] * dp[j, i], T.float32(0.0))
                     if with_dv:
                         T.copy(scores, weights)
                         T.gemm(weights, do_shared, dv_acc, policy=T.GemmWarpPolicy.FullRow)
                     if with_dk:
-                        T.copy(dp, weights)
+                        T.clear(dp)
+                        T.gemm(v_shared, do_shared, dp, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+                        for j, i in T.Parallel(BLOCK_K, block_m):
+                            other = dp[j, i] - delta_shared[i]
+                            ds = scores[j, i] * (other * slope[j, i] if capped else other)
+                            weights[j, i] = T.if_then_else(scores[j, i] == 0.0, T.float32(0.0), ds)
                         T.gemm(weights, q_shared, dk_acc, policy=T.GemmWarpPolicy.FullRow)
                 if with_dk:
                     for j, d in T.Parallel(BLOCK_K, wide):

@@ -20,7 +20,9 @@ from tile_kernels.attention._macros import (
     load_keys,
     load_pages,
     load_rows,
+    make_rows,
     padded,
+    place_rows,
     used_length,
 )
 from tile_kernels.core.jit import PLAIN_PRODUCTS, kernel
@@ -51,7 +53,7 @@ def score_block(q_shared, k_shared, scores, scale, cap, capped: bool):
 
 
 @macro
-def hide_infinite(v_shared, acc, row, group, offset, key, left, right):
+def hide_infinite(v_shared, acc, rows, offset, key, left, right):
     """Rows must not meet values they do not see, which may be inf or NaN: weight 0 would not hide these.
 
     Such values are replaced by 0 for the product; rows that see them get them as they are.
@@ -73,7 +75,7 @@ def hide_infinite(v_shared, acc, row, group, offset, key, left, right):
         for i, d in T.Parallel(acc.shape[0], columns):
             for j in T.serial(keys):
                 value = T.cast(v_shared[j, d], T.float32)
-                sees = in_band(T.truncdiv(row + i, group) + offset, key + j, left, right)
+                sees = in_band(rows.query[i] + offset, key + j, left, right)
                 if T.And(sees, T.Not(T.isfinite(value))):
                     acc[i, d] = acc[i, d] + value
         T.sync_threads()
@@ -102,7 +104,7 @@ def attend_kernel(
     q_batch, q_tokens, q_heads = T.dynamic('q_batch'), T.dynamic('q_tokens'), T.dynamic('q_heads')
     k_batch, k_tokens, kv_heads = T.dynamic('k_batch'), T.dynamic('k_tokens'), T.dynamic('kv_heads')
     num_q, num_k, num_used_q, num_used_k = (T.dynamic(name) for name in ('num_q', 'num_k', 'num_used_q', 'num_used_k'))
-    num_tables, num_pages = T.dynamic('num_tables'), T.dynamic('num_pages')
+    num_tables, num_pages, num_scales = T.dynamic('num_tables'), T.dynamic('num_pages'), T.dynamic('num_scales')
     num_splits = T.dynamic('num_splits')
     elem, key_elem = T.dtype(dtype), T.dtype(key_dtype)
     fp8 = key_dtype is not dtype
@@ -125,8 +127,8 @@ def attend_kernel(
         seqused_q: T.Tensor((num_used_q,), T.int32),
         seqused_k: T.Tensor((num_used_k,), T.int32),
         block_table: T.Tensor((num_tables, num_pages), T.int32),
-        k_descale: T.Tensor((num_tables, kv_heads), T.float32),
-        v_descale: T.Tensor((num_tables, kv_heads), T.float32),
+        k_descale: T.Tensor((num_scales, kv_heads), T.float32),
+        v_descale: T.Tensor((num_scales, kv_heads), T.float32),
         sink: T.Tensor((q_heads,), T.dtype(sink_dtype or torch.float32)),
         o: T.Tensor((num_splits, q_batch, q_tokens, q_heads, value_dim), T.float32 if split else elem),
         lse: lse_type,
@@ -153,6 +155,7 @@ def attend_kernel(
             factor = T.alloc_fragment((BLOCK_M,), T.float32)
             block_top, block_sum = T.alloc_fragment((BLOCK_M,), T.float32), T.alloc_fragment((BLOCK_M,), T.float32)
 
+            rows = make_rows(BLOCK_M)
             group = T.alloc_var(T.int32)  # a variable, lest its division be repeated
             group = T.truncdiv(q_heads, kv_heads)
             block = find_block(cu_seqlens_q, index, num_sequences, bits, q_tokens, group, BLOCK_M, q_packed)
@@ -211,11 +214,12 @@ def attend_kernel(
                         first = T.max(first, part * every)
                         last = T.min(last, (part + 1) * every)
 
-                load_rows(q, block.batch, start, head, group, row, used_rows, q_shared, head_dim)
+                place_rows(rows, head, group, row)
+                load_rows(q, block.batch, start, rows, row, used_rows, q_shared, head_dim)
                 T.fill(top, -inf)
                 T.clear(total)
                 T.clear(acc)
-                key_scale = scale * k_descale[T.min(sequence, num_tables - 1), head] if fp8 else scale
+                key_scale = scale * k_descale[T.min(sequence, num_scales - 1), head] if fp8 else scale
                 for step in T.serial(T.max(last - first, 0)):
                     key = (first + step) * block_n
                     if keys == PAGED:
@@ -242,7 +246,7 @@ def attend_kernel(
                         if crosses:
                             for i, j in T.Parallel(BLOCK_M, block_n):
                                 scores[i, j] = T.if_then_else(
-                                    in_band(T.truncdiv(row + i, group) + offset, key + j, left, right),
+                                    in_band(rows.query[i] + offset, key + j, left, right),
                                     scores[i, j],
                                     -inf,
                                 )
@@ -252,17 +256,17 @@ def attend_kernel(
                         acc[i, d] = acc[i, d] * factor[i]
                     if banded:
                         if crosses:
-                            hide_infinite(v_shared, acc, row, group, offset, key, left, right)
+                            hide_infinite(v_shared, acc, rows, offset, key, left, right)
                     T.gemm(weights, v_shared, acc, policy=T.GemmWarpPolicy.FullRow)
 
                 for i in T.Parallel(BLOCK_M):
-                    token, own_head = start + T.truncdiv(row + i, group), head * group + T.truncmod(row + i, group)
+                    token, own_head = start + rows.query[i], rows.head[i]
                     seen = T.And(row + i < used_rows, total[i] != 0.0)
                     factor[i] = total[i]
                     if sink_dtype is not None:
                         number = T.cast(sink[T.min(own_head, q_heads - 1)], T.float32) * LOG2E
                         factor[i] = factor[i] + T.exp2(number - finite_top(top[i]))
-                    value_scale = v_descale[T.min(sequence, num_tables - 1), head] if fp8 else T.float32(1.0)
+                    value_scale = v_descale[T.min(sequence, num_scales - 1), head] if fp8 else T.float32(1.0)
                     factor[i] = T.if_then_else(seen, value_scale / factor[i], T.float32(0.0))
                     top[i] = T.if_then_else(seen, (top[i] + T.log2(total[i])) * LN2, T.float32(-inf))
                     if wrong != 0:
@@ -271,8 +275,7 @@ def attend_kernel(
                     if row + i < num_rows:
                         lse[part, block.batch, token, own_head] = top[i]
                 for i, d in T.Parallel(BLOCK_M, wide_v):
-                    token, own_head = start + T.truncdiv(row + i, group), head * group + T.truncmod(row + i, group)
                     if T.And(row + i < num_rows, d < value_dim):
-                        o[part, block.batch, token, own_head, d] = T.if_then_else(top[i] == -inf, 0.0, acc[i, d] * factor[i])
+                        o[part, block.batch, start + rows.query[i], rows.head[i], d] = T.if_then_else(top[i] == -inf, 0.0, acc[i, d] * factor[i])
 
     return attend
