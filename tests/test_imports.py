@@ -64,7 +64,10 @@ SHOWN_MODULES = {
     'tile_kernels': {'config', 'distributed', 'interpreter', 'modeling', 'reference', 'testing', 'torch', 'utils'},
     'tile_kernels.modeling': {'engram', 'mhc', 'moe'},
 }
-PUBLIC = ['tile_kernels', *(f'tile_kernels.{part}' for part in (*ALLOWED, 'testing') if part not in ('core', 'compat', 'device'))]
+PUBLIC = [
+    'tile_kernels',
+    *(f'tile_kernels.{part}' for part in (*ALLOWED, 'testing') if part not in ('core', 'compat', 'device')),
+]
 
 
 @pytest.mark.parametrize('name', PUBLIC)

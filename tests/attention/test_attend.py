@@ -164,7 +164,10 @@ def test_bad_options_are_told(given, sentence):
         (lambda q, k, v: (q.float(), k, v), 'q must be bfloat16 or float16'),
         (lambda q, k, v: (q, k.half(), v), 'k must be bfloat16'),
         (lambda q, k, v: (q, k, v[:, 1:]), r'v must be \(batch, tokens, heads, dim\) with tokens = 7'),
-        (lambda q, k, v: (q[..., :12], k[..., :12], v), 'the last extent of q must be a multiple of 8 up to 256, got 12'),
+        (
+            lambda q, k, v: (q[..., :12], k[..., :12], v),
+            'the last extent of q must be a multiple of 8 up to 256, got 12',
+        ),
         (lambda q, k, v: (q[:, :, :1], k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1)), 'heads of q must be a multiple'),
         (lambda q, k, v: (q.transpose(2, 3).contiguous().transpose(2, 3), k, v), 'q must have stride 1 .*contiguous'),
         (lambda q, k, v: (torch.cat((q, q[..., :4]), 3)[..., :16], k, v), 'q must have a base and strides .* 16 bytes'),

@@ -22,7 +22,9 @@ def test_parts_of_the_keys_give_the_whole():
     torch.manual_seed(0)
     q, k, v, sink = torch.randn(4, 2, 16), torch.randn(9, 2, 16), torch.randn(9, 2, 24), torch.randn(2)
     whole, lse = attend_sequence(q, k, v, sink, 0.25, -1, -1, 0.0)
-    parts = [attend_sequence(q, k[cut], v[cut], None, 0.25, -1, -1, 0.0) for cut in (slice(5), slice(5, 9), slice(9, 9))]
+    parts = [
+        attend_sequence(q, k[cut], v[cut], None, 0.25, -1, -1, 0.0) for cut in (slice(5), slice(5, 9), slice(9, 9))
+    ]
     outs = torch.stack([o for o, _ in parts]).float().to(DEVICE)
     lses = torch.stack([part.T for _, part in parts]).float().contiguous().to(DEVICE)
     merged, merged_lse = flash_attn_combine(outs, lses, sink=sink.to(DEVICE))
@@ -54,7 +56,10 @@ def test_nan_shows():
         (lambda o, lse: (o, lse[:, :1]), 'lse_partial must have the shape of out_partial without its last'),
         (lambda o, lse: (o, lse.half()), 'lse_partial must be float32'),
         (lambda o, lse: (o.transpose(0, 1).contiguous().transpose(0, 1), lse), 'out_partial must be contiguous'),
-        (lambda o, lse: (o[..., :4].contiguous(), lse), 'the last extent of out_partial must be a positive multiple of 8'),
+        (
+            lambda o, lse: (o[..., :4].contiguous(), lse),
+            'the last extent of out_partial must be a positive multiple of 8',
+        ),
         (lambda o, lse: (o[:0], lse[:0]), 'the number of parts must be at least 1'),
     ],
 )

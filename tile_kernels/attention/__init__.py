@@ -5,8 +5,18 @@ Nothing of this family has run on a GPU yet: kernels are checked in the interpre
 
 from tile_kernels.attention.attend import attend, attend_bwd, flash_attn_func, flash_attn_varlen_func
 from tile_kernels.attention.combine import combine, flash_attn_combine
+from tile_kernels.attention.decode import decode, flash_attn_with_kvcache
 
-__all__ = ['attend', 'attend_bwd', 'combine', 'flash_attn_combine', 'flash_attn_func', 'flash_attn_varlen_func']
+__all__ = [
+    'attend',
+    'attend_bwd',
+    'combine',
+    'decode',
+    'flash_attn_combine',
+    'flash_attn_func',
+    'flash_attn_varlen_func',
+    'flash_attn_with_kvcache',
+]
 
 
 def __dir__() -> list[str]:

@@ -46,7 +46,7 @@ def find_block(cu_seqlens, index, num_sequences, bits, num_tokens, group, size: 
     if is_packed:
         for step in T.serial(bits):
             later = sequence + (1 << (bits - 1 - step))
-            if later <= num_sequences:
+            if later <= num_sequences:  # noqa: SIM102
                 if T.truncdiv(cu_seqlens[T.min(later, num_sequences)] * group, size) + later <= index:
                     sequence = later
         start = T.min(cu_seqlens[sequence], num_tokens)

@@ -39,9 +39,7 @@ def random_attention(
         cut = whole.split([h * d for h, d in zip(num_heads, widths, strict=True)], dim=-1)
         q, k, v = (x.unflatten(-1, (h, -1)) for x, h in zip(cut, num_heads, strict=True))
     else:
-        q, k, v = (
-            torch.randn(*lead, n, h, d).to(dtype) for n, h, d in zip(rows, num_heads, widths, strict=True)
-        )
+        q, k, v = (torch.randn(*lead, n, h, d).to(dtype) for n, h, d in zip(rows, num_heads, widths, strict=True))
     made = dict(q=q, k=k, v=v, sink=None if sink is None else torch.randn(heads[0]).to(sink))
     if packed:
         made |= dict(cu_seqlens_q=starts(queries), cu_seqlens_k=starts(keys))
@@ -70,3 +68,72 @@ def products(q: Tensor, k: Tensor, v: Tensor, **others: object) -> int:
     queries, keys = (math.prod(x.shape[:-2]) for x in (q, k))
     batch = q.shape[0] if q.dim() == 4 else 1
     return 2 * queries * keys // max(batch, 1) * q.shape[-2] * (q.shape[-1] + v.shape[-1])
+
+
+def random_cache(
+    queries: int | tuple,
+    lengths: tuple,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    dtype: torch.dtype = torch.bfloat16,
+    page: int = 0,
+    fp8: bool = False,
+    packed: bool = False,
+    band: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sink: torch.dtype | None = None,
+    splits: int = 1,
+    holes: bool = False,
+    wrong: bool = False,
+) -> dict:
+    """Arguments of `decode`. Whatever no sequence uses holds NaN: tails, spare pages, holes.
+
+    Pages are shuffled. With `wrong`, the first sequence has a page that does not exist and the second is too long.
+    """
+    number = len(lengths)
+    together = isinstance(queries, tuple)
+    q = torch.randn(*((sum(queries),) if together else (number, queries)), heads[0], dims[0]).to(dtype)
+    made = dict(q=q, cu_seqlens_q=starts(queries) if together else None)
+    if page:
+        counts = [-(-length // page) for length in lengths]
+        most, pages = max(counts) + 1, sum(counts) + 2
+        order = torch.randperm(pages, device='cpu').tolist()
+        shape = (pages, page)
+        table = torch.full((number, most), pages + 7, dtype=torch.int32, device='cpu')  # never read behind the length
+        place = 0
+        slots = []
+        for i, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+            own = order[place : place + count]
+            place += count
+            table[i, :count] = torch.tensor(own, dtype=torch.int32, device='cpu')
+            slots += [(own[t // page], t % page) for t in range(length)] if length < 1 << 12 else []
+            if holes and count:
+                table[i, count // 2] = -1 - i
+        used = torch.zeros(shape, dtype=torch.bool, device='cpu')
+        if slots:
+            used[tuple(torch.tensor(slots, device='cpu').T)] = True
+        else:
+            used[:] = True
+        if wrong:
+            table[0, 0] = pages
+        made['block_table'] = table.to(q.device)
+    elif packed:
+        shape = (sum(lengths),)
+        used = torch.ones(shape, dtype=torch.bool, device='cpu')
+        made['cu_seqlens_k'] = starts(lengths)
+    else:
+        shape = (number, max(lengths) + 5)
+        used = torch.arange(shape[1], device='cpu') < torch.tensor(lengths, device='cpu')[:, None]
+    if not packed:
+        given = torch.tensor(lengths)
+        if wrong:
+            given[1] += 10_000
+        made['cache_seqlens'] = given.int()
+    caches = [torch.randn(*shape, heads[1], dim) for dim in dims]
+    caches = [x.masked_fill(~used.to(x.device)[..., None, None], math.nan) for x in caches]
+    stored = torch.float8_e4m3fn if fp8 else dtype
+    made |= dict(k_cache=caches[0].to(stored), v_cache=caches[1].to(stored))
+    if fp8:
+        made |= dict(k_descale=torch.rand(number, heads[1]) + 0.5, v_descale=torch.rand(number, heads[1]) + 0.5)
+    made['sink'] = None if sink is None else torch.randn(heads[0]).to(sink)
+    return made | dict(scale=dims[0] ** -0.5, left=band[0], right=band[1], softcap=softcap, num_splits=splits)

@@ -40,6 +40,7 @@ from tile_kernels.attention.attend_bwd_kernels import (
     key_launches,
 )
 from tile_kernels.attention.attend_kernels import BLOCK_M, LOG2E, attend_kernel
+from tile_kernels.attention.decode import decode, spread_scale
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.launch import launch
@@ -218,9 +219,7 @@ def attend(
     Returns:
         o, contiguous with the dtype of q, and lse (batch, heads, tokens) or (heads, tokens) float32.
     """
-    number = _check(
-        q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, left, right, softcap
-    )
+    number = _check(q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, left, right, softcap)
     packed = cu_seqlens_q is not None
     q_heads, kv_heads, dim, value_dim = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
     lse_shape = (q_heads, q.shape[0]) if packed else (q.shape[0], q_heads, q.shape[1])
@@ -273,6 +272,20 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) if x.is_floating_point() else x for x in tensors)
 
 
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether gradients are recorded for one of these."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def may_split(num_splits: int, *tensors: Tensor | None) -> bool:
+    """Whether keys are to be split, which is possible only where no gradients are recorded."""
+    check.integer(num_splits, 'num_splits', least=0)
+    needed = num_splits != 1 and needs_gradient(*tensors)
+    if num_splits > 1 and needed:
+        check.fail('num_splits', 'must be 0 or 1 where a gradient is needed', str(num_splits))
+    return num_splits != 1 and not needed
+
+
 def _default_scale(softmax_scale: float | None, q: Tensor) -> float:
     if softmax_scale is None:
         return max(q.shape[-1], 1) ** -0.5
@@ -322,18 +335,15 @@ def flash_attn_func(
     refuse(foreign)
     check.shape(q, 'q', 'batch tokens heads dim')
     left, right = window_of(causal, window_size)
-    check_splits(num_splits, q, k, v, sink)
+    splitting = may_split(num_splits, q, k, v, sink)
     q, k, v = autocast(q, k, v)
-    scale = _default_scale(softmax_scale, q)
-    o, lse = attend(q, k, v, sink, scale=scale, left=left, right=right, softcap=softcap)
+    options = dict(scale=_default_scale(softmax_scale, q), left=left, right=right, softcap=softcap)
+    if splitting:
+        o, lse = decode(q, k, v, sink=sink, num_splits=num_splits, **options)
+        lse = lse.transpose(1, 2)
+    else:
+        o, lse = attend(q, k, v, sink, **options)
     return (o, lse) if return_lse else o
-
-
-def check_splits(num_splits: int, *tensors: Tensor | None) -> None:
-    """Keys may be split only where no gradients are recorded."""
-    check.integer(num_splits, 'num_splits', least=0)
-    if num_splits > 1 and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        check.fail('num_splits', 'must be 0 or 1 where a gradient is needed', str(num_splits))
 
 
 def flash_attn_varlen_func(
@@ -355,6 +365,9 @@ def flash_attn_varlen_func(
     return_lse: bool = False,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     **foreign: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of packed sequences, differentiable in q, k, v and sink; takes the calls of FlashAttention.
@@ -377,6 +390,10 @@ def flash_attn_varlen_func(
         return_lse: as there.
         seqused_q: (sequences,) int32, the queries of a sequence that count; the others give 0.
         seqused_k: the same of keys; the mask is aligned to the shortened length.
+        block_table: (sequences, most_pages) int32, also `page_table`: k and v are pages as in
+            `flash_attn_with_kvcache`, with lengths `seqused_k` or those of `cu_seqlens_k`; there is no gradient.
+        k_descale: factor of fp8 keys in pages, as in `flash_attn_with_kvcache`.
+        v_descale: the same of values.
         foreign: arguments of FlashAttention that have no meaning here, at their neutral value.
 
     Returns:
@@ -384,25 +401,38 @@ def flash_attn_varlen_func(
         o = 0, lse = -inf and gradient 0.
     """
     sink = take(foreign, sink, None, *SINKS)
+    block_table = take(foreign, block_table, None, 'page_table')
     return_lse = bool(return_lse or foreign.pop('return_attn_probs', False))
     refuse(foreign)
     check.shape(q, 'q', 'tokens heads dim')
     for name, number in (('max_seqlen_q', max_seqlen_q), ('max_seqlen_k', max_seqlen_k)):
         if number is not None and not isinstance(number, Tensor):
             check.integer(number, name, least=0)
-    if cu_seqlens_q is None or cu_seqlens_k is None:
-        missing = 'cu_seqlens_q' if cu_seqlens_q is None else 'cu_seqlens_k'
-        check.fail(missing, 'must be a tensor', 'None')
+    check.tensor(cu_seqlens_q, 'cu_seqlens_q')
     left, right = window_of(causal, window_size)
-    check_splits(num_splits, q, k, v, sink)
-    q, k, v = autocast(q, k, v)
-    lengths = (
-        lengths_int32(cu_seqlens_q, 'cu_seqlens_q'),
-        lengths_int32(cu_seqlens_k, 'cu_seqlens_k'),
-        lengths_int32(seqused_q, 'seqused_q'),
-        lengths_int32(seqused_k, 'seqused_k'),
-    )
-    o, lse = attend(q, k, v, sink, *lengths, _default_scale(softmax_scale, q), left, right, softcap)
+    splitting = may_split(num_splits, q, k, v, sink)
+    cu_q, cu_k = lengths_int32(cu_seqlens_q, 'cu_seqlens_q'), lengths_int32(cu_seqlens_k, 'cu_seqlens_k')
+    used_q, used_k = lengths_int32(seqused_q, 'seqused_q'), lengths_int32(seqused_k, 'seqused_k')
+    options = dict(scale=_default_scale(softmax_scale, q), left=left, right=right, softcap=softcap)
+    if block_table is not None:
+        if needs_gradient(q, k, v, sink):
+            check.fail('block_table', 'must be None where a gradient is needed', check.describe(block_table))
+        if used_k is None:
+            used_k = check.tensor(cu_k, 'cu_seqlens_k').diff()
+        number, kv_heads = cu_q.shape[0] - 1, check.shape(k, 'k', 'pages page_size heads dim')[2]
+        options['block_table'] = lengths_int32(block_table, 'block_table')
+        options['k_descale'] = spread_scale(k_descale, 'k_descale', number, kv_heads, k)
+        options['v_descale'] = spread_scale(v_descale, 'v_descale', number, kv_heads, k)
+        cu_k, splitting = None, True
+    else:
+        refuse(dict(k_descale=k_descale, v_descale=v_descale))
+        q, k, v = autocast(q, k, v)
+        check.tensor(cu_k, 'cu_seqlens_k')
+    if splitting:
+        o, lse = decode(q, k, v, used_k, cu_q, cu_k, used_q, sink=sink, num_splits=num_splits, **options)
+        lse = lse.transpose(0, 1)
+    else:
+        o, lse = attend(q, k, v, sink, cu_q, cu_k, used_q, used_k, **options)
     return (o, lse) if return_lse else o
 
 

@@ -167,7 +167,7 @@ def attend_kernel(
                 key_batch = T.alloc_var(T.int32, init=0)
                 key_start = T.alloc_var(T.int32, init=0)
                 num_keys = T.alloc_var(T.int32, init=0)
-                if keys == DENSE or keys == PACKED:
+                if keys in (DENSE, PACKED):
                     own = find_keys(cu_seqlens_k, seqused_k, sequence, num_sequences, k_tokens, keys, k_used)
                     key_batch = own.batch
                     key_start = own.start
@@ -242,7 +242,7 @@ def attend_kernel(
                         for i, j in T.Parallel(BLOCK_M, block_n):
                             scores[i, j] = T.if_then_else(key + j < num_keys, scores[i, j], -inf)
                     crosses = crosses_band(first_position, last_position, key, block_n, left, right)
-                    if banded:
+                    if banded:  # noqa: SIM102 - known when the kernel is built
                         if crosses:
                             for i, j in T.Parallel(BLOCK_M, block_n):
                                 scores[i, j] = T.if_then_else(
@@ -254,7 +254,7 @@ def attend_kernel(
                     T.copy(scores, weights)
                     for i, d in T.Parallel(BLOCK_M, wide_v):
                         acc[i, d] = acc[i, d] * factor[i]
-                    if banded:
+                    if banded:  # noqa: SIM102
                         if crosses:
                             hide_infinite(v_shared, acc, rows, offset, key, left, right)
                     T.gemm(weights, v_shared, acc, policy=T.GemmWarpPolicy.FullRow)
@@ -276,6 +276,8 @@ def attend_kernel(
                         lse[part, block.batch, token, own_head] = top[i]
                 for i, d in T.Parallel(BLOCK_M, wide_v):
                     if T.And(row + i < num_rows, d < value_dim):
-                        o[part, block.batch, start + rows.query[i], rows.head[i], d] = T.if_then_else(top[i] == -inf, 0.0, acc[i, d] * factor[i])
+                        o[part, block.batch, start + rows.query[i], rows.head[i], d] = T.if_then_else(
+                            top[i] == -inf, 0.0, acc[i, d] * factor[i]
+                        )
 
     return attend

@@ -17,7 +17,7 @@ def attend_sequence(
     softcap: float,
     hidden: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """q (Sq, Hq, D), k (Sk, Hk, D), v (Sk, Hk, Dv) -> o (Sq, Hq, Dv), lse (Hq, Sq), both float64.
+    """Q (Sq, Hq, D), k (Sk, Hk, D), v (Sk, Hk, Dv) -> o (Sq, Hq, Dv), lse (Hq, Sq), both float64.
 
     `hidden` marks keys that nobody sees.
     """

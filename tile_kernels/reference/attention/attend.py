@@ -1,5 +1,6 @@
 """Twins of attention and of its gradient."""
 
+import itertools
 import math
 
 import torch
@@ -14,9 +15,11 @@ def _sequences(cu_seqlens: Tensor | None, used: Tensor | None, shape: torch.Size
         bounds = [(batch, 0, shape[1]) for batch in range(shape[0])]
     else:
         cuts = cu_seqlens.tolist()
-        bounds = [(0, start, end - start) for start, end in zip(cuts, cuts[1:], strict=False)]
+        bounds = [(0, start, end - start) for start, end in itertools.pairwise(cuts)]
     if used is not None:
-        bounds = [(b, start, max(min(n, length), 0)) for (b, start, length), n in zip(bounds, used.tolist(), strict=True)]
+        bounds = [
+            (b, start, max(min(n, length), 0)) for (b, start, length), n in zip(bounds, used.tolist(), strict=True)
+        ]
     return bounds
 
 
@@ -43,7 +46,14 @@ def attend(
     for (batch, start, number), (k_batch, k_start, k_number) in zip(queries, keys, strict=True):
         k_rows = slice(k_start, k_start + k_number)
         own = attend_sequence(
-            q4[batch, start : start + number], k4[k_batch, k_rows], v4[k_batch, k_rows], sink, scale, left, right, softcap
+            q4[batch, start : start + number],
+            k4[k_batch, k_rows],
+            v4[k_batch, k_rows],
+            sink,
+            scale,
+            left,
+            right,
+            softcap,
         )
         o[batch, start : start + number] = own[0]
         lse[batch, :, start : start + number] = own[1]
