@@ -6,8 +6,11 @@ Nothing of this family has run on a GPU yet: kernels are checked in the interpre
 from tile_kernels.attention.attend import attend, attend_bwd, flash_attn_func, flash_attn_varlen_func
 from tile_kernels.attention.combine import combine, flash_attn_combine
 from tile_kernels.attention.decode import decode, flash_attn_with_kvcache
+from tile_kernels.attention.kv_cache import KVCache
+from tile_kernels.attention.scaled_dot_product_attention import scaled_dot_product_attention
 
 __all__ = [
+    'KVCache',
     'attend',
     'attend_bwd',
     'combine',
@@ -16,6 +19,7 @@ __all__ = [
     'flash_attn_func',
     'flash_attn_varlen_func',
     'flash_attn_with_kvcache',
+    'scaled_dot_product_attention',
 ]
 
 

@@ -1,6 +1,8 @@
 """Inputs of the cases of attention, and the bounds its results keep."""
 
+import itertools
 import math
+import random
 
 import torch
 from torch import Tensor
@@ -48,7 +50,7 @@ def random_attention(
                 x[-behind:] = math.nan
     if used:
         made['seqused_k'] = torch.tensor(used, dtype=torch.int32)
-        first = made['cu_seqlens_k'].tolist() if packed else None
+        first = [0, *itertools.accumulate(keys)] if packed else None
         for i, number in enumerate(used):
             for x in (k, v):
                 own = x[first[i] : first[i + 1]] if first else x[i]
@@ -97,7 +99,7 @@ def random_cache(
     if page:
         counts = [-(-length // page) for length in lengths]
         most, pages = max(counts) + 1, sum(counts) + 2
-        order = torch.randperm(pages, device='cpu').tolist()
+        order = random.Random(pages).sample(range(pages), pages)  # not of torch: a dry run has no numbers
         shape = (pages, page)
         table = torch.full((number, most), pages + 7, dtype=torch.int32, device='cpu')  # never read behind the length
         place = 0

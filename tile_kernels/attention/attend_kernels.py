@@ -72,8 +72,8 @@ def hide_infinite(v_shared, acc, rows, offset, key, left, right):
     flag_shared[0] = odd_any[0]
     T.sync_threads()
     if flag_shared[0] != 0.0:
-        for i, d in T.Parallel(acc.shape[0], columns):
-            for j in T.serial(keys):
+        for j in T.unroll(keys, unroll_factor=1):  # rare: code is spared
+            for i, d in T.Parallel(acc.shape[0], columns):
                 value = T.cast(v_shared[j, d], T.float32)
                 sees = in_band(rows.query[i] + offset, key + j, left, right)
                 if T.And(sees, T.Not(T.isfinite(value))):
