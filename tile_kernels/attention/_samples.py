@@ -3,17 +3,18 @@
 import itertools
 import math
 import random
+from typing import Any
 
 import torch
 from torch import Tensor
 
 #: Weights are rounded to half precision before they meet the values, whose size is about 1.
-SUMS = dict(o=dict(rtol=1e-2, atol=1e-2), lse=dict(rtol=1e-6, atol=1e-4), rtol=1e-2, atol=1e-2)
+SUMS: dict = dict(o=dict(rtol=1e-2, atol=1e-2), lse=dict(rtol=1e-6, atol=1e-4), rtol=1e-2, atol=1e-2)
 
 
 def random_attention(
-    queries: int | tuple,
-    keys: int | tuple,
+    queries: Any,
+    keys: Any,
     heads: tuple[int, int],
     dims: tuple[int, int],
     dtype: torch.dtype = torch.bfloat16,
@@ -73,7 +74,7 @@ def products(q: Tensor, k: Tensor, v: Tensor, **others: object) -> int:
 
 
 def random_cache(
-    queries: int | tuple,
+    queries: Any,
     lengths: tuple,
     heads: tuple[int, int],
     dims: tuple[int, int],
@@ -100,7 +101,7 @@ def random_cache(
         counts = [-(-length // page) for length in lengths]
         most, pages = max(counts) + 1, sum(counts) + 2
         order = random.Random(pages).sample(range(pages), pages)  # not of torch: a dry run has no numbers
-        shape = (pages, page)
+        shape: tuple = (pages, page)
         table = torch.full((number, most), pages + 7, dtype=torch.int32, device='cpu')  # never read behind the length
         place = 0
         slots = []

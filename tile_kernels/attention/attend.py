@@ -86,7 +86,7 @@ def _check(
     check_band(left, right)
     check.at_least(softcap, 0.0, 'softcap')
     check.at_most(q.shape[-3] * q_heads // kv_heads, MAX_ROWS, 'tokens of q times query heads of a kv head')
-    if packed:
+    if cu_seqlens_q is not None:
         check.packed(cu_seqlens_q, 'cu_seqlens_q', 'sequences+1', torch.int32)
         number = cu_seqlens_q.shape[0] - 1
         check.at_least(number, 0, 'the number of sequences')
@@ -172,10 +172,10 @@ def attend_bwd(
     launch(attend_delta_kernel, (value_dim, q.dtype, sink_dtype), o.view(-1, value_dim), *rows, sink, below, delta)
     if sink is not None:
         launch(attend_dsink_kernel, (sink.dtype,), below.view(-1, q_heads), delta.view(-1, q_heads), sink, dsink)
-    static = (dim, value_dim, q.dtype, packed, seqused_q is not None, seqused_k is not None)
+    static: tuple = (dim, value_dim, q.dtype, packed, seqused_q is not None, seqused_k is not None)
     static += (left >= 0 or right >= 0, softcap > 0)
     operands = (q[lead], k[lead], v[lead], do[lead], below, delta, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    options = (number, number.bit_length() if isinstance(number, int) else 0)
+    options: tuple = (number, number.bit_length() if isinstance(number, int) else 0)
     options += (scale / softcap if softcap > 0 else scale * LOG2E, softcap * LOG2E, bound(left), bound(right), scale)
     blocks = num_blocks(q, q_heads // kv_heads, number, packed)
     launch(attend_dq_kernel, static, *operands, dq[lead], blocks, *options, size=blocks)
@@ -228,7 +228,7 @@ def attend(
         return torch.zeros(*q.shape[:-1], value_dim, dtype=q.dtype, device=q.device), lse
     o = torch.empty(*q.shape[:-1], value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
-    static = (dim, value_dim, q.dtype, q.dtype, packed, seqused_q is not None, PACKED if packed else DENSE)
+    static: tuple = (dim, value_dim, q.dtype, q.dtype, packed, seqused_q is not None, PACKED if packed else DENSE)
     static += (seqused_k is not None, left >= 0 or right >= 0, softcap > 0, None if sink is None else sink.dtype, False)
     blocks = num_blocks(q, q_heads // kv_heads, number, packed)
     lead = (None,) if packed else ()
@@ -246,8 +246,8 @@ def attend(
         None,
         None,
         sink,
-        o[(None, *lead)],
-        lse[(None, *lead)].transpose(2, 3),
+        o[lead].unsqueeze(0),
+        lse[lead].unsqueeze(0).transpose(2, 3),
         blocks,
         number,
         number.bit_length() if isinstance(number, int) else 0,
@@ -337,7 +337,7 @@ def flash_attn_func(
     left, right = window_of(causal, window_size)
     splitting = may_split(num_splits, q, k, v, sink)
     q, k, v = autocast(q, k, v)
-    options = dict(scale=_default_scale(softmax_scale, q), left=left, right=right, softcap=softcap)
+    options: dict[str, Any] = dict(scale=_default_scale(softmax_scale, q), left=left, right=right, softcap=softcap)
     if splitting:
         o, lse = decode(q, k, v, sink=sink, num_splits=num_splits, **options)
         lse = lse.transpose(1, 2)
@@ -413,13 +413,13 @@ def flash_attn_varlen_func(
     splitting = may_split(num_splits, q, k, v, sink)
     cu_q, cu_k = lengths_int32(cu_seqlens_q, 'cu_seqlens_q'), lengths_int32(cu_seqlens_k, 'cu_seqlens_k')
     used_q, used_k = lengths_int32(seqused_q, 'seqused_q'), lengths_int32(seqused_k, 'seqused_k')
-    options = dict(scale=_default_scale(softmax_scale, q), left=left, right=right, softcap=softcap)
+    options: dict[str, Any] = dict(scale=_default_scale(softmax_scale, q), left=left, right=right, softcap=softcap)
     if block_table is not None:
         if needs_gradient(q, k, v, sink):
             check.fail('block_table', 'must be None where a gradient is needed', check.describe(block_table))
         if used_k is None:
             used_k = check.tensor(cu_k, 'cu_seqlens_k').diff()
-        number, kv_heads = cu_q.shape[0] - 1, check.shape(k, 'k', 'pages page_size heads dim')[2]
+        number, kv_heads = cu_seqlens_q.shape[0] - 1, check.shape(k, 'k', 'pages page_size heads dim')[2]
         options['block_table'] = lengths_int32(block_table, 'block_table')
         options['k_descale'] = spread_scale(k_descale, 'k_descale', number, kv_heads, k)
         options['v_descale'] = spread_scale(v_descale, 'v_descale', number, kv_heads, k)

@@ -95,7 +95,7 @@ def decode(
     """
     packed = cu_seqlens_q is not None
     *batch, tokens, q_heads, dim = check.shape(q, 'q', ('' if packed else 'batch ') + 'tokens heads dim', dtype=HALVES)
-    number = batch[0] if batch else check.shape(cu_seqlens_q, 'cu_seqlens_q', 'sequences+1')[0] - 1
+    number = check.shape(cu_seqlens_q, 'cu_seqlens_q', 'sequences+1')[0] - 1 if cu_seqlens_q is not None else batch[0]
     check.at_least(number, 0, 'the number of sequences')
     if block_table is not None and cu_seqlens_k is not None:
         check.fail('cu_seqlens_k', 'must be None with pages', check.describe(cu_seqlens_k))
@@ -150,7 +150,8 @@ def decode(
     )
     o = empty('o', (*q.shape[:-1], value_dim), q.dtype, q.device)
     lse = empty('lse', q.shape[:-1], torch.float32, q.device)
-    if k_cache.numel() == 0 or (keys == PAGED and block_table.shape[1] == 0):
+    most_pages = 1 if block_table is None else block_table.shape[1]
+    if k_cache.numel() == 0 or most_pages == 0:
         if keys in (CACHE, PAGED) and q.numel():  # lengths are not known here
             check.fail('k_cache', 'must have room for a key', check.describe(k_cache))
         o.zero_()
@@ -158,7 +159,7 @@ def decode(
         return o, lse
     rows = tokens * (q_heads // kv_heads)
     blocks = rows // BLOCK_M + number + 1 if packed else -(-rows // BLOCK_M) * number
-    most_keys = k_cache.shape[1 - (keys == PACKED)] * (block_table.shape[1] if keys == PAGED else 1)
+    most_keys = k_cache.shape[0 if keys == PACKED else 1] * most_pages
     splits = num_splits or automatic_splits(blocks * kv_heads, most_keys)
     q_lead, k_lead = (None,) if packed else (), (None,) if keys == PACKED else ()
     if splits > 1:
@@ -167,7 +168,7 @@ def decode(
     else:
         out_part, lse_part = o[None], lse[None]
     own_sink = sink if splits == 1 else None
-    static = (dim, value_dim, q.dtype, k_cache.dtype, packed, seqused_q is not None, keys)
+    static: tuple = (dim, value_dim, q.dtype, k_cache.dtype, packed, seqused_q is not None, keys)
     static += (cache_seqlens is not None, left >= 0 or right >= 0, softcap > 0)
     static += (None if own_sink is None else own_sink.dtype, splits > 1)
     launch(
@@ -184,8 +185,8 @@ def decode(
         k_descale,
         v_descale,
         own_sink,
-        out_part[(slice(None), *q_lead)],
-        lse_part[(slice(None), *q_lead)],
+        out_part.unsqueeze(1) if packed else out_part,
+        lse_part.unsqueeze(1) if packed else lse_part,
         blocks,
         number,
         number.bit_length() if isinstance(number, int) else 0,
@@ -290,7 +291,7 @@ def flash_attn_with_kvcache(
     if softmax_scale is not None:
         check.number(softmax_scale, 'softmax_scale')
     kv_heads = k_cache.shape[2]
-    given = dict(
+    given: dict[str, Any] = dict(
         cache_seqlens=lengths,
         block_table=lengths_int32(block_table, 'block_table'),
         sink=sink,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -97,7 +97,7 @@ class LayerCache:
         """Append keys and values, (batch, tokens, num_kv_heads, head_dim) each, and advance the lengths."""
         cache = self.cache
         heads, dim = cache.pages.shape[-2:]
-        known = dict(batch=cache.batch, heads=heads, dim=dim)
+        known: dict[str, Any] = dict(batch=cache.batch, heads=heads, dim=dim)
         _, tokens, _, _ = check.shape(k, 'k', 'batch tokens heads dim', **known)
         check.shape(v, 'v', 'batch tokens heads dim', tokens=tokens, **known)
         counts = cache._counts[self.index]
@@ -120,5 +120,5 @@ class LayerCache:
         """Attention of the last tokens, (batch, tokens, heads, head_dim), over all that was appended."""
         cache = self.cache
         k, v = cache.pages[self.index]
-        options = dict(cache_seqlens=self.lengths, block_table=cache.block_table, causal=True) | options
-        return flash_attn_with_kvcache(q, k, v, **options)
+        given: dict[str, Any] = dict(cache_seqlens=self.lengths, block_table=cache.block_table, causal=True)
+        return cast('Tensor', flash_attn_with_kvcache(q, k, v, **given | options))

@@ -7,6 +7,8 @@ Rotary angles are those of Llama: pairs (i, dim / 2 + i), angle position * theta
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor, nn
 
@@ -67,7 +69,7 @@ class Attention(nn.Module):
             check.integer(window, 'window', least=1)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.rope_theta, self.window, self.softcap = rope_theta, window, softcap
-        factory = dict(dtype=dtype, device=device)
+        factory: dict[str, Any] = dict(dtype=dtype, device=device)
         self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=bias, **factory)
         self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=bias, **factory)
         self.v_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=bias, **factory)
@@ -106,14 +108,14 @@ class Attention(nn.Module):
         v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
         q, k = self._rotate(q, k, self._positions(x, positions, rows, cu_seqlens, cache))
         window = (-1 if self.window is None else self.window - 1, 0)
-        options = dict(window_size=window, causal=True, softcap=self.softcap, sink=self.sinks)
+        options: dict[str, Any] = dict(window_size=window, causal=True, softcap=self.softcap, sink=self.sinks)
         if cache is not None:
             cache.append(k, v)
             o = cache.attend(q, **options)
         elif cu_seqlens is not None:
-            o = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, **options)
+            o = cast('Tensor', flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, **options))
         else:
-            o = flash_attn_func(q, k, v, **options)
+            o = cast('Tensor', flash_attn_func(q, k, v, **options))
         return self.o_proj(o.flatten(-2))
 
     def _positions(

@@ -6,7 +6,7 @@ import math
 import torch
 from torch import Tensor
 
-from tile_kernels.reference.attention._common import attend_sequence
+from tile_kernels.reference.attention._common import attend_sequence, gradient_sequence
 
 
 def _sequences(cu_seqlens: Tensor | None, used: Tensor | None, shape: torch.Size) -> list[tuple[int, int, int]]:
@@ -79,12 +79,18 @@ def attend_bwd(
     right: int = -1,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients by autograd through `attend`; dsink has shape (0,) without a sink."""
-    leaves = [x.detach().double().requires_grad_() for x in (q, k, v) + (() if sink is None else (sink,))]
-    with torch.enable_grad():
-        own_sink = None if sink is None else leaves[3]
-        options = (own_sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, scale, left, right, softcap)
-        result = attend(*leaves[:3], *options)[0]
-        gradients = torch.autograd.grad(result, leaves, do.double(), allow_unused=True, materialize_grads=True)
-    dq, dk, dv = (g.to(x.dtype).contiguous() for g, x in zip(gradients, (q, k, v), strict=False))
-    return dq, dk, dv, q.new_empty(0, dtype=torch.float32) if sink is None else gradients[3].to(sink.dtype)
+    """Gradients of every sequence in float64; dsink has shape (0,) without a sink."""
+    packed = cu_seqlens_q is not None
+    do4, q4, k4, v4 = (x.unsqueeze(0) if packed else x for x in (do, q, k, v))
+    dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float64, device=x.device) for x in (q4, k4, v4))
+    dsink = torch.zeros(q4.shape[2], dtype=torch.float64, device=q.device)
+    queries = _sequences(cu_seqlens_q, seqused_q, q4.shape)
+    keys = _sequences(cu_seqlens_k, seqused_k, k4.shape)
+    for (batch, start, number), (k_batch, k_start, k_number) in zip(queries, keys, strict=True):
+        rows, k_rows = (batch, slice(start, start + number)), (k_batch, slice(k_start, k_start + k_number))
+        own = gradient_sequence(do4[rows], q4[rows], k4[k_rows], v4[k_rows], sink, scale, left, right, softcap)
+        dq[rows], dk[k_rows], dv[k_rows] = own[:3]
+        dsink += own[3]
+    gradients = [(g[0] if packed else g).to(q.dtype) for g in (dq, dk, dv)]
+    last = q.new_empty(0, dtype=torch.float32) if sink is None else dsink.to(sink.dtype)
+    return gradients[0], gradients[1], gradients[2], last

@@ -38,7 +38,7 @@ def decode(
             end = min(end, first + int(seqused_q[i]))
         length = None if cache_seqlens is None else max(int(cache_seqlens[i]), 0)
         hidden, wrong = None, False
-        if block_table is not None:
+        if block_table is not None and length is not None:
             pages, page = k_cache.shape[:2]
             wrong = length > block_table.shape[1] * page
             key = torch.arange(0 if wrong else length, device=q.device)
@@ -58,7 +58,7 @@ def decode(
             o[first:end], lse[first:end] = math.nan, math.nan
             continue
         k, v = k.double(), v.double()
-        if k_descale is not None:
+        if k_descale is not None and v_descale is not None:
             k, v = k * k_descale[i].double()[:, None], v * v_descale[i].double()[:, None]
         own = attend_sequence(rows[first:end], k, v, sink, scale, left, right, softcap, hidden)
         o[first:end], lse[first:end] = own[0], own[1].T
