@@ -51,11 +51,11 @@ def floor(x: Tensor, exact: Tensor) -> float:
 def test_errors_are_those_of_plain_pytorch(causal):
     leaves = [x.requires_grad_() for x in operands(70, 70, heads=(2, 1), dim=64)]
     outs, grads = [], []
-    for kind in ('kernel', torch.float64, BF16):
-        if kind == 'kernel':
+    for dtype in ('kernel', torch.float64, BF16):
+        if dtype == 'kernel':
             o, lse = flash_attn_func(*leaves, causal=causal, return_lse=True)
         else:
-            o = plain(*leaves, causal, kind)
+            o = plain(*leaves, causal, dtype)
         torch.manual_seed(0)
         grads.append(torch.autograd.grad(o, leaves, torch.randn(o.shape, device=DEVICE).to(o.dtype)))
         outs.append(o.detach())
@@ -76,12 +76,12 @@ def test_errors_are_those_of_plain_pytorch(causal):
 def test_what_a_row_does_not_see_has_no_effect(window):
     """A NaN or inf in a value that only some rows see must show in these rows alone."""
     q, k, v = operands(6, 9)
-    for place, value in ((8, math.nan), (4, math.inf), (5, math.nan)):
+    for index, value in ((8, math.nan), (4, math.inf), (5, math.nan)):
         bad_k, bad_v = k.clone(), v.clone()
-        bad_k[:, place], bad_v[:, place] = math.nan, value
+        bad_k[:, index], bad_v[:, index] = math.nan, value
         position = torch.arange(6) + 3
         left, right = (side if side >= 0 else 100 for side in window)
-        sees = (place >= position - left) & (place <= position + right)
+        sees = (index >= position - left) & (index <= position + right)
         expected = flash_attn_func(q, k, v, window_size=window)
         o = flash_attn_func(q, k, bad_v, window_size=window)
         assert torch.equal(o[:, ~sees], expected[:, ~sees])

@@ -99,7 +99,7 @@ def test_a_full_cache_is_told_and_not_overwritten():
     with torch.no_grad():
         layer(x, cache=cache.layer(0))
         before = cache.pages.clone()
-        with pytest.raises(ArgumentError, match='cache must have room for 1 more tokens, got 16 of 16 taken'):
+        with pytest.raises(ArgumentError, match='cache must have capacity for 1 more tokens, got 16 of 16 taken'):
             layer(x[:, :1], cache=cache.layer(0))
         cache._counts = [[0, 0]]  # as in the replay of a graph
         assert layer(x[:, :1], cache=cache.layer(0)).isnan().all()

@@ -103,11 +103,11 @@ def random_cache(
         order = random.Random(pages).sample(range(pages), pages)  # not of torch: a dry run has no numbers
         shape: tuple = (pages, page)
         table = torch.full((number, most), pages + 7, dtype=torch.int32, device='cpu')  # never read behind the length
-        place = 0
+        taken = 0
         slots = []
         for i, (count, length) in enumerate(zip(counts, lengths, strict=True)):
-            own = order[place : place + count]
-            place += count
+            own = order[taken : taken + count]
+            taken += count
             table[i, :count] = torch.tensor(own, dtype=torch.int32, device='cpu')
             slots += [(own[t // page], t % page) for t in range(length)] if length < 1 << 12 else []
             if holes and count:

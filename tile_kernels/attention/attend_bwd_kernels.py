@@ -127,9 +127,9 @@ def attend_dsink_kernel(sink_dtype: torch.dtype):
 def load_stats(below, delta, batch, start, num_tokens, q_heads, rows, row, num_rows, below_shared, delta_shared):
     """Statistics of rows; behind the last row those of one that sees nothing."""
     for i in T.Parallel(below_shared.shape[0]):
-        place = (batch * num_tokens + start + rows.query[i]) * q_heads + rows.head[i]
-        below_shared[i] = T.if_then_else(row + i < num_rows, below[place], T.float32(math.inf))
-        delta_shared[i] = T.if_then_else(row + i < num_rows, delta[place], T.float32(0.0))
+        entry = (batch * num_tokens + start + rows.query[i]) * q_heads + rows.head[i]
+        below_shared[i] = T.if_then_else(row + i < num_rows, below[entry], T.float32(math.inf))
+        delta_shared[i] = T.if_then_else(row + i < num_rows, delta[entry], T.float32(0.0))
 
 
 @kernel(pass_configs=PORTABLE)

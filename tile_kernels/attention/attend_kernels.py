@@ -176,8 +176,8 @@ def attend_kernel(
                     if sequence < num_sequences:
                         key_batch = sequence
                         num_keys = T.max(seqused_k[sequence], 0)
-                    room = num_pages * k_tokens if keys == PAGED else k_tokens
-                    if num_keys > room:
+                    capacity = num_pages * k_tokens if keys == PAGED else k_tokens
+                    if num_keys > capacity:
                         wrong = 1
                         num_keys = 0
                 if keys == PAGED:

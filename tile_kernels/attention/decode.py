@@ -153,7 +153,7 @@ def decode(
     most_pages = 1 if block_table is None else block_table.shape[1]
     if k_cache.numel() == 0 or most_pages == 0:
         if keys in (CACHE, PAGED) and q.numel():  # lengths are not known here
-            check.fail('k_cache', 'must have room for a key', check.describe(k_cache))
+            check.fail('k_cache', 'must hold at least one key', check.describe(k_cache))
         o.zero_()
         lse.fill_(-math.inf)
         return o, lse

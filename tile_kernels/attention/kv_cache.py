@@ -16,7 +16,7 @@ class KVCache:
     """Keys and values of all layers and sequences, and their lengths on the device.
 
     Every sequence owns the pages of `max_tokens` tokens. Lengths advance on the device, so steps may be captured in a
-    CUDA graph and replayed. A step beyond the room is refused; in a replay, which nobody can refuse, nothing is
+    CUDA graph and replayed. A step beyond the capacity is refused; in a replay, which nobody can refuse, nothing is
     overwritten and the result of that sequence is NaN.
     """
 
@@ -32,7 +32,7 @@ class KVCache:
         dtype: torch.dtype | str = torch.bfloat16,
         device: torch.device | str | None = None,
     ) -> None:
-        """Room for `max_tokens` tokens of `batch` sequences.
+        """Memory for `max_tokens` tokens of `batch` sequences.
 
         Args:
             num_layers: layers of the model.
@@ -53,8 +53,15 @@ class KVCache:
             check.fail('dtype', "must be bfloat16, float16 or 'e4m3'", repr(dtype))
         self.batch, self.page = batch, page
         pages = -(-max_tokens // page)
-        self.room = pages * page
-        shape = (num_layers, 2, batch * pages + 1, page, num_kv_heads, head_dim)  # the last page takes what has no room
+        self.capacity = pages * page
+        shape = (
+            num_layers,
+            2,
+            batch * pages + 1,
+            page,
+            num_kv_heads,
+            head_dim,
+        )  # the last page is spare
         self.pages = torch.zeros(shape, dtype=stored, device=device)
         self.block_table = torch.arange(batch * pages, dtype=torch.int32, device=device).view(batch, pages)
         self._lengths = torch.zeros(num_layers, batch, dtype=torch.int32, device=device)
@@ -101,12 +108,14 @@ class LayerCache:
         _, tokens, _, _ = check.shape(k, 'k', 'batch tokens heads dim', **known)
         check.shape(v, 'v', 'batch tokens heads dim', tokens=tokens, **known)
         counts = cache._counts[self.index]
-        if max(counts) + tokens > cache.room:
-            check.fail('cache', f'must have room for {tokens} more tokens', f'{max(counts)} of {cache.room} taken')
+        if max(counts) + tokens > cache.capacity:
+            check.fail(
+                'cache', f'must have capacity for {tokens} more tokens', f'{max(counts)} of {cache.capacity} taken'
+            )
         cache._counts[self.index] = [count + tokens for count in counts]
         own = self.lengths[:, None].long() + torch.arange(tokens, device=k.device)
-        first = torch.arange(cache.batch, device=k.device)[:, None] * cache.room
-        slots = torch.where(own < cache.room, first + own, cache.batch * cache.room).flatten()
+        first = torch.arange(cache.batch, device=k.device)[:, None] * cache.capacity
+        slots = torch.where(own < cache.capacity, first + own, cache.batch * cache.capacity).flatten()
         for part, x in enumerate((k, v)):
             rows = cache.pages[self.index, part].flatten(0, 1)
             values = x.detach().flatten(0, 1)

@@ -94,6 +94,6 @@ def gradient_sequence(
     dk, dv = (x.transpose(0, 1).unflatten(1, (kv_heads, group)).sum(2) for x in (dk, dv))
     dsink = delta.new_zeros(delta.shape[0])
     if sink is not None:
-        share = (sink.double()[:, None] - top).exp() / below
-        dsink = -torch.where(total != 0, share * delta, 0.0).sum(-1)
+        p_sink = (sink.double()[:, None] - top).exp() / below
+        dsink = -torch.where(total != 0, p_sink * delta, 0.0).sum(-1)
     return dq.transpose(0, 1), dk, dv, dsink
