@@ -1,8 +1,8 @@
 """Device code of attention: the rows of a thread block, its keys, and the loads of both.
 
-Queries are taken by kv head. Row r of a sequence is query r // group of query head r % group of that kv head, so that
-all of them share the loads of keys and values; `group` is the number of query heads of a kv head. Blocks of rows and of
-keys are counted from the start of a sequence: results do not depend on the other sequences.
+Queries are taken by kv head, whose keys and values are then loaded once for all of them. `group` is the number of query
+heads of a kv head. Row r of a sequence is query r // group of query head r % group of that kv head. Blocks of rows and
+of keys are counted from the start of a sequence: results do not depend on the other sequences.
 
 Packed sequences are found on the device. Sequence b owns the block numbers from start[b] * group // block + b on, one
 more than it can need. The rows behind the last sequence are sequence N, which has no keys.

@@ -7,9 +7,9 @@
     dv[j]     = sum_i p[i, j] * do[i]
     dsink     = -sum_i exp(sink - below[i]) * delta[i]                   below: lse with the sink
 
-Scores are computed again. One kernel owns blocks of rows and goes over keys for dq, one owns blocks of keys and goes
-over rows for dk and dv, so that every sum has one order and nothing is added to memory. Where dk and dv do not fit into
-the registers together, the second kernel runs once for each.
+Scores are computed again. One kernel owns blocks of rows and goes over keys for dq. One owns blocks of keys and goes
+over rows for dk and dv. So every sum has one order, and nothing is added to memory. Where dk and dv do not fit into the
+registers together, the second kernel runs once for each.
 """
 
 import math

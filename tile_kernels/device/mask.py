@@ -1,7 +1,7 @@
 """The band mask of attention: which keys a query sees.
 
-A query has a position among the keys: its own number plus keys minus queries of the sequence, so that the last query
-stands at the last key. It sees the keys from `left` before to `right` behind this position.
+The position of a query among the keys is its own number plus keys minus queries of the sequence. So the last query
+stands at the last key. A query sees the keys from `left` before to `right` behind its position.
 """
 
 from typing import Any
