@@ -1,9 +1,9 @@
 """The forward kernel of attention, for training, prefill and decode. See `attend` for the formula.
 
-A thread block owns 64 rows of one kv head (see `_macros`) and goes over blocks of the keys that any of them sees. Scores
-come from mma. The mask is applied only in blocks that the band or the end crosses. Softmax stays in registers, and so do
-the weights that mma multiplies with values. With split keys, every split writes its part in float32, and `combine`
-merges.
+A thread block owns 64 rows of one kv head (see `_macros`) and goes over blocks of the keys that any of them sees.
+Scores come from mma. The mask is applied only in blocks that the band or the end crosses. Softmax stays in registers,
+and so do the weights that mma multiplies with values. With split keys, every split writes its part in float32, and
+`combine` merges.
 """
 
 import math
