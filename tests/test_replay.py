@@ -16,7 +16,8 @@ from tile_kernels.testing import assert_equal, contract
 def interpreting(monkeypatch):
     """Bind kernels on CPU tensors to the interpreter, so that launches can be recorded without a GPU."""
 
-    def bind(kernel, static, size, first, rest):
+    def bind(kernels, static, size, first, rest):
+        kernel = launch.variant_for(kernels, static, launch.gpu_of(first))
         config = kernel.config(static, size)
 
         def bound(*args):
@@ -33,7 +34,7 @@ def interpreting(monkeypatch):
 def tensors_of(arguments):
     found = []
     for value in arguments.values():
-        found += list(value) if isinstance(value, QuantTensor) else [value] if isinstance(value, Tensor) else []
+        found += list(value) if isinstance(value, (QuantTensor, list)) else [value] if isinstance(value, Tensor) else []
     return found
 
 

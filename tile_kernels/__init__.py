@@ -21,6 +21,7 @@ from tile_kernels.core.precompile import precompile
 # isort: split
 from tile_kernels import (  # registers all ops
     activation,
+    attention,
     engram,
     gemm,
     mhc,
@@ -45,7 +46,19 @@ if _warning := distribution.warning():
 sys.modules['tile_kernels.precompile'] = sys.modules['tile_kernels.core.precompile']
 
 #: Subpackages that hold ops.
-FAMILIES = ('activation', 'engram', 'gemm', 'mhc', 'moe', 'norm', 'quant', 'rand', 'transform', 'transpose')
+FAMILIES = (
+    'activation',
+    'attention',
+    'engram',
+    'gemm',
+    'mhc',
+    'moe',
+    'norm',
+    'quant',
+    'rand',
+    'transform',
+    'transpose',
+)
 
 # Module paths of TileKernels that have no file of their own here, `tile_kernels.torch` among them, are in compat/.
 for _family in FAMILIES:
@@ -86,6 +99,7 @@ __all__ = [
     'TileKernelsError',
     'UnsupportedError',
     'activation',
+    'attention',
     'compile_count',
     'engram',
     'explain',

@@ -25,6 +25,7 @@ MODEL_LIMIT, SMALL_LIMIT = 5 * 10**9, 160 * 10**3
 #: One op for each family.
 SHOWN = (
     'activation.swiglu_forward',
+    'attention.attend',
     'engram.gate',
     'gemm.grouped_gemm',
     'mhc.pre',

@@ -6,13 +6,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tile_kernels.modeling.attention import Attention
     from tile_kernels.modeling.engram import Engram, EngramGateLayer
     from tile_kernels.modeling.mhc.pipeline import MHCPipeline
     from tile_kernels.modeling.moe import MoELayer
 
 #: Public name -> module that defines it.
-_HOMES = {'Engram': 'engram', 'EngramGateLayer': 'engram', 'MHCPipeline': 'mhc.pipeline', 'MoELayer': 'moe'}
-_MODULES = ('engram', 'mhc', 'moe')
+_HOMES = {
+    'Attention': 'attention',
+    'Engram': 'engram',
+    'EngramGateLayer': 'engram',
+    'MHCPipeline': 'mhc.pipeline',
+    'MoELayer': 'moe',
+}
+_MODULES = ('attention', 'engram', 'mhc', 'moe')
 
 #: Without the modules: `import *` must not replace the families that have the same names.
 __all__ = [*_HOMES]

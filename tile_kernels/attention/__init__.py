@@ -1,0 +1,27 @@
+"""Attention: softmax(q k^T) v for training, prefill and decode, and the merge of parts.
+
+Nothing of this family has run on a GPU yet: kernels are checked in the interpreter, lowered and compiled.
+"""
+
+from tile_kernels.attention.attend import attend, attend_bwd, flash_attn_func, flash_attn_varlen_func
+from tile_kernels.attention.combine import combine, flash_attn_combine
+from tile_kernels.attention.decode import decode, flash_attn_with_kvcache
+from tile_kernels.attention.kv_cache import KVCache
+from tile_kernels.attention.scaled_dot_product_attention import scaled_dot_product_attention
+
+__all__ = [
+    'KVCache',
+    'attend',
+    'attend_bwd',
+    'combine',
+    'decode',
+    'flash_attn_combine',
+    'flash_attn_func',
+    'flash_attn_varlen_func',
+    'flash_attn_with_kvcache',
+    'scaled_dot_product_attention',
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

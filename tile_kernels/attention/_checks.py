@@ -1,0 +1,132 @@
+"""What the operands of attention must be, and the translation of foreign signatures."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tile_kernels.core import check
+
+HALVES = (torch.bfloat16, torch.float16)
+FP8 = torch.float8_e4m3fn
+MAX_DIM = 256
+#: A side of the band without bound, and the largest one that counts; tokens of a sequence are fewer.
+UNBOUNDED = 1 << 30
+
+
+def check_vectors(**tensors: Tensor) -> None:
+    """Rows must be read 16 bytes at a time: last dimension dense, base and other strides multiples of 16 bytes."""
+    for name, x in tensors.items():
+        check.unit_stride(x, name)
+        if x.numel() and check.vector_bytes(x) < 16:
+            check.fail(
+                name,
+                'must have a base and strides that are multiples of 16 bytes',
+                check.describe(x),
+                hint=f'pass {name}.contiguous()',
+            )
+
+
+def check_dim(extent: int, name: str) -> None:
+    """A head dimension."""
+    if extent < 8 or extent > MAX_DIM or extent % 8:
+        check.fail(name, f'must be a multiple of 8 up to {MAX_DIM}', str(extent))
+
+
+def check_heads(q_heads: int, kv_heads: int, name: str = 'k') -> None:
+    """Every kv head serves equally many query heads."""
+    if kv_heads == 0 or q_heads % kv_heads:
+        check.fail('heads of q', f'must be a multiple of the heads of {name} ({kv_heads})', str(q_heads))
+
+
+def check_sink(sink: Tensor | None, q_heads: int, dtype: torch.dtype) -> None:
+    """One number for each query head, float32 or of the dtype of the operands."""
+    check.packed(sink, 'sink', 'heads', dict.fromkeys((torch.float32, dtype)), heads=q_heads)
+
+
+def check_band(left: int, right: int) -> None:
+    """Sides of the band: -1 is unbounded."""
+    for name, side in (('left', left), ('right', right)):
+        if side < -1:
+            check.fail(name, 'must be -1 or more', str(side))
+
+
+def bound(side: int) -> int:
+    """A side of the band as kernels take it."""
+    return UNBOUNDED if side < 0 else min(side, UNBOUNDED)
+
+
+def lengths_int32(x: Tensor | None, name: str) -> Tensor | None:
+    """Lengths and offsets as kernels take them."""
+    if x is None:
+        return None
+    check.dtype(x, name, (torch.int32, torch.int64))
+    return x.to(torch.int32)
+
+
+# Foreign signatures -------------------------------------------------------------------------
+
+#: Parameters of other libraries that have no meaning here, and the values that ask for nothing.
+_NEUTRAL: dict[str, tuple] = {
+    'dropout_p': (0.0,),
+    'alibi_slopes': (None,),
+    'qv': (None,),
+    'q_descale': (None,),
+    'attention_chunk': (0, None),
+    'cp_context': (None,),
+    'pack_gqa': (None,),
+    'scheduler_metadata': (None,),
+    'rotary_cos': (None,),
+    'rotary_sin': (None,),
+    'rotary_seqlens': (None,),
+    'rotary_interleaved': (True, False, None),
+    'score_mod': (None,),
+    'mask_mod': (None,),
+    'aux_tensors': (None,),
+    'cu_seqlens_k_new': (None,),
+    'sm_margin': (0,),
+    'block_table': (None,),
+    'page_table': (None,),
+    'k_descale': (None,),
+    'v_descale': (None,),
+}
+
+SINKS = ('learnable_sink', 's_aux', 'attn_sink')
+
+
+def take(foreign: dict[str, Any], value: Any, neutral: Any, *aliases: str) -> Any:
+    """The value of a parameter that may be given under other names; they are removed from `foreign`."""
+    for alias in aliases:
+        if alias in foreign:
+            other = foreign.pop(alias)
+            if other is not None:
+                if value is not neutral:
+                    check.fail(alias, 'must not come with another name of the same argument', 'both')
+                value = other
+    return value
+
+
+def refuse(foreign: dict[str, Any]) -> None:
+    """What is left of a foreign signature must be neutral."""
+    for name, value in foreign.items():
+        if name not in _NEUTRAL:
+            check.fail(name, 'must be an argument of the function', 'one that is unknown')
+        allowed = _NEUTRAL[name]
+        if isinstance(value, Tensor) or value not in allowed:
+            words = ' or '.join(str(a) for a in allowed)
+            check.fail(name, f'must be {words}, since it has no meaning here', check.describe(value))
+
+
+def window_of(causal: bool, window_size: Any) -> tuple[int, int]:
+    """The band of `causal` and `window_size`; None is unbounded, too."""
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        check.fail('window_size', 'must be a pair (left, right)', check.describe(window_size))
+    sides = []
+    for side in window_size:
+        if side is None:
+            side = -1
+        check.integer(side, 'window_size')
+        if side < -1:
+            check.fail('window_size', 'must hold numbers of keys, or -1 for no bound', str(tuple(window_size)))
+        sides.append(side)
+    return sides[0], 0 if causal else sides[1]

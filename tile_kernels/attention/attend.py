@@ -1,0 +1,496 @@
+"""Attention: softmax of scaled scores times values, for dense and for packed sequences.
+
+    s[i, j] = scale * sum_d q[i, d] * k[j, d]         or softcap * tanh(that / softcap)
+    p[i, j] = exp(s[i, j]) / (sum_j exp(s[i, j]) + exp(sink))        over the keys that i sees
+    o[i, d] = sum_j p[i, j] * v[j, d]
+    lse[i]  = log sum_j exp(s[i, j])                  without the sink
+
+Query i sees key j if -left <= j - (i + Sk - Sq) <= right. Compute bound for long sequences; no scores are stored. The
+kernel is in `attend_kernels`. It runs on every GPU by mma; none has run it yet.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tile_kernels.attention._checks import (
+    HALVES,
+    SINKS,
+    bound,
+    check_band,
+    check_dim,
+    check_heads,
+    check_sink,
+    check_vectors,
+    lengths_int32,
+    refuse,
+    take,
+    window_of,
+)
+from tile_kernels.attention._macros import DENSE, PACKED
+from tile_kernels.attention._samples import SUMS, products, random_attention
+from tile_kernels.attention.attend_bwd_kernels import (
+    BLOCK_K,
+    attend_delta_kernel,
+    attend_dkv_kernel,
+    attend_dq_kernel,
+    attend_dsink_kernel,
+    key_launches,
+)
+from tile_kernels.attention.attend_kernels import BLOCK_M, LOG2E, attend_kernel
+from tile_kernels.attention.decode import decode, spread_scale
+from tile_kernels.core import check
+from tile_kernels.core.cases import grid
+from tile_kernels.core.launch import launch
+from tile_kernels.core.op import op
+
+MAX_ROWS = (1 << 31) - (1 << 17)
+
+
+def num_blocks(x: Tensor, group: int, num_sequences: int, packed: bool, size: int = BLOCK_M) -> int:
+    """Blocks of rows of a kv head, `group` for each token; packed sequences have numbers to spare."""
+    rows = x.shape[-3] * group
+    return rows // size + num_sequences + 1 if packed else -(-rows // size) * num_sequences
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    left: int,
+    right: int,
+    softcap: float,
+) -> int:
+    """Check the arguments of attention; returns the number of sequences."""
+    check.together(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    packed = cu_seqlens_q is not None
+    lead = '' if packed else 'batch '
+    *batch, _, q_heads, dim = check.shape(q, 'q', f'{lead}tokens heads dim', dtype=HALVES)
+    same = dict(batch=batch[0]) if batch else {}
+    *_, k_tokens, kv_heads, _ = check.shape(k, 'k', f'{lead}tokens heads dim', dtype=q.dtype, dim=dim, **same)
+    *_, value_dim = check.shape(
+        v, 'v', f'{lead}tokens heads dim', dtype=q.dtype, tokens=k_tokens, heads=kv_heads, **same
+    )
+    check_dim(dim, 'the last extent of q')
+    check_dim(value_dim, 'the last extent of v')
+    check_heads(q_heads, kv_heads)
+    check_vectors(q=q, k=k, v=v)
+    check_sink(sink, q_heads, q.dtype)
+    check_band(left, right)
+    check.at_least(softcap, 0.0, 'softcap')
+    check.at_most(q.shape[-3] * q_heads // kv_heads, MAX_ROWS, 'tokens of q times query heads of a kv head')
+    if cu_seqlens_q is not None:
+        check.packed(cu_seqlens_q, 'cu_seqlens_q', 'sequences+1', torch.int32)
+        number = cu_seqlens_q.shape[0] - 1
+        check.at_least(number, 0, 'the number of sequences')
+        check.packed(cu_seqlens_k, 'cu_seqlens_k', 'sequences+1', torch.int32, **{'sequences+1': number + 1})
+    else:
+        number = q.shape[0]
+    check.packed(seqused_q, 'seqused_q', 'sequences', torch.int32, sequences=number)
+    check.packed(seqused_k, 'seqused_k', 'sequences', torch.int32, sequences=number)
+    lengths = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k)
+    check.same_device(q=q, k=k, v=v, sink=sink, **lengths)
+    return number
+
+
+# Ops ----------------------------------------------------------------------------------------
+
+
+@op(outputs='dq dk dv dsink')
+def attend_bwd(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    sink: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    scale: float = 1.0,
+    left: int = -1,
+    right: int = -1,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of `attend`; equal bits in every run.
+
+    Args:
+        do: gradient of o, contiguous.
+        q: as in `attend`, as all that is not said here.
+        k: as there.
+        v: as there.
+        o: first result of `attend`.
+        lse: second result.
+        sink: as there.
+        cu_seqlens_q: as there.
+        cu_seqlens_k: as there.
+        seqused_q: as there.
+        seqused_k: as there.
+        scale: as there.
+        left: as there.
+        right: as there.
+        softcap: as there.
+
+    Returns:
+        Gradients of q, k, v and sink in their dtypes, contiguous; the last has shape (0,) without a sink.
+    """
+    number = _check(q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, left, right, softcap)
+    packed = cu_seqlens_q is not None
+    q_heads, kv_heads, dim, value_dim = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
+    shape = (*q.shape[:-1], value_dim)
+    for name, x in (('do', do), ('o', o)):
+        check.dtype(x, name, q.dtype)
+        if tuple(x.shape) != shape:
+            check.fail(name, f'must be {shape}', check.describe(x))
+        check.contiguous(x, name)
+        check_vectors(**{name: x})
+    check.dtype(lse, 'lse', torch.float32)
+    lse_shape = (q_heads, q.shape[0]) if packed else (q.shape[0], q_heads, q.shape[1])
+    if tuple(lse.shape) != lse_shape:
+        check.fail('lse', f'must be {lse_shape}', check.describe(lse))
+    check.contiguous(lse, 'lse')
+    check.same_device(q=q, do=do, o=o, lse=lse)
+    idle = q.numel() == 0 or k.numel() == 0
+    new = torch.zeros if idle else torch.empty
+    dq, dk, dv = (new(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dsink = torch.empty(0, device=q.device) if sink is None else new(sink.shape, dtype=sink.dtype, device=q.device)
+    if idle:
+        return dq, dk, dv, dsink
+    below, delta = torch.empty(2, q.shape[:-1].numel(), dtype=torch.float32, device=q.device)
+    lead = (None,) if packed else ()
+    sink_dtype = None if sink is None else sink.dtype
+    rows = do.view(-1, value_dim), lse[lead]
+    launch(attend_delta_kernel, (value_dim, q.dtype, sink_dtype), o.view(-1, value_dim), *rows, sink, below, delta)
+    if sink is not None:
+        launch(attend_dsink_kernel, (sink.dtype,), below.view(-1, q_heads), delta.view(-1, q_heads), sink, dsink)
+    static: tuple = (dim, value_dim, q.dtype, packed, seqused_q is not None, seqused_k is not None)
+    static += (left >= 0 or right >= 0, softcap > 0)
+    operands = (q[lead], k[lead], v[lead], do[lead], below, delta, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    options: tuple = (number, number.bit_length() if isinstance(number, int) else 0)
+    options += (scale / softcap if softcap > 0 else scale * LOG2E, softcap * LOG2E, bound(left), bound(right), scale)
+    blocks = num_blocks(q, q_heads // kv_heads, number, packed)
+    launch(attend_dq_kernel, static, *operands, dq[lead], blocks, *options, size=blocks)
+    blocks = num_blocks(k, 1, number, packed, BLOCK_K)
+    for result in key_launches(dim, value_dim):
+        launch(attend_dkv_kernel, (*static, result), *operands, dk[lead], dv[lead], blocks, *options, size=blocks)
+    return dq, dk, dv, dsink
+
+
+@op(outputs='o lse', backward=attend_bwd)
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    scale: float = 1.0,
+    left: int = -1,
+    right: int = -1,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Attention of dense or packed sequences; see `flash_attn_func` and `flash_attn_varlen_func`.
+
+    Args:
+        q: (batch, tokens, heads, dim), or (tokens, heads, dim) with `cu_seqlens_q`.
+        k: the same with its own number of tokens, and of heads that divides that of q.
+        v: like k, with a dim of its own.
+        sink: (heads,) logits that join the denominator.
+        cu_seqlens_q: (sequences + 1,) int32, where packed sequences of queries start, and the end of the last.
+        cu_seqlens_k: the same of keys.
+        seqused_q: (sequences,) int32, the queries of a sequence that count.
+        seqused_k: the same of keys.
+        scale: factor of the scores.
+        left: keys before the own position that a query sees; -1 is all.
+        right: keys behind it.
+        softcap: bound of the scores, 0 for none.
+
+    Returns:
+        o, contiguous with the dtype of q, and lse (batch, heads, tokens) or (heads, tokens) float32.
+    """
+    number = _check(q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, left, right, softcap)
+    packed = cu_seqlens_q is not None
+    q_heads, kv_heads, dim, value_dim = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
+    lse_shape = (q_heads, q.shape[0]) if packed else (q.shape[0], q_heads, q.shape[1])
+    if k.shape[-3] == 0:
+        lse = torch.full(lse_shape, -math.inf, dtype=torch.float32, device=q.device)
+        return torch.zeros(*q.shape[:-1], value_dim, dtype=q.dtype, device=q.device), lse
+    o = torch.empty(*q.shape[:-1], value_dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+    static: tuple = (dim, value_dim, q.dtype, q.dtype, packed, seqused_q is not None, PACKED if packed else DENSE)
+    static += (seqused_k is not None, left >= 0 or right >= 0, softcap > 0, None if sink is None else sink.dtype, False)
+    blocks = num_blocks(q, q_heads // kv_heads, number, packed)
+    lead = (None,) if packed else ()
+    launch(
+        attend_kernel,
+        static,
+        q[lead],
+        k[lead],
+        v[lead],
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_q,
+        seqused_k,
+        None,
+        None,
+        None,
+        sink,
+        o[lead].unsqueeze(0),
+        lse[lead].unsqueeze(0).transpose(2, 3),
+        blocks,
+        number,
+        number.bit_length() if isinstance(number, int) else 0,
+        scale / softcap if softcap > 0 else scale * LOG2E,
+        softcap * LOG2E,
+        bound(left),
+        bound(right),
+        size=blocks if q.numel() else 0,
+    )
+    return o, lse
+
+
+# Public functions ---------------------------------------------------------------------------
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Operands in the dtype of autocast, where it is on."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if x.is_floating_point() else x for x in tensors)
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether gradients are recorded for one of these."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def may_split(num_splits: int, *tensors: Tensor | None) -> bool:
+    """Whether keys are to be split, which is possible only where no gradients are recorded."""
+    check.integer(num_splits, 'num_splits', least=0)
+    needed = num_splits != 1 and needs_gradient(*tensors)
+    if num_splits > 1 and needed:
+        check.fail('num_splits', 'must be 0 or 1 where a gradient is needed', str(num_splits))
+    return num_splits != 1 and not needed
+
+
+def _default_scale(softmax_scale: float | None, q: Tensor) -> float:
+    if softmax_scale is None:
+        return max(q.shape[-1], 1) ** -0.5
+    check.number(softmax_scale, 'softmax_scale')
+    return softmax_scale
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    deterministic: bool = False,
+    num_splits: int = 1,
+    return_lse: bool = False,
+    **foreign: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of dense sequences, differentiable in q, k, v and sink; takes the calls of FlashAttention.
+
+    Args:
+        q: (batch, tokens, heads, dim) bfloat16 or float16; dim is a multiple of 8 up to 256. The last dimension is
+            dense, base and other strides are multiples of 16 bytes.
+        k: (batch, keys, kv_heads, dim); heads is a multiple of kv_heads.
+        v: (batch, keys, kv_heads, value_dim).
+        softmax_scale: factor of the scores, 1 / sqrt(dim) unless given.
+        causal: a query sees no key behind its own position; the last query stands at the last key.
+        window_size: keys before and behind its own position that a query sees; -1 or None is no bound.
+        softcap: bound c of the scores: c * tanh(score / c); 0 is none.
+        sink: (heads,) float32 or of the dtype of q: logits that join the denominator; also `learnable_sink`, `s_aux`
+            and `attn_sink`.
+        deterministic: accepted; gradients have the same bits in every run in any case.
+        num_splits: into how many parts keys are split; 0 chooses. Only without gradients.
+        return_lse: also return lse; also `return_attn_probs`.
+        foreign: arguments of FlashAttention that have no meaning here, at their neutral value.
+
+    Returns:
+        o (batch, tokens, heads, value_dim), with `return_lse` also lse (batch, heads, tokens) float32 without the sink.
+        A query that sees no key has o = 0 and lse = -inf.
+    """
+    sink = take(foreign, sink, None, *SINKS)
+    return_lse = bool(return_lse or foreign.pop('return_attn_probs', False))
+    refuse(foreign)
+    check.shape(q, 'q', 'batch tokens heads dim')
+    left, right = window_of(causal, window_size)
+    splitting = may_split(num_splits, q, k, v, sink)
+    q, k, v = autocast(q, k, v)
+    options: dict[str, Any] = dict(scale=_default_scale(softmax_scale, q), left=left, right=right, softcap=softcap)
+    if splitting:
+        o, lse = decode(q, k, v, sink=sink, num_splits=num_splits, **options)
+        lse = lse.transpose(1, 2)
+    else:
+        o, lse = attend(q, k, v, sink, **options)
+    return (o, lse) if return_lse else o
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    deterministic: bool = False,
+    num_splits: int = 1,
+    return_lse: bool = False,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    **foreign: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of packed sequences, differentiable in q, k, v and sink; takes the calls of FlashAttention.
+
+    Args:
+        q: (tokens, heads, dim), all sequences one behind the other; otherwise as in `flash_attn_func`.
+        k: (keys, kv_heads, dim).
+        v: (keys, kv_heads, value_dim).
+        cu_seqlens_q: (sequences + 1,) int32 or int64 on the device: 0, and where every sequence of queries ends.
+        cu_seqlens_k: the same of keys.
+        max_seqlen_q: accepted; a wrong value changes nothing.
+        max_seqlen_k: the same.
+        softmax_scale: as in `flash_attn_func`.
+        causal: as there, for every sequence.
+        window_size: as there.
+        softcap: as there.
+        sink: as there.
+        deterministic: as there.
+        num_splits: as there.
+        return_lse: as there.
+        seqused_q: (sequences,) int32, the queries of a sequence that count; the others give 0.
+        seqused_k: the same of keys; the mask is aligned to the shortened length.
+        block_table: (sequences, most_pages) int32, also `page_table`: k and v are pages as in
+            `flash_attn_with_kvcache`, with lengths `seqused_k` or those of `cu_seqlens_k`; there is no gradient.
+        k_descale: factor of fp8 keys in pages, as in `flash_attn_with_kvcache`.
+        v_descale: the same of values.
+        foreign: arguments of FlashAttention that have no meaning here, at their neutral value.
+
+    Returns:
+        o (tokens, heads, value_dim), with `return_lse` also lse (heads, tokens). Tokens behind the last sequence have
+        o = 0, lse = -inf and gradient 0.
+    """
+    sink = take(foreign, sink, None, *SINKS)
+    block_table = take(foreign, block_table, None, 'page_table')
+    return_lse = bool(return_lse or foreign.pop('return_attn_probs', False))
+    refuse(foreign)
+    check.shape(q, 'q', 'tokens heads dim')
+    for name, number in (('max_seqlen_q', max_seqlen_q), ('max_seqlen_k', max_seqlen_k)):
+        if number is not None and not isinstance(number, Tensor):
+            check.integer(number, name, least=0)
+    check.tensor(cu_seqlens_q, 'cu_seqlens_q')
+    left, right = window_of(causal, window_size)
+    splitting = may_split(num_splits, q, k, v, sink)
+    cu_q, cu_k = lengths_int32(cu_seqlens_q, 'cu_seqlens_q'), lengths_int32(cu_seqlens_k, 'cu_seqlens_k')
+    used_q, used_k = lengths_int32(seqused_q, 'seqused_q'), lengths_int32(seqused_k, 'seqused_k')
+    options: dict[str, Any] = dict(scale=_default_scale(softmax_scale, q), left=left, right=right, softcap=softcap)
+    if block_table is not None:
+        if needs_gradient(q, k, v, sink):
+            check.fail('block_table', 'must be None where a gradient is needed', check.describe(block_table))
+        if used_k is None:
+            used_k = check.tensor(cu_k, 'cu_seqlens_k').diff()
+        number, kv_heads = cu_seqlens_q.shape[0] - 1, check.shape(k, 'k', 'pages page_size heads dim')[2]
+        options['block_table'] = lengths_int32(block_table, 'block_table')
+        options['k_descale'] = spread_scale(k_descale, 'k_descale', number, kv_heads, k)
+        options['v_descale'] = spread_scale(v_descale, 'v_descale', number, kv_heads, k)
+        cu_k, splitting = None, True
+    else:
+        refuse(dict(k_descale=k_descale, v_descale=v_descale))
+        q, k, v = autocast(q, k, v)
+        check.tensor(cu_k, 'cu_seqlens_k')
+    if splitting:
+        o, lse = decode(q, k, v, used_k, cu_q, cu_k, used_q, sink=sink, num_splits=num_splits, **options)
+        lse = lse.transpose(0, 1)
+    else:
+        o, lse = attend(q, k, v, sink, cu_q, cu_k, used_q, used_k, **options)
+    return (o, lse) if return_lse else o
+
+
+# Cases --------------------------------------------------------------------------------------
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+CAUSAL = (-1, 0)
+D64, D72, D192 = (64, 64), (72, 72), (192, 128)
+SMOKE = (
+    grid(queries=[0, 1, 5], keys=[0, 5], heads=[(1, 1)], dims=[D64])
+    + grid(queries=[70], keys=[64], heads=[(3, 1)], dims=[D64], band=[CAUSAL], batch=[2])
+    + grid(queries=[5], keys=[70], heads=[(2, 2)], dims=[D72], dtype=[F16], band=[CAUSAL, (3, 0), (0, 2)], sink=[F16])
+    + grid(queries=[5], keys=[64], heads=[(8, 1)], dims=[D192], softcap=[2.0], sink=[F32], batch=[2], used=[(0, 33)])
+    + grid(
+        queries=[(0, 5, 0, 70, 1)],
+        keys=[(3, 5, 7, 40, 0)],
+        heads=[(2, 1)],
+        dims=[D64],
+        band=[(-1, -1), CAUSAL],
+        behind=[2],
+        used=[(), (3, 4, 0, 33, 0)],
+    )
+    + grid(queries=[()], keys=[()], heads=[(2, 2)], dims=[D64], behind=[3])
+    + grid(queries=[(33, 20)], keys=[(33, 20)], heads=[(3, 3)], dims=[D64], band=[(8, 4)], fused=[True], sink=[BF16])
+    + grid(queries=[(9, 8)], keys=[(9, 70)], heads=[(1, 1)], dims=[D64], band=[CAUSAL], used_q=[(7, 8)])
+)
+BENCH = (
+    grid(queries=[8192], keys=[8192], heads=[(32, 32), (32, 8)], dims=[(128, 128)], batch=[4], band=[CAUSAL])
+    + grid(queries=[8192], keys=[8192], heads=[(32, 32)], dims=[D64, D192, (256, 256)], batch=[2], band=[CAUSAL])
+    + grid(queries=[(8001,) * 4], keys=[(8001,) * 4], heads=[(24, 8)], dims=[(128, 128)], band=[CAUSAL])
+    + grid(queries=[4096], keys=[4096], heads=[(64, 8)], dims=[D64], batch=[1], band=[(128, 0)], sink=[BF16])
+)
+FULL = (
+    grid(queries=[1, 127, 129], keys=[8191], heads=[(6, 2)], dims=[(128, 128), D72], band=[CAUSAL])
+    + grid(queries=[129], keys=[129], heads=[(2, 1)], dims=[(40, 40), (80, 80), (96, 112), (256, 256)], band=[(9, 5)])
+    + grid(queries=[tuple(range(1, 300))], keys=[tuple(range(299, 0, -1))], heads=[(2, 1)], dims=[D64], band=[CAUSAL])
+)
+attend.cases(make=random_attention, match=SUMS, smoke=SMOKE, full=FULL, bench=BENCH, flops=products)
+
+
+def _make_bwd(**case: Any) -> dict:
+    """Results and their gradient beside the arguments; the results are those of the twin."""
+    given = random_attention(**case)
+    small = given['q'].numel() < 1 << 20 and given['k'].numel() < 1 << 20
+    shape = (*given['q'].shape[:-1], given['v'].shape[-1])
+    lse_shape = (*shape[:-3], shape[-2], shape[-3])
+    if small and type(given['q']) is Tensor:
+        o, lse = attend.twin(**given)
+    else:  # only timed, or a dry run
+        o, lse = torch.randn(shape).to(given['q'].dtype), torch.full(lse_shape, 8.0)
+    return dict(do=torch.randn(shape).to(o.dtype), o=o, lse=lse, **given)
+
+
+attend_bwd.cases(
+    make=_make_bwd,
+    match=dict(rtol=2e-2, atol=2e-2),
+    smoke=SMOKE,
+    full=FULL,
+    bench=BENCH,
+    flops=lambda do, o, lse, **given: 5 * products(**given) // 2,
+)

@@ -1,0 +1,183 @@
+"""Merge parts of attention that saw different keys.
+
+    m      = max_n lse_partial[n, r]
+    w[n]   = exp(lse_partial[n, r] - m)
+    o[r]   = sum_n w[n] * out_partial[n, r] / (sum_n w[n] + exp(sink[h] - m))
+    lse[r] = m + log sum_n w[n]                       without the sink
+
+A part with lse = -inf counts for nothing, whatever its output holds. A row without any part is 0 and has lse = -inf. A
+thread owns a 16-byte vector of a row and adds the parts in their order. Memory bound: the floor is reading every part.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from tile_kernels.attention._checks import HALVES
+from tile_kernels.core import check
+from tile_kernels.core.cases import grid
+from tile_kernels.core.jit import kernel
+from tile_kernels.core.lang import T
+from tile_kernels.core.launch import launch
+from tile_kernels.core.op import op
+
+THREADS = 128
+DTYPES = (torch.float32, *HALVES)
+
+# Kernel -------------------------------------------------------------------------------------
+
+
+@kernel()
+def combine_kernel(value_dim: int, dtype: torch.dtype, out_dtype: torch.dtype, sink_dtype: torch.dtype | None):
+    """One thread for 16 bytes of a part's row."""
+    num_parts, num_rows, num_heads = T.dynamic('num_parts'), T.dynamic('num_rows'), T.dynamic('num_heads')
+    width = 16 // dtype.itemsize
+    lanes = value_dim // width
+    elem, out_elem = T.dtype(dtype), T.dtype(out_dtype)
+    log2e, ln2, inf = math.log2(math.e), math.log(2), math.inf
+
+    @T.prim_func
+    def combine(
+        out_partial: T.Tensor((num_parts, num_rows, value_dim), elem),
+        lse_partial: T.Tensor((num_parts, num_rows), T.float32),
+        sink: T.Tensor((num_heads,), T.dtype(sink_dtype or torch.float32)),
+        o: T.Tensor((num_rows, value_dim), out_elem),
+        lse: T.Tensor((num_rows,), T.float32),
+    ):
+        with T.Kernel(T.ceildiv(num_rows * lanes, THREADS), threads=THREADS) as pid:
+            index = pid * THREADS + T.get_thread_binding()
+            row = T.truncdiv(index, lanes)
+            column = T.truncmod(index, lanes) * width
+            x = T.alloc_local((width,), elem)
+            acc = T.alloc_local((width,), T.float32)
+            y = T.alloc_local((width,), out_elem)
+            top = T.alloc_var(T.float32, init=-inf)
+            total = T.alloc_var(T.float32, init=0.0)
+            weight = T.alloc_var(T.float32)
+            factor = T.alloc_var(T.float32)
+            if row < num_rows:
+                for n in T.serial(num_parts):
+                    top = T.max(top, lse_partial[n, row])
+                if top == -inf:
+                    top = 0.0  # every part is empty, or NaN
+                for e in T.unroll(width):
+                    acc[e] = 0.0
+                for n in T.serial(num_parts):
+                    if lse_partial[n, row] != -inf:
+                        weight = T.exp2((lse_partial[n, row] - top) * log2e)
+                        total += weight
+                        for e in T.vectorized(width):
+                            x[e] = out_partial[n, row, column + e]
+                        for e in T.unroll(width):
+                            acc[e] += weight * T.cast(x[e], T.float32)
+                factor = total
+                if sink_dtype is not None:
+                    factor += T.exp2((T.cast(sink[T.truncmod(row, num_heads)], T.float32) - top) * log2e)
+                factor = T.if_then_else(total == 0.0, T.float32(0.0), 1.0 / factor)
+                for e in T.unroll(width):
+                    y[e] = T.cast(acc[e] * factor, out_elem)
+                for e in T.vectorized(width):
+                    o[row, column + e] = y[e]
+                if column == 0:
+                    lse[row] = T.if_then_else(total == 0.0, T.float32(-inf), top + T.log2(total) * ln2)
+
+    return combine
+
+
+# Op -----------------------------------------------------------------------------------------
+
+
+@op(outputs='o lse')
+def combine(
+    out_partial: Tensor, lse_partial: Tensor, sink: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Merge parts of attention that saw different keys; see `flash_attn_combine`."""
+    check.dtype(out_partial, 'out_partial', DTYPES)
+    if out_partial.dim() < 2:
+        check.fail('out_partial', 'must be (parts, ..., value_dim)', check.describe(out_partial))
+    if tuple(check.tensor(lse_partial, 'lse_partial').shape) != tuple(out_partial.shape[:-1]):
+        check.fail('lse_partial', 'must have the shape of out_partial without its last', check.describe(lse_partial))
+    check.dtype(lse_partial, 'lse_partial', torch.float32)
+    check.contiguous(out_partial, 'out_partial')
+    check.contiguous(lse_partial, 'lse_partial')
+    parts, *rows, value_dim = out_partial.shape
+    check.at_least(parts, 1, 'the number of parts')
+    if value_dim == 0 or value_dim % 8:
+        check.fail('the last extent of out_partial', 'must be a positive multiple of 8', str(value_dim))
+    if out_partial.numel() and check.vector_bytes(out_partial) < 16:
+        fact = check.describe(out_partial)
+        check.fail('out_partial', 'must begin at a multiple of 16 bytes', fact, hint='pass out_partial.clone()')
+    if out_dtype is not None:
+        check.one_of(out_dtype, DTYPES, 'out_dtype')
+    if sink is not None:
+        if not rows:
+            check.fail('sink', 'must come with parts that have heads', check.describe(out_partial))
+        check.packed(sink, 'sink', 'heads', DTYPES, heads=rows[-1])
+    check.same_device(out_partial=out_partial, lse_partial=lse_partial, sink=sink)
+    o = torch.empty(*rows, value_dim, dtype=out_dtype or out_partial.dtype, device=out_partial.device)
+    lse = torch.empty(rows, dtype=torch.float32, device=out_partial.device)
+    static = (value_dim, out_partial.dtype, o.dtype, None if sink is None else sink.dtype)
+    num_rows = lse.numel()
+    launch(
+        combine_kernel,
+        static,
+        out_partial.view(parts, num_rows, value_dim),
+        lse_partial.view(parts, num_rows),
+        sink,
+        o.view(num_rows, value_dim),
+        lse.view(num_rows),
+        size=num_rows,
+    )
+    return o, lse
+
+
+def flash_attn_combine(
+    out_partial: Tensor, lse_partial: Tensor, *, sink: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Merge parts of attention that saw different keys, such as split keys, a shared prefix or a ring of GPUs.
+
+    Args:
+        out_partial: (parts, ..., value_dim) float32, bfloat16 or float16, contiguous; value_dim is a multiple of 8.
+        lse_partial: (parts, ...) float32, natural logarithms without the sink. A part with -inf counts for nothing,
+            even if its output is NaN.
+        sink: (heads,) logits that join the denominator; heads are the last dimension of `lse_partial`.
+        out_dtype: dtype of the result, that of the parts unless given.
+
+    Returns:
+        The merged output (..., value_dim) and its lse (...), which has no sink. Parts are added in their order, so
+        results have the same bits in every run.
+    """
+    return combine(out_partial, lse_partial, sink, out_dtype)
+
+
+# Cases --------------------------------------------------------------------------------------
+
+
+def _make(
+    rows: tuple, value_dim: int, dtype: torch.dtype, parts: int, sink: torch.dtype | None = None, half: bool = False
+) -> dict:
+    out, lse = torch.randn(parts, *rows, value_dim).to(dtype), torch.randn(parts, *rows) * 3
+    if parts > 1:  # empty parts, which hold NaN, and rows without any
+        empty = (torch.rand(parts, *rows) < 0.3) | (torch.rand(rows) < 0.2)
+        lse = lse.masked_fill(empty, -math.inf)
+        out = out.masked_fill(empty.unsqueeze(-1), math.nan)
+    logits = None if sink is None else torch.randn(rows[-1]).to(sink)
+    if logits is not None and len(logits) > 2:
+        logits[0], logits[1] = math.inf, -math.inf
+    return dict(out_partial=out, lse_partial=lse, sink=logits, out_dtype=torch.bfloat16 if half else None)
+
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+combine.cases(
+    make=_make,
+    match=dict(rtol=1e-5, atol=1e-6),
+    smoke=grid(rows=[(0, 2), (1, 1), (5, 3)], value_dim=[64], dtype=[F32], parts=[1, 3])
+    + grid(rows=[(7,)], value_dim=[72], dtype=[BF16], parts=[4], sink=[BF16])
+    + grid(rows=[(2, 3, 4)], value_dim=[8], dtype=[F32], parts=[5], sink=[F32], half=[True])
+    + grid(rows=[(2, 9)], value_dim=[136], dtype=[F16], parts=[2], sink=[F32]),
+    full=grid(rows=[(33, 1, 24)], value_dim=[80, 512], dtype=[F32, BF16], parts=[1, 17, 200], sink=[F32])
+    + grid(rows=[(300_000, 32)], value_dim=[128], dtype=[BF16], parts=[2]),  # past 2^31 elements
+    bench=grid(rows=[(32, 1, 32), (64, 1, 128)], value_dim=[128], dtype=[F32], parts=[4, 16], half=[True])
+    + grid(rows=[(4, 8192, 32)], value_dim=[128], dtype=[BF16], parts=[2], sink=[F32]),
+)

@@ -1,0 +1,340 @@
+"""Attention of few queries over long keys: dense and paged caches, fp8 caches, split keys.
+
+The formula is that of `attend`; so is the kernel, in which query heads of a kv head share the loads of its keys. If few
+thread blocks would run, keys are split: parts start at multiples of a block of the own sequence, and `combine` merges
+them. Memory bound: the floor is reading the used part of the cache once.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tile_kernels.attention._checks import (
+    FP8,
+    HALVES,
+    SINKS,
+    bound,
+    check_band,
+    check_dim,
+    check_heads,
+    check_sink,
+    check_vectors,
+    lengths_int32,
+    refuse,
+    take,
+    window_of,
+)
+from tile_kernels.attention._macros import CACHE, DENSE, PACKED, PAGED
+from tile_kernels.attention._samples import SUMS, random_cache
+from tile_kernels.attention.attend_kernels import BLOCK_M, LOG2E, attend_kernel
+from tile_kernels.attention.combine import combine_kernel
+from tile_kernels.core import check
+from tile_kernels.core.cases import grid
+from tile_kernels.core.gpus import SUM_SMS
+from tile_kernels.core.launch import launch
+from tile_kernels.core.op import empty, op
+
+MAX_SPLITS = 256
+PAGE_MULTIPLE = 16
+
+
+def automatic_splits(num_blocks: Any, most_keys: Any) -> int:
+    """Parts of the keys that give every SM work, each of 256 keys or more; a function of shapes alone."""
+    if not isinstance(num_blocks, int) or not isinstance(most_keys, int) or num_blocks == 0:
+        return 1  # fake tensors: nothing is launched
+    return max(1, min(2 * SUM_SMS // num_blocks, most_keys // 256, 64))
+
+
+# Op -----------------------------------------------------------------------------------------
+
+
+@op(outputs='o lse', out=True)
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    block_table: Tensor | None = None,
+    sink: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    scale: float = 1.0,
+    left: int = -1,
+    right: int = -1,
+    softcap: float = 0.0,
+    num_splits: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Attention without gradient over keys that are dense, packed or in pages; see `flash_attn_with_kvcache`.
+
+    Args:
+        q: (batch, tokens, heads, dim), or (tokens, heads, dim) with `cu_seqlens_q`.
+        k_cache: (batch, keys, kv_heads, dim), (keys, kv_heads, dim) with `cu_seqlens_k`, or
+            (pages, page_size, kv_heads, dim) with `block_table`.
+        v_cache: the same with a dim of its own.
+        cache_seqlens: (sequences,) int32, the keys of every sequence; all of them unless given.
+        cu_seqlens_q: (sequences + 1,) int32, where packed sequences of queries start, and the end of the last.
+        cu_seqlens_k: the same of keys.
+        seqused_q: (sequences,) int32, the queries of a sequence that count.
+        block_table: (sequences, most_pages) int32, the pages of every sequence; a negative one is a hole.
+        sink: (heads,) logits that join the denominator.
+        k_descale: (sequences, kv_heads) float32, factors of fp8 keys.
+        v_descale: the same of values.
+        scale: factor of the scores.
+        left: keys before the own position that a query sees; -1 is all.
+        right: keys behind it.
+        softcap: bound of the scores, 0 for none.
+        num_splits: into how many parts keys are split; 0 chooses.
+
+    Returns:
+        o of q's dtype, and lse (batch, tokens, heads) or (tokens, heads) float32.
+    """
+    packed = cu_seqlens_q is not None
+    *batch, tokens, q_heads, dim = check.shape(q, 'q', ('' if packed else 'batch ') + 'tokens heads dim', dtype=HALVES)
+    number = check.shape(cu_seqlens_q, 'cu_seqlens_q', 'sequences+1')[0] - 1 if cu_seqlens_q is not None else batch[0]
+    check.at_least(number, 0, 'the number of sequences')
+    if block_table is not None and cu_seqlens_k is not None:
+        check.fail('cu_seqlens_k', 'must be None with pages', check.describe(cu_seqlens_k))
+    keys = PAGED if block_table is not None else PACKED if cu_seqlens_k is not None else DENSE
+    if keys == DENSE and cache_seqlens is not None:
+        keys = CACHE
+    lead = 'pages page_size ' if keys == PAGED else 'tokens ' if keys == PACKED else 'batch tokens '
+    same = dict(batch=number) if keys in (DENSE, CACHE) else {}
+    dtypes = (q.dtype, FP8)
+    *_, kv_heads, _ = check.shape(k_cache, 'k_cache', f'{lead}heads dim', dtype=dtypes, dim=dim, **same)
+    value_dim = check.shape(v_cache, 'v_cache', f'{lead}heads dim', dtype=k_cache.dtype)[-1]
+    if v_cache.shape[:-1] != k_cache.shape[:-1]:
+        check.fail('v_cache', f'must be {(*k_cache.shape[:-1], "dim")}', check.describe(v_cache))
+    check_dim(dim, 'the last extent of q')
+    check_dim(value_dim, 'the last extent of v_cache')
+    check_heads(q_heads, kv_heads, 'k_cache')
+    check_vectors(q=q, k_cache=k_cache, v_cache=v_cache)
+    check_sink(sink, q_heads, q.dtype)
+    check_band(left, right)
+    check.at_least(softcap, 0.0, 'softcap')
+    check.at_least(num_splits, 0, 'num_splits')
+    check.at_most(num_splits, MAX_SPLITS, 'num_splits')
+    check.at_most(tokens * q_heads, (1 << 31) - (1 << 17), 'tokens times heads of q')
+    for name, x in (('cu_seqlens_q', cu_seqlens_q), ('cu_seqlens_k', cu_seqlens_k)):
+        check.packed(x, name, 'sequences+1', torch.int32, **{'sequences+1': number + 1})
+    for name, x in (('cache_seqlens', cache_seqlens), ('seqused_q', seqused_q)):
+        check.packed(x, name, 'sequences', torch.int32, sequences=number)
+    check.packed(block_table, 'block_table', 'sequences most_pages', torch.int32, sequences=number)
+    if keys == PAGED:
+        check.multiple(k_cache.shape[1], PAGE_MULTIPLE, 'page_size')
+        if cache_seqlens is None:
+            check.fail('cache_seqlens', 'must come with block_table', 'None')
+    fp8 = k_cache.dtype is FP8
+    for name, x in (('k_descale', k_descale), ('v_descale', v_descale)):
+        if fp8 and x is None:
+            check.fail(name, 'must come with a cache of fp8', 'None')
+        if not fp8 and x is not None:
+            check.fail(name, f'must be None with a cache of {k_cache.dtype}', check.describe(x))
+        check.packed(x, name, 'sequences kv_heads', torch.float32, sequences=number, kv_heads=kv_heads)
+    check.same_device(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        cache_seqlens=cache_seqlens,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_q=seqused_q,
+        block_table=block_table,
+        sink=sink,
+        k_descale=k_descale,
+        v_descale=v_descale,
+    )
+    o = empty('o', (*q.shape[:-1], value_dim), q.dtype, q.device)
+    lse = empty('lse', q.shape[:-1], torch.float32, q.device)
+    most_pages = 1 if block_table is None else block_table.shape[1]
+    if k_cache.numel() == 0 or most_pages == 0:
+        if keys in (CACHE, PAGED) and q.numel():  # lengths are not known here
+            check.fail('k_cache', 'must hold at least one key', check.describe(k_cache))
+        o.zero_()
+        lse.fill_(-math.inf)
+        return o, lse
+    rows = tokens * (q_heads // kv_heads)
+    blocks = rows // BLOCK_M + number + 1 if packed else -(-rows // BLOCK_M) * number
+    most_keys = k_cache.shape[0 if keys == PACKED else 1] * most_pages
+    splits = num_splits or automatic_splits(blocks * kv_heads, most_keys)
+    q_lead, k_lead = (None,) if packed else (), (None,) if keys == PACKED else ()
+    if splits > 1:
+        out_part = torch.empty(splits, *o.shape, dtype=torch.float32, device=q.device)
+        lse_part = torch.empty(splits, *lse.shape, dtype=torch.float32, device=q.device)
+    else:
+        out_part, lse_part = o[None], lse[None]
+    own_sink = sink if splits == 1 else None
+    static: tuple = (dim, value_dim, q.dtype, k_cache.dtype, packed, seqused_q is not None, keys)
+    static += (cache_seqlens is not None, left >= 0 or right >= 0, softcap > 0)
+    static += (None if own_sink is None else own_sink.dtype, splits > 1)
+    launch(
+        attend_kernel,
+        static,
+        q[q_lead],
+        k_cache[k_lead],
+        v_cache[k_lead],
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_q,
+        cache_seqlens,
+        block_table,
+        k_descale,
+        v_descale,
+        own_sink,
+        out_part.unsqueeze(1) if packed else out_part,
+        lse_part.unsqueeze(1) if packed else lse_part,
+        blocks,
+        number,
+        number.bit_length() if isinstance(number, int) else 0,
+        scale / softcap if softcap > 0 else scale * LOG2E,
+        softcap * LOG2E,
+        bound(left),
+        bound(right),
+        size=blocks if q.numel() else 0,
+    )
+    if splits > 1:
+        static = (value_dim, torch.float32, q.dtype, None if sink is None else sink.dtype)
+        every = lse.numel()
+        parts = out_part.view(splits, every, value_dim), lse_part.view(splits, every)
+        launch(combine_kernel, static, *parts, sink, o.view(every, value_dim), lse.view(every), size=every)
+    return o, lse
+
+
+# Public function ----------------------------------------------------------------------------
+
+
+def spread_scale(scale: Tensor | None, name: str, number: int, kv_heads: int, cache: Tensor) -> Tensor | None:
+    """Factors of an fp8 cache, for every sequence and kv head; 1 unless given."""
+    if scale is None:
+        return None if cache.dtype is not FP8 else torch.ones(number, kv_heads, device=cache.device)
+    check.dtype(scale, name, torch.float32)
+    if tuple(scale.shape) not in ((), (1,), (number, kv_heads)):
+        check.fail(name, f'must be a scalar or ({number}, {kv_heads})', check.describe(scale))
+    return scale.expand(number, kv_heads).contiguous()
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    cache_seqlens: Tensor | int,
+    block_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    num_splits: int = 0,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    out: Tensor | None = None,
+    return_softmax_lse: bool = False,
+    **foreign: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of few queries over a cache of keys and values; takes the calls of FlashAttention. No gradient.
+
+    Args:
+        q: (batch, tokens, heads, dim) bfloat16 or float16, the last tokens of every sequence.
+        k_cache: (batch, keys, kv_heads, dim), or (pages, page_size, kv_heads, dim) with `block_table`; of q's dtype or
+            float8_e4m3fn. page_size is a multiple of 16.
+        v_cache: the same with a dim of its own.
+        k: must be None; keys are not appended.
+        v: must be None.
+        cache_seqlens: (batch,) int32, the keys of every sequence, or one number for all.
+        block_table: (batch, most_pages) int32, also `page_table`. Entries behind the length are not read. A negative
+            one is a hole, whose keys nobody sees.
+        cache_batch_idx: must be None.
+        cache_leftpad: must be None.
+        softmax_scale: factor of the scores, 1 / sqrt(dim) unless given.
+        causal: a query sees no key behind its own position; the last query stands at the last key.
+        window_size: keys before and behind its own position that a query sees; -1 or None is no bound.
+        softcap: bound of the scores, 0 for none.
+        sink: (heads,) logits that join the denominator.
+        num_splits: into how many parts keys are split; 0 chooses by shapes.
+        k_descale: (batch, kv_heads) float32, or one number on the device: factor of fp8 keys; 1 unless given.
+        v_descale: the same of values.
+        out: (batch, tokens, heads, value_dim) of q's dtype, contiguous: where the result goes.
+        return_softmax_lse: also return lse.
+        foreign: arguments of FlashAttention that have no meaning here, at their neutral value.
+
+    Returns:
+        o (batch, tokens, heads, value_dim), with `return_softmax_lse` also lse (batch, heads, tokens) float32. A
+        sequence with a page id that does not exist, or with a length beyond its cache, gives NaN.
+    """
+    sink = take(foreign, sink, None, *SINKS)
+    block_table = take(foreign, block_table, None, 'page_table')
+    refuse(foreign)
+    absent = dict(k=k, v=v, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
+    for name, value in absent.items():
+        if value is not None:
+            check.fail(name, 'must be None, since it is not offered yet', check.describe(value))
+    batch, _, _, dim = check.shape(q, 'q', 'batch tokens heads dim')
+    check.tensor(k_cache, 'k_cache')
+    if isinstance(cache_seqlens, Tensor):
+        lengths = lengths_int32(cache_seqlens, 'cache_seqlens')
+    else:
+        check.integer(cache_seqlens, 'cache_seqlens', least=0)
+        lengths = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+    if k_cache.dim() != 4:
+        check.fail('k_cache', 'must have four dimensions', check.describe(k_cache))
+    left, right = window_of(causal, window_size)
+    check.integer(num_splits, 'num_splits', least=0)
+    if softmax_scale is not None:
+        check.number(softmax_scale, 'softmax_scale')
+    kv_heads = k_cache.shape[2]
+    given: dict[str, Any] = dict(
+        cache_seqlens=lengths,
+        block_table=lengths_int32(block_table, 'block_table'),
+        sink=sink,
+        k_descale=spread_scale(k_descale, 'k_descale', batch, kv_heads, k_cache),
+        v_descale=spread_scale(v_descale, 'v_descale', batch, kv_heads, k_cache),
+        scale=max(dim, 1) ** -0.5 if softmax_scale is None else softmax_scale,
+        left=left,
+        right=right,
+        softcap=softcap,
+        num_splits=num_splits,
+    )
+    if out is None:
+        out, lse = decode(q, k_cache, v_cache, **given)
+    else:
+        lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+        decode.out(q, k_cache, v_cache, **given, o=out, lse=lse)
+    return (out, lse.transpose(1, 2)) if return_softmax_lse else out
+
+
+# Cases --------------------------------------------------------------------------------------
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+D64 = (64, 64)
+SMOKE = (
+    grid(queries=[0, 1], lengths=[(0, 5, 64)], heads=[(2, 1)], dims=[D64])
+    + grid(queries=[1], lengths=[(70, 3)], heads=[(8, 1)], dims=[D64], splits=[2], sink=[BF16], softcap=[2.0])
+    + grid(
+        queries=[3], lengths=[(40, 17, 0)], heads=[(3, 1)], dims=[D64], page=[16], band=[(-1, 0), (3, 0)], sink=[F32]
+    )
+    + grid(
+        queries=[2], lengths=[(140, 33)], heads=[(2, 2)], dims=[D64], page=[16], splits=[3], holes=[True], dtype=[F16]
+    )
+    + grid(queries=[1], lengths=[(20, 300, 9)], heads=[(2, 1)], dims=[D64], page=[16], wrong=[True], splits=[1, 2])
+    + grid(queries=[1], lengths=[(33, 50)], heads=[(4, 2)], dims=[(64, 32)], page=[48, 0], fp8=[True], splits=[0])
+    + grid(queries=[(3, 0, 2)], lengths=[(30, 4, 17)], heads=[(2, 1)], dims=[(72, 72)], page=[16], band=[(-1, 0)])
+    + grid(queries=[(3, 0, 2)], lengths=[(30, 4, 17)], heads=[(2, 1)], dims=[D64], packed=[True], splits=[2])
+)
+BENCH = (
+    grid(queries=[1], lengths=[(4096,) * 32], heads=[(32, 8)], dims=[(128, 128)], page=[16, 64], fp8=[False, True])
+    + grid(queries=[1], lengths=[(1024,)], heads=[(32, 8)], dims=[(128, 128)], page=[64])
+    + grid(queries=[4], lengths=[(8001,) * 33], heads=[(24, 8)], dims=[(128, 128)], page=[0], band=[(-1, 0)])
+)
+FULL = grid(
+    queries=[1, 16], lengths=[(1, 127, 8191, 100_000)], heads=[(8, 1)], dims=[(128, 128)], page=[16, 64]
+) + grid(queries=[1], lengths=[(3, 257)], heads=[(6, 2)], dims=[(40, 40), (256, 256)], page=[64], splits=[0, 1, 7])
+decode.cases(make=random_cache, match=SUMS, smoke=SMOKE, full=FULL, bench=BENCH)
