@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from tile_kernels.attention import KVCache
 from tile_kernels.modeling import Attention
 
-VOCABULARY, HIDDEN, HEADS, KV_HEADS, LAYERS, LENGTH, STEPS = 8, 64, 4, 2, 2, 18, 40
+VOCABULARY, HIDDEN, HEADS, KV_HEADS, LAYERS, LENGTH, STEPS = 8, 64, 4, 2, 2, 18, 120
 
 
 class TorchAttention(nn.Module):
@@ -75,7 +75,7 @@ def draw(num_rows: int, device: torch.device) -> Tensor:
 def train(model: nn.Module, device: torch.device) -> list[float]:
     """The losses of some steps."""
     torch.manual_seed(1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3)
     losses = []
     for _ in range(STEPS):
         tokens = draw(8, device)
