@@ -168,7 +168,7 @@ def cuda_gpu(device_index: int) -> Gpu:
         known,
         name=properties.name.removeprefix('NVIDIA '),
         sms=sms,
-        smem_per_block=properties.shared_memory_per_block_optin,
+        smem_per_block=getattr(properties, 'shared_memory_per_block_optin', known.smem_per_block),
         l2_bytes=properties.L2_cache_size,
         bandwidth=known.bandwidth * sms / known.sms,
         copy_bandwidth=known.copy_bandwidth * sms / known.sms,
