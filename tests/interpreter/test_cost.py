@@ -19,9 +19,9 @@ from tile_kernels.interpreter import UnwrittenOutput, interpret
 OPS = (
     'quant.per_token_cast',
     'quant.per_block_cast',
-    'quant.swiglu_forward_and_per_token_cast',
-    'quant.norm_forward',
-    'quant.dequantise',
+    'activation.swiglu_forward_and_per_token_cast',
+    'norm.norm_forward',
+    'quant.dequantize',
     'moe.expand_to_fused',
     'moe.reduce_rows',
     'moe.topk_gate',
@@ -112,7 +112,7 @@ def ratio(launch):
 
 def test_checks_cost_little():
     torch.manual_seed(0)
-    launches = [*own_kernels(), *launches_of('quant.norm_forward'), *launches_of('transpose.batched_transpose')]
+    launches = [*own_kernels(), *launches_of('norm.norm_forward'), *launches_of('transpose.batched_transpose')]
     ratios = [ratio(launch)[0] for launch in launches]
     assert statistics.median(ratios) <= MOST_MEDIAN
     assert max(ratios) <= MOST_WORST
