@@ -96,7 +96,7 @@ def _gpu(
 #: HGX B200, A100 80 GB SXM4 and L40S, and whitepapers for GA102, AD102 and Blackwell RTX. Peaks are without sparsity
 #: and with float32 accumulation. Shared memory is from the CUDA programming guide, by compute capability. Ampere has no
 #: fp8 tensor cores: kernels widen the codes, so the peak is that of bfloat16. The copy rate of the H200 is measured
-#: (benchmarks/results).
+#: (benchmarks/results). The numbers of the other GPUs were not checked against the documents a second time.
 GPUS: dict[str, Gpu] = {
     'h200': _gpu('H200', 90, 132, 227, 50, 4.8, (494.7, 989, 1979), copy_bandwidth=4.24),
     'h100': _gpu('H100', 90, 132, 227, 50, 3.35, (494.7, 989, 1979), copy_bandwidth=2.95),
