@@ -2,10 +2,10 @@
 
 A lane owns `LANE` neighbouring channels of a row, the same ones of the gate and of the up projection.
 
-`1 / t` and `g / t` with t = 1 + exp(-g) are correctly rounded without a branch for each element: one approximate
-reciprocal, one Newton step for 1 / t, one remainder for g / t. That is what the hardware's own division does when no
-exponent is extreme, and none is while |g| <= `GATE_LIMIT`. A lane with a larger gate divides the long way. The
-remainder is taken with its sign turned, so that a gate of -0 gives -0.
+`1 / t` and `g / t` with t = 1 + exp(-g) are correctly rounded without a branch for each element. They take one
+approximate reciprocal, one Newton step for 1 / t and one remainder for g / t. That is what the hardware's own division
+does when no exponent is extreme, and none is while |g| <= `GATE_LIMIT`. A lane with a larger gate divides the long way.
+The remainder is taken with its sign turned, so that a gate of -0 gives -0.
 """
 
 from typing import Any
@@ -144,8 +144,8 @@ def clamp_up(up: Any, clamp_value: Any) -> Any:
 def activate_lanes(gate_local, up_local, weight, real, row_step, skipping, clamped, clamp_value, counts, act_local):
     """`act = (silu(gate) * up) * weight` in float32 of every vector of a lane.
 
-    `weight[i * row_step]` is that of vector i (None if there are none), `real[i * row_step]` says whether its row is
-    real; if `skipping`, others are not computed, and come out as 0. `counts` is None, or three numbers that count what
+    `weight[i * row_step]` is that of vector i (None if there are none). `real[i * row_step]` says whether its row is
+    real. With `skipping`, other rows are not computed and give 0. `counts` is None, or three numbers that count what
     was clamped in real rows. Few lanes have a gate that needs the long division: whether one has is asked once for all
     its vectors.
     """
@@ -167,8 +167,8 @@ def activate_lanes(gate_local, up_local, weight, real, row_step, skipping, clamp
 def activate_lane(gate_local, up_local, i, weight, real, row_step, skipping, clamp, counts, extreme, act_local):
     """`act = (silu(gate) * up) * weight` of vector i, counting what is clamped if its row is real.
 
-    A gate is clamped after its silu is known, to the silu of the limit: the quotient of a bfloat16 gate needs no exact
-    inverse, because there are few such gates, and all of them were tried.
+    A gate is clamped after its silu is known, to the silu of the limit. The quotient of a bfloat16 gate needs no exact
+    inverse: all such gates were tried.
     """
     gate = T.alloc_local((LANE,), T.float32)
     up = T.alloc_local((LANE,), T.float32)

@@ -1,8 +1,8 @@
 """The kernel of the SwiGLU gradients; see `swiglu_backward` for the maths.
 
-A team of threads owns `rows` neighbouring rows at a time and goes through their channels, 8 to a lane, so the sum for a
-weight never leaves a block and is the same in every run. Where gradients are quantized, a group of a row lies in one
-half and is reduced by shuffles, or it may hold the end of one half and the beginning of the other: then amaxes are
+A group of threads owns `rows` adjacent rows at a time and walks over their channels, 8 per lane. So the sum for a
+weight stays in one block and is the same in every run. Where gradients are quantized, a scale group in one half is
+reduced by shuffles. A scale group may also hold the end of one half and the beginning of the other. Then the amaxes are
 merged in shared memory.
 """
 
@@ -139,8 +139,8 @@ def _gradients(gate, up, dy, weight, clamped, clamp_value, extreme, grad, y_loca
 def scale_merged(grad, fmt, row, slot, hidden, num_tokens, is_real, amax_floor, segments, owner, y_sf, sf_inv):
     """Scale factors where a group may hold the end of one half of a row and the beginning of the other.
 
-    A segment is what fits both halves and groups; its lanes are neighbours, and those of a group meet in shared memory,
-    in the row of `segments` that `owner` has for itself.
+    A segment divides both halves and groups, and its lanes are adjacent. The lanes of a group exchange values in shared
+    memory, in row `owner` of `segments`.
     """
     group = fmt.sf_block[1]
     width = math.gcd(group, hidden)

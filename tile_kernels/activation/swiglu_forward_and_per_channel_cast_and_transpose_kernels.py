@@ -1,9 +1,9 @@
 """The kernels of SwiGLU with a per-channel cast; see `swiglu_forward_and_per_channel_cast_and_transpose` for the maths.
 
-A thread block owns a tile; where its codes are turned, the later half of its rows waits in shared memory, so that all
-are on their way at once. If rows of a transposed result begin at any byte, a block walks down a strip of rows of some
-neighbouring channels as in `per_channel_cast_and_transpose`, and copies the gates and ups of the next tile to shared
-memory as soon as its registers hold these. Few rows are cut into small tiles.
+A thread block owns a tile. Where its codes are transposed, the second half of its rows is loaded to shared memory, so
+that all loads are in flight at once. If rows of a transposed result begin at any byte, a block walks down a strip of
+rows of some adjacent channels, as `per_channel_cast_and_transpose` does. It copies the gates and ups of the next tile
+to shared memory as soon as its registers hold this tile. Few rows are cut into small tiles.
 """
 
 import math

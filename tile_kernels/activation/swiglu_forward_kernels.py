@@ -1,9 +1,9 @@
 """The kernel of the SwiGLU forward pass, with or without a per-token cast; see the ops for the maths.
 
 A thread owns `vectors` vectors of 8 channels, gate and up, and loads all of them first. They lie in neighbouring rows,
-where a group of channels that shares a scale factor is at most a warp and is reduced by shuffles. Where a whole row
-shares one and is wider than that, a block owns the row, the vectors lie along it, and their activations stay in
-registers until the factor is known (rows too long for that are read and activated twice).
+where a group of channels that shares a scale factor is at most a warp and is reduced by shuffles. Where a whole row has
+one factor and is wider than that, a block owns the row, and the vectors lie along it. Their activations stay in
+registers until the factor is known. Rows too long for that are read and activated twice.
 """
 
 import math

@@ -104,10 +104,10 @@ def decode_halves(codes, element, x_local):
 def _e2m1_code(v: Any) -> Any:
     """fp4 magnitude of `v`, round to nearest even and saturating, plus `_E2M1_ZERO`; a NaN has the largest magnitude.
 
-    Codes count in steps of 1/2 up to 2, of 1 up to 4, of 2 up to 6: code(v) = min(2v, v + 2, v/2 + 4), rounded. Floats
-    below 2^23 count in halves and those above in ones, so the bits of v + (2^23 - 2) count as the first two pieces do;
-    those of v/2 + 2^23 count as the third. Both sums round once. Rounding keeps order, and positive floats (NaN last)
-    order like their bits, so the smaller bits are the rounded smaller piece.
+    Codes count in steps of 1/2 up to 2, of 1 up to 4, of 2 up to 6. So `code(v) = min(2v, v + 2, v/2 + 4)`, rounded.
+    Floats below 2^23 have steps of 1/2 and those above have steps of 1. So the bits of `v + (2^23 - 2)` count as the
+    first two terms do, and those of `v/2 + 2^23` as the third. Both sums round once. Rounding keeps order, and positive
+    floats (NaN last) order like their bits, so the smaller bits are the rounded smaller piece.
     """
     v = T.abs(v)
     halves_and_ones = bits_of(T.ieee_add(v, T.float32(2.0**23 - 2)))
@@ -187,10 +187,10 @@ def _e2m1_halves(word: Any, j: int) -> Any:
 def _code(v: Any) -> Any:
     """12 bits of any `v`, saturating; a NaN is 0x7FF.
 
-    Times 2^-112 a float32 has the exponent of a float16, so its upper bits are the code, truncated; the lower bits are
-    cleared first, which makes the product exact (or, below 2^-31, nothing). The code counts up if what was cut off is
-    more than half of its last bit, or half and it is odd. Numbers below 2^-14 have wider steps but are specified to be
-    rounded by the same bits.
+    Times 2^-112 a float32 has the exponent of a float16, so its upper bits are the code, truncated. The lower bits are
+    cleared first, which makes the product exact, or 0 below 2^-31. The code counts up if what was cut off is more than
+    half of its last bit, or half and it is odd. Numbers below 2^-14 have wider steps but are specified to be rounded by
+    the same bits.
     """
     bits = bits_of(v) & T.uint32(0x7FFFFFFF)
     magnitude = T.min(bits, T.uint32(_MAX_BITS))
@@ -224,7 +224,7 @@ def encode_e5m6(v_local, words):
     """The three words of eight numbers.
 
     Plain numbers, which is nearly all there are, become float16 exactly once they are rounded. Two of them make a word
-    whose nibbles 3 and 7 counted from the top are zero; closed up, the codes are its upper three bytes.
+    whose nibbles 3 and 7 from the top are zero. Without these nibbles the codes are its upper three bytes.
     """
     if _are_plain(v_local):
         rounded = T.alloc_local((LANE,), T.float32)

@@ -1,7 +1,7 @@
 """Sums and maxima over the lanes of a group, a warp or a row.
 
 `T.max` returns the other operand for a NaN, so a NaN never reaches a maximum. Sums have one order, whatever the number
-of warps: the upper half of the values is folded onto the lower half until one is left, and lanes are added up last.
+of warps. The upper half of the values is added to the lower half until one is left; lanes are summed last.
 """
 
 import functools

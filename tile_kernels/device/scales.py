@@ -45,8 +45,8 @@ def amax_to_sf(amax, fmt, sf, sf_inv, i):
 def _rceil_exponent(amax: Any, fmt: QuantFormat) -> Any:
     """Biased exponent of the least power of two that is not below amax / max(fmt).
 
-    With max(fmt) = m * 2^k and amax = f * 2^e (1 <= f, m < 2) it is e - k, plus one if f > m: adding the distance from
-    m to the end of the binade carries into the exponent exactly then.
+    With `max(fmt) = m * 2^k` and `amax = f * 2^e` (1 <= f, m < 2) it is e - k, plus one if f > m. Adding the distance
+    from m to the end of the binade carries into the exponent exactly then.
     """
     top = float_bits(fmt.data.max)
     carry, exponent = 0x7FFFFF - (top & 0x7FFFFF), (top >> 23) - 127

@@ -1,16 +1,16 @@
 """Stochastic rounding: random bits from the numbers themselves, and codes that they round up or down.
 
 |v| between neighbours a <= |v| < b of the target goes to b if (|v| - a) / (b - a) + u >= 1, else to a, with u in [0, 1)
-made of random bits; on average nothing is lost. Random bits are a hash of four consecutive numbers and their place q in
-the row (a plain conversion has one row), so equal tensors round equally, on every GPU:
+made of random bits; on average nothing is lost. Random bits are a hash of four consecutive numbers and their index q in
+the row. A plain conversion has one row. So equal tensors round equally on every GPU:
 
     h  = 0x5671D42B b[0] + 0x9995E499 b[1] + 0xACE1B8A5 b[2] + 0xE153538D b[3] + q           b: float32 bits
     h ^= h >> 23;  h *= 0x7FEB352D;  h ^= h >> 16;  h *= 0x846CA68B
     r  = h ^ (h >> 11);  s = 0xD35A2D97 h;  s ^= s >> 11                                      all modulo 2^32
 
-fp8 and fp4 take for the number 4 q + e the top bits of r rotated left by 8 e, as many as a float32 has more mantissa
-bits; bfloat16 takes the upper and lower halves of r, then of s. A float32 times a power of two has the exponent of a
-smaller format, subnormal numbers included: then the sum of its bits and the random bits, cut off, is the code.
+For number `4 q + e`, fp8 and fp4 take the top bits of r rotated left by `8 e`: as many as a float32 has more mantissa
+bits. A bfloat16 takes the upper and lower halves of r, then of s. A float32 times a power of two has the exponent of a
+smaller format, subnormal numbers included. Then the code is the truncated sum of its bits and the random bits.
 Infinities saturate and NaN are converted as usual.
 """
 

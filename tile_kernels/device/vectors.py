@@ -3,8 +3,8 @@
 Its rows are a local buffer `x_local[rows, LANE]`; 16-bit channels are also read as words of two (`lane_pairs`). Loads
 and stores take pieces as large as alignment allows.
 
-A vector of float32 is two pieces of 16 bytes. If each lane read both of its own, a warp would touch every second piece
-at a time: stores would fill half sectors, and copies past the L1 cache would fetch each sector twice. With `halves`,
+A vector of float32 is two pieces of 16 bytes. If each lane read both of its own, a warp would access every second piece
+at a time. Stores would fill half sectors, and copies past the L1 cache would fetch each sector twice. With `halves`,
 lanes of the lower half warp take first pieces and those of the upper half second ones, and swap what is not theirs.
 """
 

@@ -268,14 +268,14 @@ BENCH = (
 )
 FULL_BWD = FULL[:3] + grid(lead=[(512,)], hidden=[2048], num_streams=[4])  # four parts of dfn
 # Kernel and twin sum in different orders, so a sum that is rounded may differ by a rounding step. The gradient o of a
-# mix is rounded to TF32: a step is up to 2^-10 of it. y and its gradient are rounded to bfloat16: up to 2^-7. Results
-# made from these numbers can be small by cancellation, but keep the absolute error. So bounds are relative to the root
-# mean square (rms) of the tensor:
-#   dfn               a sum over tokens: a term of up to 2 rms is off by a TF32 step
-#   dresidual of pre  a sum over mixes: one term of up to 4 rms is off by a TF32 step
-#   dpost, dcomb      sums over hidden: a quarter of the terms are off by a bfloat16 step, in either direction
-#   mixes of streams  one stream of up to 4 rms is off by a bfloat16 step
-#   coefficients      sums over 1024 or more channels of y: one of up to 4 rms, with a weight of up to 4 rms, is off
+# mix is rounded to TF32: a step is up to 2^-10 of it. Output y and its gradient are rounded to bfloat16: up to 2^-7.
+# Results made from these numbers can be small by cancellation, but keep the absolute error. So bounds are relative to
+# the root mean square (rms) of the tensor:
+# - dfn is a sum over tokens: a term of up to 2 rms is off by a TF32 step.
+# - dresidual of pre is a sum over mixes: one term of up to 4 rms is off by a TF32 step.
+# - dpost and dcomb are sums over hidden: a quarter of the terms are off by a bfloat16 step, in either direction.
+# - For mixes of streams, one stream of up to 4 rms is off by a bfloat16 step.
+# - Coefficients are sums over 1024 or more channels of y: one with a weight, both of up to 4 rms, is off.
 CLOSE, SUMMED = dict(rtol=1e-3, atol=1e-3), dict(rtol=2**-14, rms=2**-14)
 PRE_BWD = SUMMED | dict(dfn=dict(rtol=2**-9, rms=2**-9), dresidual=dict(rtol=2**-8, rms=2**-8))
 pre.cases(make=pre_inputs, match=CLOSE, smoke=SMOKE, full=FULL, bench=BENCH)

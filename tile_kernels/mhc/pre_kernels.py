@@ -323,9 +323,10 @@ def post_of_vector(plan, tile_shared, x_shared, mix_shared, slot, token, vector,
 def pre_streams_kernel(hidden: int, num_streams: int, num_mixes: int, variant: str, *, tile: int, stages: int):
     """Coefficients and input of a layer from the residual streams.
 
-    Variant 'pre' writes all outputs. 'post_pre' computes them from y = post(x, residual), and writes y too. 'input'
-    omits the outputs that only backward needs: pre, mixes and rstd. 'mixes' writes only mixes and rstd. No warp applies
-    a mix then, and what owners send only tells that they are done.
+    - Variant `pre` writes all outputs.
+    - Variant `post_pre` computes them from y = post(x, residual), and writes y too.
+    - Variant `input` omits the outputs that only backward needs: pre, mixes and rstd.
+    - Variant `mixes` writes only mixes and rstd. No warp applies a mix then; owners only send that they are done.
     """
     from tilelang.layout import make_linear_layout
 

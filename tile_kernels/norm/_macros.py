@@ -1,8 +1,8 @@
 """How the rows of RMS norm are divided among warps.
 
 A team of warps keeps a row in registers. Vector j * 32 + lane of a row belongs to that lane of warp j % warps, as its
-vector j // warps. `over_team` adds up a row in an order that depends on hidden alone: however many warps own a row and
-however many rows there are, every bit of a result is the same.
+vector j // warps. `over_team` sums a row in an order that depends on hidden alone. The bits of a result depend neither
+on the number of warps per row nor on the number of rows.
 """
 
 from tile_kernels.core.lang import WARP

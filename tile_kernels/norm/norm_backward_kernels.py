@@ -1,8 +1,8 @@
 """The kernels of the gradients of RMS norm; see `norm_backward` for the maths.
 
-A fixed number of blocks, whatever the device, walks over the rows. A team of warps works on one row while its next ones
-are copied to shared memory, each vector by the thread that will read it, so that nobody waits for anybody else's copy.
-Each block adds up its share of dw, a second kernel adds the shares.
+A fixed number of blocks, whatever the device, walks over the rows. A group of warps computes one row while its next
+rows are copied to shared memory. Each vector is copied by the thread that will read it, so no thread waits for a copy
+of another. Each block adds up its share of dw, a second kernel adds the shares.
 """
 
 import math

@@ -1,8 +1,8 @@
 """The kernel of RMS norm, with or without a residual, with or without a per-token cast; see the ops for the maths.
 
-A team of warps keeps a row in registers; everything it reads is asked for before the first sum. Groups that share a
-scale factor lie within a warp and are reduced by shuffles, as in `per_token_cast`; a whole row is reduced by its team.
-Memory bound: the floor is reading x and the residual and writing what is asked for once.
+A team of warps keeps a row in registers; everything it reads is asked for before the first sum. Scale groups lie within
+a warp and are reduced by shuffles, as in `per_token_cast`. A whole row is reduced by its group of warps. Memory bound:
+the floor is reading x and the residual and writing what is asked for once.
 """
 
 import math
@@ -39,8 +39,8 @@ def choose(
 ) -> dict:
     """At most 64 bytes of a row for each lane: enough loads in flight, few warps to wait for.
 
-    A cast computes more than it moves. It has at least 64 bytes for each lane, in long rows up to 128, so that what
-    every lane does once for a row counts less, as long as there are rows for many waves and registers to hold them.
+    A cast computes more than it moves. So a lane holds at least 64 bytes, in long rows up to 128: what it does once per
+    row then counts less. This needs rows for many waves and enough registers.
     """
     pieces, vectors = row_warps(hidden), 8 // x_dtype.itemsize
     warps = team_warps(hidden, vectors)

@@ -1,8 +1,8 @@
 """Device code of casts whose scale blocks span rows: the tile of a thread block, its maxima, and transposed tiles.
 
-A thread block owns a tile of `TILE_COLS` channels. 16 neighbouring lanes cover a row of the tile, so a warp has two
-groups of `rows` consecutive rows, and a lane holds 8 channels of each row of its group. A scale block that spans rows
-is at least as high as the two groups of a warp: its maximum is found by shuffles, then over warps in shared memory.
+A thread block owns a tile of `TILE_COLS` channels. 16 adjacent lanes cover a row of the tile, so a warp has two groups
+of `rows` consecutive rows. A lane holds 8 channels of each row of its group. A scale block that spans rows is at least
+as high as the two groups of a warp. Its maximum is found by shuffles, then over warps in shared memory.
 """
 
 from typing import Any
@@ -263,8 +263,8 @@ def turn(words, turned):
 def spread(tile_shared: Any, channel: Any, unit: Any) -> Any:
     """Where a unit of a channel lies in its row of shared memory.
 
-    Threads that write at a time are all lanes of one row group or some: their places differ by the number of the lane,
-    counted in row groups.
+    The threads of one write are some or all lanes of a row group. Their offsets differ by the lane index within the row
+    group.
     """
     lanes = tile_shared.shape[0] // LANE
     return unit ^ channel // LANE * (BANK_UNITS // lanes)

@@ -13,8 +13,8 @@ def cast_back(
     """The numbers that a quantized matrix stands for.
 
     Args:
-        x: data and scale factors: e4m3, e5m2, e2m1 (int8, two to a byte) or e5m6 (uint8), any shape; factors float32,
-            packed exponents or e4m3, row-major or column-major.
+        x: data and scale factors. Data of any shape is e4m3, e5m2, e2m1 (int8, two to a byte) or e5m6 (uint8). Factors
+            are float32, packed exponents or e4m3, row-major or column-major.
         fmt: 'bf16', 'fp32' or 'fp16'.
         x_block_size: rows and channels that share a scale factor; may be left out if `x` is a `QuantTensor`.
         x_special_fmt: 'e5m6' if the bytes of `x` are e5m6.

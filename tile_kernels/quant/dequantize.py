@@ -2,9 +2,9 @@
 
     y[t, h] = code[t, h] * sf[t // M, h // N]               M, N = x.fmt.sf_block; in float32, then rounded to `dtype`
 
-A lane owns several vectors of 16 bytes of the result, in neighbouring rows or a warp apart in its row, and reads the
-codes and scale factors it needs; neighbouring lanes share scale factors through the L1 cache. Memory bound: the floor
-is reading x and writing y once.
+A lane owns several vectors of 16 bytes of the result, in adjacent rows or a warp apart in its row. It reads the codes
+and scale factors it needs; adjacent lanes find the same scale factors in the L1 cache. Memory bound: the floor is
+reading x and writing y once.
 """
 
 import math
@@ -143,8 +143,8 @@ def dequantize(x: QuantTensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """The numbers that a quantized matrix stands for: code * sf.
 
     Args:
-        x: (num_tokens, hidden) of any format: data e4m3, e5m2, e2m1 or e5m6 with dense rows and any row stride, one
-            scale factor for each block of `x.fmt.sf_block`, in the layout of `x.fmt`.
+        x: (num_tokens, hidden) of any format: data e4m3, e5m2, e2m1 or e5m6 with dense rows and any row stride. Each
+            block of `x.fmt.sf_block` has one scale factor, in the layout of `x.fmt`.
         dtype: bfloat16, float16 or float32.
 
     Returns:

@@ -41,8 +41,8 @@ def fake_quantize(x: Tensor, fmt: str | QuantFormat) -> Tensor:
 
     Args:
         x: (num_tokens, hidden) bfloat16, float16 or float32, rows dense, any hidden (even for e2m1).
-        fmt: a format or its name, e.g. 'e4m3_1x128_f32' or 'e2m1_1x32_f32p2': e4m3, e5m2 or e2m1, groups of 16, 32, 64
-            or 128 channels, scale factors f32, f32p2 or e4m3.
+        fmt: a format or its name, e.g. 'e4m3_1x128_f32' or 'e2m1_1x32_f32p2'. Codes are e4m3, e5m2 or e2m1, groups have
+            16, 32, 64 or 128 channels, scale factors are f32, f32p2 or e4m3.
 
     Returns:
         A tensor like `x`. Its gradient is passed straight through: d x is d y, unchanged.

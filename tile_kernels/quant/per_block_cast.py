@@ -5,9 +5,9 @@
     sf[i, j]   = a / max(fmt)                               rounded as the format stores it
     y[t, h]    = round(x[t, h] * sf_inv[t // M, h // N])    to nearest even, saturating
 
-A thread block owns a tile of 128 channels and keeps it in registers, so `x` is read once; the only thing that passes
-through shared memory is one amax for each warp and scale block. Memory bound: the floor is reading x and writing y.
-Numbers that are not finite are treated as by `per_token_cast`.
+A thread block owns a tile of 128 channels and keeps it in registers, so `x` is read once. Only one amax per warp and
+scale block passes through shared memory. Memory bound: the floor is reading x and writing y. Numbers that are not
+finite are treated as by `per_token_cast`.
 """
 
 import math

@@ -2,8 +2,8 @@
 
 The work is divided as in `per_block_cast`, with exponents in place of magnitudes and wider lanes, because fp4 is small.
 Blocks of one row have the layout of `per_token_cast`, which writes scale factors as whole sectors. Arithmetic would
-cost more than memory: a lane computes the eight magnitudes that its codes can become and looks its codes up, four at a
-time.
+cost more than memory. So a lane computes the eight magnitudes that its codes can become, and looks up its codes, four
+at a time.
 """
 
 import math

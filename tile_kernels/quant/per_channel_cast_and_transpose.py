@@ -3,11 +3,11 @@
     y, sf      = per_channel_cast(x, fmt)                   see there
     y^T[h, t]  = y[t, h]                                    what is stored, rows of any number of bytes
 
-A thread block owns a strip of rows of some neighbouring channels and walks down it in tiles of 128 rows, which it
-quantizes in registers, turns in pieces of 8 x 8 and puts together in shared memory. Rows of the result begin at any
-byte, but a block writes whole sectors of 32 bytes: what a sector lacks at the end of a tile comes with the next tile.
-Only the two ends of the strip are written byte by byte, a channel by a warp at a time.
-Memory bound: the floor is reading x and writing y and sf once.
+A thread block owns a strip of rows of some adjacent channels and walks down it in tiles of 128 rows. It quantizes a
+tile in registers, transposes it in squares of 8 x 8 and joins these in shared memory. Rows of the result begin at any
+byte, but a block writes whole sectors of 32 bytes. A sector that is incomplete at the end of a tile is completed by the
+next tile. Only the two ends of the strip are written byte by byte, a channel by a warp at a time. Memory bound: the
+floor is reading x and writing y and sf once.
 """
 
 import math

@@ -1,11 +1,10 @@
 """Kernels of the per-channel cast; see `per_channel_cast` for the maths.
 
 A thread block owns a tile of 128 channels in registers (256 of codes), so a row is read once. Warps meet in shared
-memory twice: for the amax of a channel, and for the multiplier that one thread computes from it for all.
-One group of all rows needs two passes unless a tile holds them all: strips of rows find their maxima, then the tiles
-are scaled, last ones first, because they are what the L2 cache still holds. Gathered rows are read as often as the map
-names them: the tiles of a panel of channels run one after the other, so that all but the first read find the row in the
-L2 cache.
+memory twice: for the amax of a channel, and for the multiplier that one thread computes from it for all. One group of
+all rows needs two passes unless a tile holds them all. Strips of rows find their maxima, then the tiles are scaled. The
+last tiles come first, because the L2 cache still holds them. Gathered rows are read as often as the map names them. The
+tiles of a panel of channels run in sequence, so that all reads but the first hit the L2 cache.
 """
 
 import math

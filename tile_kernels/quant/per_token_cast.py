@@ -7,16 +7,15 @@
 
 Of a quantized x = code * x_sf the amax is that of the products, and y = round(code * (x_sf * sf_inv)).
 
-A lane owns several vectors of 8 channels, a group is G / 8 neighbouring lanes: the amax is found by shuffles, nothing
-is staged and no thread waits for another warp. The lanes of a group share the rest of its work as well: each divides
-for some of the vectors only and passes the multipliers on. The vectors of a lane lie along its row, a warp apart, as
-far as rows divide so, and in neighbouring rows: a warp writes its scale factors as whole sectors. A whole-row group
-wider than a warp is owned by a block, which keeps the row in registers (rows too long for that are read twice, the
-second time from L2).
-Memory bound: the floor is reading x and writing y and sf once.
+A lane owns several vectors of 8 channels, and a group is G / 8 adjacent lanes. The amax is found by shuffles: nothing
+is staged, and no thread waits for another warp. The lanes of a group also divide the rest of its work: each computes
+some of the multipliers and passes them on. The vectors of a lane lie along its row, a warp apart, if the row length
+allows it, and in adjacent rows. So a warp writes its scale factors as whole sectors. A whole-row group wider than a
+warp is owned by a block, which keeps the row in registers. Rows too long for that are read twice, the second time from
+L2. Memory bound: the floor is reading x and writing y and sf once.
 
-Numbers that are not finite are defined: a NaN does not count in the amax and becomes the format's NaN (0x7F; e2m1 has
-none and takes +-6 by the sign bit), an infinity counts as the largest finite float32 and saturates.
+Numbers that are not finite are defined. A NaN does not count in the amax and becomes the format's NaN, 0x7F. e2m1 has
+no NaN and takes +-6 by the sign bit. An infinity counts as the largest finite float32 and saturates.
 """
 
 from typing import Any
@@ -77,8 +76,8 @@ def per_token_cast(
     """Quantize each row of `x` in groups of channels.
 
     Args:
-        x: (num_tokens, hidden) bfloat16, float16 or float32, rows dense, any row stride, any hidden (even for e2m1);
-            or e4m3, e5m2 or e2m1 data and their scale factors, which are quantized again.
+        x: (num_tokens, hidden) bfloat16, float16 or float32, rows dense, any row stride, any hidden (even for e2m1). Or
+            e4m3, e5m2 or e2m1 data and their scale factors, which are quantized again.
         fmt: 'e4m3', 'e5m2', 'e2m1' or 'e5m6' with the arguments below, or a whole format such as 'e4m3_1x128_f32'
             without them.
         num_per_channels: channels that share a scale factor: 16, 32, 64, 128 or hidden.

@@ -1,6 +1,6 @@
 """Device code of the per-token cast: loads of plain or quantized rows, codes, and the kernels.
 
-A lane owns vectors of 8 channels; a group of channels that share a scale factor is a group of lanes, or all of a block.
+A lane owns vectors of 8 channels. A group of channels with one scale factor is a group of lanes, or all of a block.
 """
 
 import math

@@ -3,10 +3,10 @@
     amax[t, g] = max |code[t, h] * x_sf[t // M, h // N]|    h of group g; M, N = x.fmt.sf_block
     y[t, h]    = round(code[t, h] * (x_sf[t // M, h // N] * sf_inv[t, h // G]))
 
-The kernels are those of `per_token_cast`: a lane reads 8 codes and the scale factor that they share, keeps the codes as
-float16, which holds every fp8 and fp4 number, and multiplies the two factors before it multiplies a code. Their product
-overflows only where all codes are zero; there it counts as the largest float, so that zeros stay zeros.
-Memory bound: the floor is reading codes and scale factors and writing both again.
+The kernels are those of `per_token_cast`. A lane reads 8 codes and their scale factor and keeps the codes as float16,
+which holds every fp8 and fp4 number. It multiplies the two factors before it multiplies a code. Their product overflows
+only where all codes are zero; there it counts as the largest float, so that zeros stay zeros. Memory bound: the floor
+is reading codes and scale factors and writing both again.
 """
 
 from typing import Any
@@ -45,8 +45,8 @@ def per_token_recast(
     """`per_token_cast` of a quantized `x`.
 
     Args:
-        x: (num_tokens, hidden) e4m3, e5m2 or e2m1 with dense rows and any row stride; blocks of any number of rows and
-            a multiple of 8 channels share a positive scale factor, in any layout.
+        x: (num_tokens, hidden) e4m3, e5m2 or e2m1 with dense rows and any row stride. Blocks of any number of rows and
+            a multiple of 8 channels have one positive scale factor, in any layout.
         fmt: as for `per_token_cast`.
         amax_floor: as for `per_token_cast`.
         stochastic: as for `per_token_cast`.

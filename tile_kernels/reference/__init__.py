@@ -1,7 +1,7 @@
 """What every op means, in plain PyTorch: obvious, slow, and independent of the kernels.
 
-The same names, arguments and results as the public functions, on any device; the twins of the ops, which take formats
-instead of flags, are in one module per family.
+The same names, arguments and results as the public functions, on any device. The twins of the ops take formats instead
+of flags and are in one package per family.
 """
 
 from tile_kernels.reference.activation import fused_swiglu_quant_fp8, get_mapping_from_psum

@@ -92,8 +92,8 @@ def cast_rows(act: Tensor, fmt: QuantFormat, amax_floor: float | None, real: Ten
 def fused_multiply_add(a: Tensor, b: Tensor, c: float) -> Tensor:
     """The float32 numbers a * b + c, rounded once.
 
-    The product is exact in float64. The sum is rounded to odd there: its last bit is set if it is inexact, so that
-    rounding it once more to float32 is what a single rounding would have given.
+    The product is exact in float64. The sum is rounded to odd there: its last bit is set if it is inexact. So rounding
+    it again to float32 gives what a single rounding would have given.
     """
     product = a.double() * b.double()
     total = product + c

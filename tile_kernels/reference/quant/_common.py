@@ -49,7 +49,7 @@ def round_to_e5m6(v: Tensor) -> Tensor:
     """12-bit codes, the upper bits of a float16; saturating, a NaN is 0x7FF.
 
     The float16 is the one towards zero. Its upper bits are rounded to nearest even by the bits that a float32 has below
-    them, which is only right for normal numbers; smaller ones are specified to use the same bits.
+    them. This is only right for normal numbers; smaller ones are specified to use the same bits.
     """
     v = v.clamp(-65024.0, 65024.0)
     nearest = v.half()
