@@ -23,6 +23,7 @@ from tile_kernels.activation.swiglu_backward import swiglu_backward
 from tile_kernels.activation.swiglu_forward_and_count import swiglu_forward_and_count
 from tile_kernels.activation.swiglu_forward_kernels import launch_forward
 from tile_kernels.core import check
+from tile_kernels.core.autograd import needs_gradient
 from tile_kernels.core.cases import grid
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.op import op
@@ -93,7 +94,8 @@ def swiglu_forward(
             outside padding rows.
 
     Returns:
-        (num_rows, hidden), differentiable in `x` and `topk_weights` unless `clamped_count` is given.
+        (num_rows, hidden), differentiable in `x` and `topk_weights`. If a gradient is needed, `clamped_count` costs a
+        second launch.
     """
     check.one_of(fmt, DTYPE_NAMES, 'fmt')
     options: dict[str, Any] = dict(
@@ -106,7 +108,11 @@ def swiglu_forward(
     )
     if clamped_count is None:
         return swiglu_forward.call(x, **options)
-    return swiglu_forward_and_count(x, clamped_count, **options)
+    if not needs_gradient(x, topk_weights):
+        return swiglu_forward_and_count(x, clamped_count, **options)
+    with torch.no_grad():
+        swiglu_forward_and_count(x, clamped_count, **options)
+    return swiglu_forward.call(x, **options)
 
 
 # Cases --------------------------------------------------------------------------------------

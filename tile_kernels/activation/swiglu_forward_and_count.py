@@ -16,7 +16,7 @@ from tile_kernels.quant._checks import DTYPES
 # Op -----------------------------------------------------------------------------------------
 
 
-@op(outputs='y')
+@op(outputs='y', instead='activation.swiglu_forward')
 def swiglu_forward_and_count(
     x: Tensor,
     clamped_count: Mut,

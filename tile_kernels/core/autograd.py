@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from tile_kernels.core import check
 from tile_kernels.core.errors import UnsupportedError
 from tile_kernels.core.operator import plain
 
@@ -20,6 +21,11 @@ IDENTITY = 'identity'
 _NO_VMAP = '{}: cannot be batched by torch.vmap, nor by jacrev and others that use it; call it once for each element'
 
 
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd must record a call with these arguments."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
 def setup_context(op: Op, ctx: Any, inputs: tuple, output: Any) -> None:
     """Save the tensors that the backward op needs; mark outputs without a gradient parameter as not differentiable."""
     results = output if isinstance(output, (tuple, list)) else (output,)
@@ -28,6 +34,14 @@ def setup_context(op: Op, ctx: Any, inputs: tuple, output: Any) -> None:
     if op.backward == IDENTITY:
         ctx.mark_non_differentiable(*results[1:])
         return
+    given = {f'd{name}' for name in (*op.same_gradient, *op.constant)} | set(op.backward.outputs)
+    for name, value in zip(names, inputs, strict=True):
+        if isinstance(value, Tensor) and value.requires_grad and f'd{name}' not in given:
+            rule, fact = (
+                'must not require a gradient, since this op has none for it',
+                f'{check.describe(value)} that does',
+            )
+            check.fail(name, rule, fact, f'give it {name}.detach()', op.name)
     wanted = set(op.backward.names)
     ctx.mark_non_differentiable(*(r for name, r in zip(op.outputs, results, strict=True) if f'd{name}' not in wanted))
     known = dict(zip(names, inputs, strict=True)) | dict(zip(op.outputs, results, strict=True))

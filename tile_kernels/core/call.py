@@ -52,7 +52,7 @@ class Calls:
         op = self.op
         if torch.compiler.is_compiling() or _dispatch_modes():
             return op.wrap(op.operator_form(given), given)
-        if op.written:
+        if op.backward is None:
             op.refuse_gradients(given)
         if _functorch_active():
             return op.wrap(Transformable.apply(op, *op.operator_form.flatten(given)), given)
@@ -155,7 +155,7 @@ def write_call(op: Op) -> Callable:
             tensors.append(name)
         else:
             key.append(name)
-    key += ['_is_grad_enabled()'] if op.backward is not None or op.written else []
+    key.append('_is_grad_enabled()')
     same = ', '.join(f'{param.name}={param.name}' for param in op.params)
     lines = f"""
 def {op.fn.__name__}({', '.join(head)}):
@@ -199,16 +199,43 @@ def write_public_call(op: Op, public: Callable) -> Callable:
 
 
 def refuse_gradients(op: Op, given: dict[str, Any]) -> None:
-    """Reject written arguments that need gradients: autograd does not see a kernel's writes."""
+    """Reject arguments of an op without a gradient whose gradient would be lost, while gradients are recorded.
+
+    These are arguments that the op writes, because autograd does not see a kernel's writes. If the op returns
+    floating-point numbers, these are all arguments. Codes and scale factors of a quantized result have no gradient.
+    """
     if not torch.is_grad_enabled():
         return
-    for name in op.written:
-        for value in given[name] if isinstance(given[name], (list, tuple)) else (given[name],):
-            if isinstance(value, Tensor) and value.requires_grad:
-                check.fail(
-                    name,
-                    'must not require a gradient, since it is written in place',
-                    f'{check.describe(value)} that does',
-                    hint=f'call it under torch.no_grad() or give it {name}.detach()',
-                    op=op.name,
-                )
+    needing = [p.name for p in op.params for x in _tensors_of(given[p.name]) if x.requires_grad]
+    if not needing:
+        return
+    written = [name for name in needing if name in op.written]
+    if written:
+        reason = 'since it is written in place'
+    elif op.outputs and _returns_numbers(op, given):
+        reason = 'since this op has no gradient'
+    else:
+        return
+    name = (written or needing)[0]
+    value = next(x for x in _tensors_of(given[name]) if x.requires_grad)
+    hint = f'call it under torch.no_grad() or give it {name}.detach()'
+    if op.instead:
+        hint += f', or use {op.instead} for a gradient'
+    check.fail(name, f'must not require a gradient, {reason}', f'{check.describe(value)} that does', hint, op.name)
+
+
+def _tensors_of(value: Any) -> list[Tensor]:
+    """The tensors of an argument."""
+    return [x for x in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(x, Tensor)]
+
+
+def _returns_numbers(op: Op, given: dict[str, Any]) -> bool:
+    """Whether a call returns floating-point numbers besides codes and scale factors (`sf`, `<name>_sf`)."""
+    op.check_types(given)
+    with state.set(skip=True), torch.no_grad():
+        result = op.fn(**given)
+    results = result if isinstance(result, tuple) else (result,)
+    return any(
+        x.is_floating_point() and x.dtype.itemsize > 1 and name.rpartition('_')[2] != 'sf'
+        for name, x in zip(op.outputs, results, strict=True)
+    )

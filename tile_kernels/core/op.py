@@ -66,6 +66,8 @@ def op(
     twin: Callable | str | None = None,
     same_gradient: dict[str, str] | None = None,
     out: bool = False,
+    instead: str = '',
+    constant: str = '',
 ) -> Callable[[Callable[Args, Result]], Op[Args, Result]]:
     """Declare an op.
 
@@ -79,6 +81,8 @@ def op(
         same_gradient: inputs whose gradient is that of another input, e.g. the summands of a sum.
         out: whether to also define `op.out`, called `<name>_`, which writes the outputs into memory of the caller. The
             body must then allocate them with `empty`.
+        instead: what to call if a gradient is needed, for the error of an op that has none.
+        constant: inputs whose gradient is zero, e.g. a bias that only selects. Others without a gradient are refused.
     """
 
     def declare(fn: Callable[Args, Result]) -> Op[Args, Result]:
@@ -86,6 +90,7 @@ def op(
         params = [Param.of(p, hints[p.name]) for p in inspect.signature(fn).parameters.values()]
         made: Op[Args, Result] = Op(fn, params, tuple(outputs.split()), backward, name, twin, same_gradient or {})
         made.returns_quant = hints.get('return') is QuantTensor
+        made.instead, made.constant = instead, frozenset(constant.split())
         if out:
             made.body = functools.partial(made._allocate, made.body)
             made.out = _writing(made)
@@ -122,6 +127,8 @@ class Op(Generic[Args, Result]):
         self.family = rest.partition('.')[0] if package == 'tile_kernels' else package
         self.name = f'{self.family}.{name or own}'
         self.returns_quant = False
+        self.instead = ''
+        self.constant: frozenset[str] = frozenset()
         self.same_gradient = same_gradient
         self._cases: Cases | Callable[[], Cases | None] | None = None
         self._twin = twin or own
@@ -171,9 +178,8 @@ class Op(Generic[Args, Result]):
         return [x for value in values for x in (value if isinstance(value, (list, tuple)) else (value,))]
 
     def refuse_gradients(self, given: dict[str, Any]) -> None:
-        """Reject a written argument that requires a gradient while gradients are recorded."""
-        if self.written:
-            refuse_gradients(self, given)
+        """Reject an argument of an op without a gradient whose gradient would be lost."""
+        refuse_gradients(self, given)
 
     def check_types(self, given: dict[str, Any]) -> None:
         """Check that arguments have the annotated types; the body checks shapes and values."""
@@ -344,4 +350,5 @@ def _writing(op: Op) -> Op[..., None]:
         return Cases(make, base.match, smoke, [], base.bench[:1], base.flops)
 
     made._cases = cases
+    made.instead = op.name if op.backward is not None else ''
     return made

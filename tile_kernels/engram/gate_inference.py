@@ -7,7 +7,7 @@ from tile_kernels.engram._samples import GATE_BENCH, GATE_BOUNDS, GATE_FULL, GAT
 from tile_kernels.engram.gate_kernels import run_gate
 
 
-@op(outputs='y')
+@op(outputs='y', instead='engram.gate')
 def gate_inference(
     x: Tensor,
     k: Tensor,

@@ -20,7 +20,7 @@ from tile_kernels.gemm.grouped_gemm_fp8_kernels import PRODUCT_FP8
 # Op -----------------------------------------------------------------------------------------
 
 
-@op(outputs='d')
+@op(outputs='d', instead='gemm.gemm')
 def gemm_fp8(a: Tensor, a_sf: Tensor, b: Tensor, b_sf: Tensor) -> Tensor:
     """The product D = A @ B.T of e4m3 codes with scale factors; groups of 128 are summed in float32.
 

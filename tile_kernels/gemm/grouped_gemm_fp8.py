@@ -20,7 +20,7 @@ from tile_kernels.gemm.grouped_gemm_fp8_kernels import PRODUCT_FP8
 # Op -----------------------------------------------------------------------------------------
 
 
-@op(outputs='d')
+@op(outputs='d', instead='gemm.grouped_gemm')
 def grouped_gemm_fp8(a: Tensor, a_sf: Tensor, b: Tensor, b_sf: Tensor, group_end: Tensor) -> Tensor:
     """The product of every row with the matrix of its group, of e4m3 operands with scale factors.
 

@@ -48,7 +48,7 @@ def portable_swiglu_kernel(n: int, k: int, num_groups: int, dtype: torch.dtype):
 # Op -----------------------------------------------------------------------------------------
 
 
-@op(outputs='d')
+@op(outputs='d', instead='gemm.grouped_gemm and activation.swiglu_forward')
 def grouped_gemm_swiglu(a: Tensor, b: Tensor, group_end: Tensor) -> Tensor:
     """SwiGLU of the grouped matrix product, computed from float32 sums; not differentiable.
 

@@ -9,7 +9,7 @@ from tile_kernels.mhc._samples import pre_inputs
 from tile_kernels.mhc.pre import fused_pre
 
 
-@op(outputs='post comb layer_input')
+@op(outputs='post comb layer_input', instead='mhc.pre')
 def big_fuse(
     residual: Tensor,
     fn: Tensor,

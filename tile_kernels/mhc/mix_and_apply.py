@@ -243,7 +243,7 @@ def launch_mix_and_apply(
     launch(mix_and_apply_kernel, static, *tensors, *options)
 
 
-@op(outputs='post comb layer_input', out=True)
+@op(outputs='post comb layer_input', out=True, instead='mhc.pre')
 def mix_and_apply(
     residual: Tensor,
     mul_parts: Tensor,

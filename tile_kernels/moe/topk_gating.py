@@ -82,7 +82,7 @@ def topk_gating_bwd(
     return dlogits
 
 
-@op(outputs='weights indices', backward=topk_gating_bwd)
+@op(outputs='weights indices', backward=topk_gating_bwd, constant='bias')
 def topk_gating(
     logits: Tensor,
     top_k: int = 8,

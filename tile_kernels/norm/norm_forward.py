@@ -47,7 +47,7 @@ def _norm_forward(
     return y, launch_norm(x, weight, None, y, None, eps, out_scale)
 
 
-@op(outputs='rstd')
+@op(outputs='rstd', instead='norm_forward without out')
 def norm_forward_(
     out: Out,
     x: Tensor,

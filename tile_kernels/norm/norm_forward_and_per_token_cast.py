@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.core import check
+from tile_kernels.core.autograd import needs_gradient
 from tile_kernels.core.cases import grid
 from tile_kernels.core.formats import QuantFormat, QuantTensor
 from tile_kernels.core.op import Mut, Out, op
@@ -26,6 +27,7 @@ from tile_kernels.norm._checks import (
     viewed,
 )
 from tile_kernels.norm._samples import sample_rows, sample_weight, small_integers
+from tile_kernels.norm.norm_forward import norm_forward
 from tile_kernels.norm.norm_forward_kernels import launch_norm
 from tile_kernels.quant._checks import check_floor, check_token_format, token_format
 
@@ -214,7 +216,7 @@ def norm_forward_and_per_token_cast(
 
     Returns:
         `QuantTensor` (data, sf), the result before the cast or None, rstd or None, and what was normalized: x itself,
-        or the sum.
+        or the sum. The second and last are differentiable, which costs a second launch; codes and factors are not.
     """
     check_residual_out(residual, residual_out)
     rows = as_rows(x, 'x')
@@ -224,7 +226,14 @@ def norm_forward_and_per_token_cast(
     num_tokens, hidden = rows.shape
     num_batches = x.shape[0] if x.dim() == 3 and layout.col and x.shape[0] > 1 else 1
     given = (out, out_bf16, residual_out, mega_moe_sf)
-    if all(tensor is None for tensor in given):
+    if needs_gradient(x, weight, residual) and all(tensor is None for tensor in given):
+        y, rstd, z = norm_forward(rows, weight, eps, residual_rows, out_scale, with_rstd=True)
+        with torch.no_grad():
+            data, sf, *_ = norm_forward_and_per_token_cast.call(
+                rows, layout, weight, residual_rows, eps, out_scale, False, num_batches
+            )
+        y, z = y if with_out_bf16 else None, None if residual is None else z
+    elif all(tensor is None for tensor in given):
         data, sf, cast, rstd, total = norm_forward_and_per_token_cast.call(
             rows, layout, weight, residual_rows, eps, out_scale, with_out_bf16, num_batches
         )

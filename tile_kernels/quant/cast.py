@@ -114,7 +114,7 @@ def convert_kernel(
 # Op -----------------------------------------------------------------------------------------
 
 
-@op(outputs='y', twin='convert')
+@op(outputs='y', twin='convert', backward='identity')
 def cast(x: Tensor, dtype: torch.dtype, stochastic_rounding: bool = False) -> Tensor:
     """Convert every number of `x` to another dtype.
 
@@ -125,7 +125,7 @@ def cast(x: Tensor, dtype: torch.dtype, stochastic_rounding: bool = False) -> Te
             float8_e4m3fn, bfloat16 to float8_e4m3fn; on every GPU.
 
     Returns:
-        A contiguous tensor of the shape of `x`.
+        A contiguous tensor of the shape of `x`. Its gradient is that of `x.to(dtype)`: rounding counts as the identity.
     """
     check.dtype(x, 'x', DTYPES)
     check.one_of(dtype, DTYPES, 'dtype')
