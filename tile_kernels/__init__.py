@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from tile_kernels.compat import attach
 from tile_kernels.core import distribution
+from tile_kernels.core.collect import collecting
 from tile_kernels.core.errors import ArgumentError, CompileError, LaunchError, TileKernelsError, UnsupportedError
 from tile_kernels.core.formats import QuantFormat, QuantTensor
 from tile_kernels.core.jit import compile_count
-from tile_kernels.core.knobs import knobs
+from tile_kernels.core.knobs import knobs, misspelled
 from tile_kernels.core.precompile import precompile
 
 # isort: split
@@ -39,8 +40,9 @@ if TYPE_CHECKING:
 
 __version__ = '0.2.0'
 
-if _warning := distribution.warning():
-    warnings.warn(_warning, stacklevel=2)
+for _warning in (distribution.warning(), *misspelled()):
+    if _warning:
+        warnings.warn(_warning, stacklevel=2)
 
 #: The module of `precompile` keeps its earlier path, beside the function of that name.
 sys.modules['tile_kernels.precompile'] = sys.modules['tile_kernels.core.precompile']
@@ -100,6 +102,7 @@ __all__ = [
     'UnsupportedError',
     'activation',
     'attention',
+    'collecting',
     'compile_count',
     'engram',
     'explain',

@@ -27,6 +27,7 @@ HEALTHY = Facts(
     cache=Cache('/home/user/.cache/tile_kernels', 12, 3_000_000, True),
     settings={},
     settings_error=None,
+    misspelled=(),
     probe_error=None,
 )
 
@@ -142,6 +143,12 @@ CASES = {
         'error',
         "TK_NUM_SMS must be positive, got 'abc'",
         'correct or unset it',
+    ),
+    'misspelled setting': (
+        {'misspelled': ('TK_NUMSMS is not a setting of tile_kernels; did you mean TK_NUM_SMS?',)},
+        'warning',
+        'did you mean TK_NUM_SMS?',
+        'rename or unset it',
     ),
     'nothing to run': (
         {'cache': EMPTY, 'settings': JIT_OFF},

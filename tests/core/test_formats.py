@@ -1,10 +1,11 @@
 import copy
+import io
 import pickle
 
 import pytest
 import torch
 
-from tile_kernels import ArgumentError, QuantFormat, QuantTensor
+from tile_kernels import ArgumentError, QuantFormat, QuantTensor, quant
 
 NAMES = [
     'e4m3_1x128_f32',
@@ -117,3 +118,21 @@ def test_a_quantised_tensor_moves_with_the_layout_of_its_factors(name):
 def test_rows_that_do_not_fill_bytes_are_refused(name, cols):
     with pytest.raises(ArgumentError, match='hidden must be a multiple of'):
         QuantFormat.parse(name).empty(2, cols, torch.device('cpu'))
+
+
+def test_a_quantized_tensor_has_no_arithmetic_but_joins_tuples():
+    q = quant.per_token_cast(torch.randn(4, 128), 'e4m3', 128)
+    for wrong in (lambda: q * 2, lambda: 2 * q, lambda: q + 1, lambda: -q, lambda: q @ q, lambda: q / 2):
+        with pytest.raises(ArgumentError, match=r'has no arithmetic; quant.cast_back gives numbers'):
+            wrong()
+    assert len(q + (1,)) == 3
+
+
+def test_a_quantized_tensor_loads_with_weights_only():
+    q = quant.per_token_cast(torch.randn(4, 128), 'e4m3_1x128_ue8m0x4')
+    file = io.BytesIO()
+    torch.save({'q': q}, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=True)['q']
+    assert again.fmt is q.fmt and torch.equal(again.sf, q.sf)
+    assert torch.equal(again.data.view(torch.uint8), q.data.view(torch.uint8))

@@ -1,10 +1,11 @@
+import logging
 import threading
 
 import pytest
 import torch
 
 from tile_kernels import ArgumentError, knobs
-from tile_kernels.core.knobs import overrides
+from tile_kernels.core.knobs import Knobs, misspelled, overrides
 
 
 def test_overrides_end_with_the_block():
@@ -141,12 +142,59 @@ def test_environment_is_parsed_and_checked(monkeypatch):
         monkeypatch.setenv('TK_NUM_SMS', '0')
         monkeypatch.setenv('TK_CHECKS', 'foo')
         knobs.reset()
-        with pytest.raises(ArgumentError, match="knobs: TK_NUM_SMS must be a positive integer, got '0'"):
+        with pytest.raises(ArgumentError, match="TK_NUM_SMS must be a positive integer, got '0'"):
             _ = knobs.num_sms
-        with pytest.raises(ArgumentError, match="knobs: TK_CHECKS must be one of none, memory, races, all, got 'foo'"):
+        with pytest.raises(ArgumentError, match="TK_CHECKS must be one of none, memory, races, all, got 'foo'"):
             _ = knobs.checks
         with knobs(num_sms=3):
             assert knobs.num_sms == 3 and knobs.interpret is False
     finally:
         monkeypatch.undo()
         knobs.reset()
+
+
+def test_a_misspelled_setting_names_the_right_one():
+    with pytest.raises(ArgumentError, match="no setting named 'numsms'; did you mean num_sms"):
+        knobs.numsms = 5
+    with pytest.raises(ArgumentError, match='did you mean token_alignment'):
+        knobs(token_aligment=64)
+
+
+@pytest.mark.parametrize(('name', 'meant'), [('TK_INTERPRETER', 'TK_INTERPRET'), ('TK_NUMSMS', 'TK_NUM_SMS')])
+def test_a_misspelled_environment_variable_is_reported(monkeypatch, name, meant):
+    monkeypatch.setenv(name, '1')
+    monkeypatch.setenv('TK_LIBRARY', 'the path of another program')
+    assert misspelled() == [f'{name} is not a setting of tile_kernels; did you mean {meant}?']
+
+
+def test_all_wrong_settings_are_reported(monkeypatch):
+    monkeypatch.setenv('TK_INTERPRET', 'maybe')
+    monkeypatch.setenv('TK_NUM_SMS', 'many')
+    fresh = Knobs()
+    with pytest.raises(ArgumentError, match="TK_INTERPRET must be True or False, got 'maybe'; TK_NUM_SMS must be"):
+        _ = fresh.num_sms
+
+
+def test_the_log_level_is_a_setting():
+    logger = logging.getLogger('tile_kernels')
+    before = logger.level
+    try:
+        knobs.log = 'ERROR'
+        assert logger.level == logging.ERROR
+    finally:
+        knobs.log = None
+        logger.setLevel(before)
+
+
+def test_a_block_inside_compiled_code_compiles_again():
+    def step(x):
+        with knobs(token_alignment=64):
+            return x * knobs.token_alignment
+
+    compiled = torch.compile(step, fullgraph=True, backend='eager')
+    again = torch.compile(lambda x: step(x) + 1, fullgraph=True, backend='eager')
+    for size in (2, 3):
+        assert torch.equal(compiled(torch.ones(size)), torch.full((size,), 64.0))
+        assert torch.equal(again(torch.ones(size)), torch.full((size,), 65.0))
+    with knobs(token_alignment=32):
+        assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 64.0))

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from tile_kernels import ArgumentError, knobs, rand
 from tile_kernels.rand.normal import normal_
@@ -104,3 +105,11 @@ def test_wrong_arguments_are_named(call, sentence):
     with pytest.raises(ArgumentError) as caught:
         call()
     assert str(caught.value) == sentence
+
+
+def test_a_seed_of_64_bits_works_on_fake_tensors():
+    rand.set_seed((1 << 64) - 5)
+    with FakeTensorMode():
+        assert rand.randn(4).shape == (4,)
+    rand.set_seed((1 << 64) - 5)
+    assert torch.equal(rand.randn(4, device='cpu'), drawn(4, seed=-5))

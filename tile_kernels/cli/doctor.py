@@ -26,7 +26,7 @@ from tile_kernels.core.cache import check_folder, move_tilelang_cache, stored, w
 from tile_kernels.core.errors import TileKernelsError
 from tile_kernels.core.gpus import MIN_ARCH
 from tile_kernels.core.jit import cache_dir
-from tile_kernels.core.knobs import KNOBS, Knobs, knobs
+from tile_kernels.core.knobs import KNOBS, Knobs, knobs, misspelled
 from tile_kernels.core.registry import cases_of, load_ops
 
 PYTHON_MIN, TORCH_MIN = (3, 10), (2, 10)
@@ -87,6 +87,7 @@ class Facts:
     cache: Cache
     settings: dict[str, str]
     settings_error: str | None
+    misspelled: tuple[str, ...]
     probe_error: str | None
     other_distribution: str | None = None
 
@@ -274,6 +275,11 @@ def setting_wrong(facts: Facts) -> Diagnosis | None:
     return Diagnosis('error', facts.settings_error.removeprefix('knobs: '), 'correct or unset it')
 
 
+def setting_misspelled(facts: Facts) -> Diagnosis | None:
+    """An environment variable is nearly the name of a setting."""
+    return Diagnosis('warning', '; '.join(facts.misspelled), 'rename or unset it') if facts.misspelled else None
+
+
 def probe_failed(facts: Facts) -> Diagnosis | None:
     """An op failed in a trial run on the GPU: shared memory, resources, compiler or result."""
     if facts.probe_error is None:
@@ -298,6 +304,7 @@ DIAGNOSES: tuple[Callable[[Facts], Diagnosis | None], ...] = (
     cache_refused,
     cache_damaged,
     setting_wrong,
+    setting_misspelled,
     probe_failed,
 )
 
@@ -332,6 +339,7 @@ def gather() -> Facts:
         cache=_cache(cache_dir()),
         settings=_settings(),
         settings_error=_error_of(_read_settings),
+        misspelled=tuple(misspelled()),
         other_distribution=distribution.other_distribution(),
         probe_error=_error_of(_probe) if gpus and (healthy or knobs.disable_jit) else None,
     )

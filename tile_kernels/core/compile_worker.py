@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 from tile_kernels.core.knobs import knobs
-from tile_kernels.core.precompile import Variant, attempt, quiet
+from tile_kernels.core.nvcc import quiet
+from tile_kernels.core.precompile import Variant, attempt
 
 
 def main() -> None:

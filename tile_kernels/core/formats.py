@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.core import check
+from tile_kernels.core.errors import ArgumentError
 
 
 @dataclass(frozen=True)
@@ -300,7 +301,17 @@ class QuantTensor(tuple):
         return f'QuantTensor({self.fmt}, shape={tuple(self.shape)}, device={self.device})'
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return QuantTensor, (self.data, self.sf, self.fmt)
+        return QuantTensor, (self.data, self.sf, self.fmt.name)
+
+    def __add__(self, other: object) -> Any:
+        """Join with another tuple, as the plain pair does."""
+        return super().__add__(other) if isinstance(other, tuple) else self._no_arithmetic(other)
+
+    def _no_arithmetic(self, *_: object) -> NoReturn:
+        raise ArgumentError('QuantTensor: has no arithmetic; quant.cast_back gives numbers to compute with')
+
+    __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _no_arithmetic
+    __matmul__ = __rmatmul__ = __pow__ = __neg__ = _no_arithmetic
 
 
 def _rebuild(children: Iterable[Any], name: Any) -> QuantTensor:
@@ -314,3 +325,5 @@ torch.utils._pytree.register_pytree_node(
     _rebuild,
     serialized_type_name='tile_kernels.QuantTensor',
 )
+
+torch.serialization.add_safe_globals([QuantTensor])  # `torch.load` with `weights_only=True`, its default

@@ -15,6 +15,7 @@ import inspect
 import logging
 import tempfile
 import threading
+import time
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +40,8 @@ Serves = Callable[[Any, Gpu], bool]
 kernels: dict[str, Kernel] = {}
 
 _compilations = 0
+#: Whether this process has logged a compilation at level WARNING.
+_told = False
 _compile_lock = threading.Lock()
 
 #: Folders for libraries that could not be stored in the cache.
@@ -188,8 +191,16 @@ class Kernel:
         return {}
 
     def load(self, static: tuple, config: Config, arch: str) -> Callable[..., None]:
-        """The bound host function for an architecture."""
-        return nvcc.load_function(self.library(static, config, arch))
+        """The bound host function for an architecture; logs a compilation, because the user is waiting for it."""
+        global _told
+        start, before = time.perf_counter(), _compilations
+        path = self.library(static, config, arch)
+        if _compilations > before:
+            words, seconds = f'{self.name}{_words(static, config)} for {arch}', time.perf_counter() - start
+            advice = '' if _told else '; later ones are logged at level INFO; tile-kernels precompile avoids this'
+            log.log(logging.INFO if _told else logging.WARNING, 'compiled %s in %.1f s%s', words, seconds, advice)
+            _told = True
+        return nvcc.load_function(path)
 
     def _compile(self, entry: cache.Entry, static: tuple, config: Config, arch: str) -> Path:
         """Compile the kernel, unless another process or thread just did; returns the library."""
@@ -200,7 +211,7 @@ class Kernel:
             if path.exists() and cache.damage(path) is None:
                 return path
             func = self.tir(*static, **config)
-            log.info('compiling %s%s for %s', self.name, _words(static, config), arch)
+            log.debug('compiling %s%s for %s', self.name, _words(static, config), arch)
             if knobs.print_source:
                 log.warning('%s', nvcc.lower(func, self.pass_configs, arch)[0])
             folder = tempfile.TemporaryDirectory(prefix='tile_kernels-')  # deleted when the process ends, at the latest

@@ -8,6 +8,8 @@ those of PyTorch. It also applies to the threads in which autograd runs a `backw
 
 from __future__ import annotations
 
+import difflib
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -54,10 +56,18 @@ class Knob:
         return value
 
 
+_FLAGS = {'': False, '0': False, 'false': False, 'no': False, 'off': False}
+_FLAGS |= {'1': True, 'true': True, 'yes': True, 'on': True}
+
+
 def _flag(text: str) -> bool:
-    return text.strip().lower() not in ('', '0', 'false', 'no', 'off')
+    try:
+        return _FLAGS[text.strip().lower()]
+    except KeyError:
+        raise ValueError(text) from None
 
 
+_LEVELS = ('debug', 'info', 'warning', 'error', 'critical')
 _CHECKS = ('none', 'memory', 'races', 'all')
 
 FLAG = Kind('True or False', _flag, lambda value: isinstance(value, bool))
@@ -68,6 +78,7 @@ POSITIVE = Kind(
 )
 PATH = Kind('a path', Path, lambda value: isinstance(value, Path))
 CHECKS = Kind(f'one of {", ".join(_CHECKS)}', str, lambda value: value in _CHECKS)
+LEVEL = Kind(f'one of {", ".join(_LEVELS)}', str.lower, lambda value: value in _LEVELS)
 
 
 def default_cache_dir() -> Path:
@@ -102,8 +113,23 @@ KNOBS: dict[str, Knob] = {
         'TK_DISABLE_JIT', FLAG, False, 'a kernel missing from the cache is an error instead of a compilation'
     ),
     'print_source': Knob('TK_PRINT_KERNEL_SOURCE', FLAG, False, 'log the CUDA source of every kernel that is compiled'),
+    'log': Knob('TK_LOG', LEVEL, None, 'level of the logger `tile_kernels`: debug, info, warning, error or critical'),
     'full_test': Knob('TK_FULL_TEST', FLAG, False, 'tests also run the `full` cases'),
 }
+
+
+def _no_setting(name: str) -> str:
+    close = difflib.get_close_matches(name, KNOBS, n=1)
+    hint = f'did you mean {close[0]}?' if close else f'there are {", ".join(KNOBS)}'
+    return f'knobs: no setting named {name!r}; {hint}'
+
+
+def misspelled() -> list[str]:
+    """One sentence for each environment variable that is nearly the name of a setting."""
+    known = [knob.env for knob in KNOBS.values()]
+    given = [name for name in os.environ if name.startswith('TK_') and name not in known]
+    close = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.75) for name in given}
+    return [f'{name} is not a setting of tile_kernels; did you mean {near[0]}?' for name, near in close.items() if near]
 
 
 #: The overrides of the active blocks, as pairs sorted by name.
@@ -114,7 +140,8 @@ _STASH = 'tile_kernels.knobs'
 
 
 class _Thread(threading.local):
-    overrides: Overrides = ()
+    def __init__(self) -> None:  # an attribute of the object: Dynamo guards a default of the class as absent
+        self.overrides: Overrides = ()
 
 
 _thread = _Thread()
@@ -150,7 +177,10 @@ class Knobs:
     cache_dir: Path | None
     disable_jit: bool
     print_source: bool
+    log: str | None
     full_test: bool
+
+    _own = ('epoch', 'had_blocks', 'of_process')
 
     def __init__(self) -> None:
         #: Changes with every setting of the process. Decisions made under an older epoch are invalid.
@@ -166,18 +196,32 @@ class Knobs:
 
     def reset(self) -> None:
         """Read all settings from the environment again; an invalid one raises an error when it is used."""
+        wrong: dict[str, str] = {}
         for name, knob in KNOBS.items():
             try:
                 self.of_process[name] = knob.value_of(os.environ.get(knob.env) or knob.default, knob.env)
-            except ArgumentError as error:  # raised on use: otherwise the import and `doctor` would fail
-                self.of_process[name] = error
+            except ArgumentError as error:
+                wrong[name] = str(error).removeprefix('knobs: ')
+        for name in wrong:  # raised on use: otherwise the import and `doctor` would fail
+            self.of_process[name] = ArgumentError(f'knobs: {"; ".join(wrong.values())}')
+        self._apply()
+
+    def _apply(self) -> None:
+        level = self.of_process['log']
+        if isinstance(level, str):
+            logging.getLogger('tile_kernels').setLevel(level.upper())
         self.touch()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in KNOBS and name not in self._own:
+            raise ArgumentError(_no_setting(name))
+        super().__setattr__(name, value)
 
     def __call__(self, **values: Any) -> AbstractContextManager[Knobs]:
         """Override settings inside a `with` block."""
         unknown = set(values) - set(KNOBS)
         if unknown:
-            raise ArgumentError(f'knobs: no setting named {sorted(unknown)[0]!r}; there are {", ".join(KNOBS)}')
+            raise ArgumentError(_no_setting(sorted(unknown)[0]))
         return self._block({name: KNOBS[name].value_of(value, name) for name, value in values.items()})
 
     @contextmanager
@@ -203,7 +247,7 @@ def _setting(name: str) -> property:
 
     def assign(self: Knobs, value: Any) -> None:
         self.of_process[name] = KNOBS[name].value_of(value, name)
-        self.touch()
+        self._apply()
 
     return property(read, assign, doc=KNOBS[name].doc)
 

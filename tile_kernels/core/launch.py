@@ -83,6 +83,9 @@ class _State(threading.local):
 
 state = _State()
 
+#: The `collect.Collected` objects of active `collecting()` blocks, in all threads.
+collectors: list[Any] = []
+
 
 @contextmanager
 def tracing() -> Iterator[list[Launch]]:
@@ -148,6 +151,8 @@ def launch(
         rest: tensors, scalars, and None for a buffer this variant never touches.
         size: problem size for `choose`, by default the first extent of the first tensor; 0 launches nothing.
     """
+    if collectors:
+        _collect(kernel, static, first, size)
     if state.skip or type(first) is FakeTensor or state.trace is not None:
         if state.trace is not None:
             _record(state.trace, kernel, static, (first, *rest), size)
@@ -211,6 +216,15 @@ def _config(kernel: Kernel, static: tuple, size: int, gpu: Gpu) -> Config:
     if state.config is not None and state.forced in (None, kernel):
         return state.config
     return kernel.config(static, size, gpu)
+
+
+def _collect(kernel: Variants, static: tuple, first: Tensor, size: int | None) -> None:
+    """Tell the active collectors about a launch; a size that is still symbolic counts as its example value."""
+    number = first.shape[0] if size is None else size
+    number = number if isinstance(number, int) else number.node.hint
+    if number:
+        for collector in collectors:
+            collector.add(kernel, static, number)
 
 
 def _record(trace: list[Launch], kernel: Variants, static: tuple, args: tuple, size: int | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import importlib.metadata
 import importlib.util
 import logging
@@ -12,7 +13,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +128,20 @@ def lower_with(prim_func: Any, config: dict[str, Any], arch: str) -> tuple[str, 
     return lowered.kernel_source, max(int(f.attrs.get('dyn_shared_memory_buf', 0)) for f in functions)
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress TileLang's messages about kernels and its program dumps; we report failures ourselves."""
+    require_tilelang()
+    importlib.import_module('tilelang')  # its import sets the level
+    logger = logging.getLogger('tilelang')
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def compile_library(prim_func: Any, pass_configs: dict[str, Any], arch: str, path: Path) -> None:
     """Compile a PrimFunc for an architecture into a shared library at `path`; needs nvcc but no GPU."""
     require_tilelang()
@@ -135,9 +151,7 @@ def compile_library(prim_func: Any, pass_configs: dict[str, Any], arch: str, pat
         major, minor = nvcc_version()
         raise UnsupportedError(f'compiler: CUDA toolkit {major}.{minor} is too old; install CUDA 12.8 or newer')
     tilelang.env.TILELANG_PRINT_ON_COMPILATION = '0'
-    level = logging.getLogger('tilelang').level
-    logging.getLogger('tilelang').setLevel(logging.WARNING)
-    try:
+    with quiet():
         compiled = tilelang.compile(
             _for_arch(prim_func, arch),
             target={'kind': 'cuda', 'arch': arch},
@@ -145,8 +159,6 @@ def compile_library(prim_func: Any, pass_configs: dict[str, Any], arch: str, pat
             pass_configs=_pass_configs(pass_configs),
         )
         compiled.export_library(str(path))
-    finally:
-        logging.getLogger('tilelang').setLevel(level)
 
 
 @functools.cache

@@ -9,7 +9,6 @@ lock, so threads would wait for one another. A worker is a separate program (`co
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 import pickle
 import queue
@@ -17,8 +16,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -28,7 +27,7 @@ from tile_kernels.core.gpus import gpu_named
 from tile_kernels.core.jit import Kernel, cache_dir, kernels
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.launch import on_gpu
-from tile_kernels.core.nvcc import require_tilelang
+from tile_kernels.core.nvcc import quiet
 
 if TYPE_CHECKING:
     from tile_kernels.core.op import Op
@@ -114,16 +113,23 @@ def precompile(
             of an architecture represents it.
         out: directory to fill (default: the cache directory). Set `TK_CACHE_DIR` to it where the kernels run.
         jobs: number of parallel compilations (default: one per CPU core).
-        progress: show a progress bar when stderr is a terminal.
+        progress: show a progress bar on stderr, or a line every 10 s if it is no terminal.
 
     Returns:
         How many kernels were compiled and found, and the failed ones with the reasons.
     """
+    return compile_into(out, lambda: find_variants(ops, archs), jobs, progress)
+
+
+def compile_into(
+    out: str | Path | None, find: Callable[[], Sequence[Variant]], jobs: int | None, progress: bool
+) -> Precompiled:
+    """Compile the variants that `find` returns into the directory `out`, or into the cache directory."""
     folder = _writable(Path(out) if out is not None else cache_dir())
     if jobs is not None and jobs < 1:
         raise ArgumentError(f'precompile: jobs must be at least 1, got {jobs}')
     start = time.perf_counter()
-    variants = find_variants(ops, archs)
+    variants = find()
     with knobs(cache_dir=folder, disable_jit=False):
         found = sum(variant.stored() for variant in variants)
         failures = compile_variants(variants, jobs, progress)
@@ -228,20 +234,6 @@ def _compile_in_workers(
         finish(waiting.get(), 'no compiling process is left')
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Suppress TileLang's messages about every library and the program dumps of failures that we report."""
-    require_tilelang()
-    importlib.import_module('tilelang')  # its import sets the level
-    logger = logging.getLogger('tilelang')
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
 def attempt(variant: Variant) -> str | None:
     """Compile a kernel; returns the reason if that failed."""
     try:
@@ -252,8 +244,10 @@ def attempt(variant: Variant) -> str | None:
 
 
 def _bar(progress: bool) -> Any:
-    from tile_kernels.core.progress import progress_bar
+    from tile_kernels.core.progress import Lines, progress_bar
 
+    if progress and not sys.stderr.isatty():
+        return Lines()
     bar = progress_bar()
     bar.disable = bar.disable or not progress
     return bar

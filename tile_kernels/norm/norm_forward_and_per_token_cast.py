@@ -227,12 +227,12 @@ def norm_forward_and_per_token_cast(
     num_batches = x.shape[0] if x.dim() == 3 and layout.col and x.shape[0] > 1 else 1
     given = (out, out_bf16, residual_out, mega_moe_sf)
     if needs_gradient(x, weight, residual) and all(tensor is None for tensor in given):
-        y, rstd, z = norm_forward(rows, weight, eps, residual_rows, out_scale, with_rstd=True)
+        before, _, total = norm_forward(rows, weight, eps, residual_rows, out_scale)
         with torch.no_grad():
-            data, sf, *_ = norm_forward_and_per_token_cast.call(
+            data, sf, _, rstd, _ = norm_forward_and_per_token_cast.call(
                 rows, layout, weight, residual_rows, eps, out_scale, False, num_batches
             )
-        y, z = y if with_out_bf16 else None, None if residual is None else z
+        y, z = before if with_out_bf16 else None, total if residual is not None else None
     elif all(tensor is None for tensor in given):
         data, sf, cast, rstd, total = norm_forward_and_per_token_cast.call(
             rows, layout, weight, residual_rows, eps, out_scale, with_out_bf16, num_batches

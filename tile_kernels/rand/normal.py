@@ -168,10 +168,10 @@ def normal_(out: Out, seed: int, offset: int = 0) -> None:
     check.dtype(out, 'out', DTYPES)
     check.contiguous(out, 'out')
     width = math.gcd(OWN, check.vector_bytes(out.view(-1)) // out.element_size())
-    launch(normal_kernel, (out.dtype, width), out.view(-1), _signed(seed), _signed(offset), size=out.numel())
+    launch(normal_kernel, (out.dtype, width), out.view(-1), signed(seed), signed(offset), size=out.numel())
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     """The signed 64-bit integer with the bits of `value`."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.core import check
-from tile_kernels.rand.normal import DTYPES, normal_
+from tile_kernels.rand.normal import DTYPES, normal_, signed
 
 
 class _Stream:
@@ -30,7 +30,7 @@ class _Stream:
             if self.seed is None:
                 self.seed = torch.initial_seed()
             offset, self.taken = self.taken, self.taken + -(-count // 4)
-            return self.seed, offset
+            return signed(self.seed), signed(offset)  # an operator takes signed integers
 
     def restart(self, seed: int) -> None:
         with self.lock:

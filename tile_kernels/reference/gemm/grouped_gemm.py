@@ -3,11 +3,21 @@
 import torch
 from torch import Tensor
 
+from tile_kernels.core import check
+
+
+def ends_of(group_end: Tensor, num_rows: int) -> list[int]:
+    """The ends of the groups; those behind the last row count as the last row."""
+    ends = [min(end, num_rows) for end in group_end.tolist()]
+    if ends != sorted(ends) or min(ends, default=0) < 0:
+        check.fail('group_end', 'must not fall, and begin at 0 or later', str(group_end.tolist()))
+    return ends
+
 
 def grouped_gemm(a: Tensor, b: Tensor, group_end: Tensor) -> Tensor:
     """The product of every row with the matrix of its group."""
     parts, start = [], 0
-    for matrix, end in zip(b, group_end.tolist(), strict=True):
+    for matrix, end in zip(b, ends_of(group_end, a.shape[0]), strict=True):
         parts.append(a[start:end].float() @ matrix.float().T)
         start = end
     behind = a.new_zeros(a.shape[0] - start, b.shape[1], dtype=torch.float32)
@@ -17,7 +27,7 @@ def grouped_gemm(a: Tensor, b: Tensor, group_end: Tensor) -> Tensor:
 def grouped_gemm_bwd(dd: Tensor, a: Tensor, b: Tensor, group_end: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of `grouped_gemm`."""
     da, db, start = torch.zeros_like(a), torch.zeros_like(b), 0
-    for group, end in enumerate(group_end.tolist()):
+    for group, end in enumerate(ends_of(group_end, a.shape[0])):
         da[start:end] = (dd[start:end].float() @ b[group].float()).to(a.dtype)
         db[group] = (dd[start:end].float().T @ a[start:end].float()).to(b.dtype)
         start = end
