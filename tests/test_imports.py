@@ -34,6 +34,7 @@ ALLOWED = {
     'device': {'core', 'device'},
     'activation': {'core', 'device', 'activation', 'quant'},
     'norm': {'core', 'device', 'norm', 'quant'},
+    'integrations': {'activation', 'attention', 'core', 'integrations', 'modeling', 'moe', 'norm', 'transform'},
     'interpreter': {'interpreter', 'core'},
     'attention': {'core', 'attention', 'device'},
     'engram': {'core', 'engram'},

@@ -35,7 +35,7 @@ from tile_kernels import (  # registers all ops
 )
 
 if TYPE_CHECKING:
-    from tile_kernels import config, distributed, interpreter, modeling, reference, testing, torch, utils
+    from tile_kernels import config, distributed, integrations, interpreter, modeling, reference, testing, torch, utils
     from tile_kernels.core.explain import explain
 
 __version__ = '0.2.0'
@@ -68,7 +68,7 @@ for _family in FAMILIES:
 __path__.append(f'{__path__[0]}/compat')
 
 #: Loaded when first used, and left out of `import *`, which must not load them nor replace PyTorch's own `torch`.
-_LAZY = ('config', 'distributed', 'modeling', 'utils', 'reference', 'torch', 'testing', 'interpreter')
+_LAZY = ('config', 'distributed', 'integrations', 'modeling', 'utils', 'reference', 'torch', 'testing', 'interpreter')
 
 _CONFIG = (
     'get_device_num_sms',
