@@ -9,7 +9,7 @@
     attention         the attention function of the config             attention.flash_attn_func
 
 A module keeps its class, parameters and names; only its `forward` changes. So `state_dict`, `save_pretrained` and
-`from_pretrained` work before and after. What a module computes is tried on random numbers, not guessed from its name: a
+`from_pretrained` work before and after. What a module computes is tried on random numbers, not guessed from its name. A
 module whose result differs from the known formulas is left alone, and the report says so.
 """
 
