@@ -1,6 +1,9 @@
 """Real `transformers` classes with small random weights: the patched model computes what the original computes."""
 
 import copy
+import runpy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,17 +132,21 @@ def test_a_block_of_experts_agrees_on_equal_inputs(name):
 @pytest.mark.parametrize('name', ['Llama', 'Qwen3'])
 def test_padded_and_packed_sequences_agree(name):
     model, ids = build(name), tokens(2, 9)
-    mask = torch.ones_like(ids)
-    mask[0, :4] = 0
+    left, right = torch.ones_like(ids), torch.ones_like(ids)
+    left[0, :4] = right[1, 6:] = 0
     packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
-    inputs = [(ids, dict(attention_mask=mask)), (ids[:1], dict(position_ids=packed, use_cache=False))]
+    inputs = [
+        (ids, dict(attention_mask=left)),
+        (ids, dict(attention_mask=right)),
+        (ids[:1], dict(position_ids=packed, use_cache=False)),
+    ]
     with torch.no_grad():
         expected = [model(row, **given).logits for row, given in inputs]
         patch(model)
         found = [model(row, **given).logits for row, given in inputs]
     unpatch(model)
-    valid = mask.bool()
-    assert near(found[0][valid], expected[0][valid], 0.02) and near(found[1], expected[1], 0.02)
+    for index, valid in enumerate((left.bool(), right.bool(), torch.ones(1, 9, dtype=torch.bool))):
+        assert near(found[index][valid], expected[index][valid], 0.02)
 
 
 @pytest.mark.parametrize('name', ['Llama', 'Qwen3', 'Gemma'])
@@ -153,15 +160,22 @@ def test_generation_with_a_cache_agrees_token_by_token(name):
     unpatch(model)
 
 
-def test_half_precision_decode_equals_prefill():
+@pytest.mark.parametrize('static', [False, True])
+@pytest.mark.parametrize('padded', [False, True])
+def test_half_precision_decode_equals_prefill(static, padded):
     model, ids = build('Llama'), tokens(2, 7)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0 if padded else 1
+    cache = transformers.StaticCache(config=model.config, max_cache_len=12) if static else None
     patch(model)
     with torch.no_grad():
-        whole = model(ids).logits
-        first = model(ids[:, :4], use_cache=True)
-        rest = model(ids[:, 4:], past_key_values=first.past_key_values).logits
+        whole = model(ids, attention_mask=mask).logits
+        first = model(ids[:, :4], attention_mask=mask[:, :4], past_key_values=cache, use_cache=True)
+        options = dict(past_key_values=first.past_key_values, attention_mask=mask)
+        rest = model(ids[:, 4:], **options).logits
     unpatch(model)
-    assert near(torch.cat((first.logits, rest), 1), whole, 0.02)
+    valid = mask.bool()
+    assert near(torch.cat((first.logits, rest), 1)[valid], whole[valid], 0.02)
 
 
 def test_weights_load_before_and_after(tmp_path):
@@ -248,3 +262,12 @@ def test_bad_input_gets_one_sentence():
     q = torch.zeros(1, 2, 3, 64, dtype=torch.bfloat16)
     with pytest.raises(UnsupportedError, match='attention has no dropout'):
         attention_forward(torch.nn.Module(), q, q, q, None, dropout=0.1)
+    with pytest.raises(UnsupportedError, match=r'a mask must be \(batch, tokens\), got'):
+        attention_forward(torch.nn.Module(), q, q, q, torch.zeros(1, 1, 3, 3))
+
+
+def test_the_example_trains_and_serves(monkeypatch, capsys):
+    example = runpy.run_path(str(Path(__file__).parents[2] / 'examples' / 'training' / 'patched_mixtral.py'))
+    monkeypatch.setattr(sys, 'argv', ['patched_mixtral.py', '--steps', '40'])
+    example['main']()
+    assert "'the quick brown ' continues with 'fox jumps over" in capsys.readouterr().out

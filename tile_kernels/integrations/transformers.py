@@ -438,10 +438,47 @@ def _patch_attention(model: Any, report: Report) -> None:
 def register_attention() -> None:
     """Make `attn_implementation='tile_kernels'` known to `transformers`."""
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import flash_attention_mask
 
     AttentionInterface.register(ATTENTION, attention_forward)
-    AttentionMaskInterface.register(ATTENTION, flash_attention_mask)
+    AttentionMaskInterface.register(ATTENTION, valid_tokens)
+
+
+def valid_tokens(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The mask of `attention_forward`: which keys are valid, then which queries, (batch, keys + queries) bool.
+
+    It is None if all are valid. The keys of a static cache behind the queries are not valid. Nothing waits for the
+    device, except for a look at `attention_mask` outside of compiled code and CUDA graphs.
+    """
+    start = q_offset - kv_offset
+    full = isinstance(start, int) and start + q_length == kv_length
+    if attention_mask is not None:
+        attention_mask = attention_mask[:, -kv_length:].bool()
+        device = attention_mask.device
+        if full and not _recording(attention_mask) and bool(attention_mask.all()):
+            attention_mask = None
+    if full and attention_mask is None:
+        return None
+    columns = torch.arange(kv_length, device=device)
+    keys = (columns < start + q_length).expand(batch_size, kv_length)
+    if attention_mask is not None:
+        missing = kv_length - attention_mask.shape[1]
+        keys = keys & nn.functional.pad(attention_mask, (0, missing), value=True)
+    queries = keys[:, torch.arange(q_length, device=device) + start]
+    return torch.cat((keys, queries), 1)
+
+
+def _recording(x: Tensor) -> bool:
+    """Whether values must not be looked at: code is compiled, or a CUDA graph is captured."""
+    return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def attention_forward(
@@ -460,7 +497,7 @@ def attention_forward(
     cu_seq_lens_k: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as `transformers` calls it: heads before tokens, a padding mask (batch, keys) or None.
+    """Attention as `transformers` calls it: heads before tokens, the mask of `valid_tokens` or None.
 
     Packed sequences are given by `cu_seq_lens_q` and `cu_seq_lens_k`. Without them, a batch of one row whose
     `position_ids` start again is packed too; `torch.compile` does not see this.
@@ -479,6 +516,9 @@ def attention_forward(
         lengths: Any = (cu_seq_lens_q, cu_seq_lens_k, q.shape[1], k.shape[1])
         out: Any = flash_attn_varlen_func(*rows, *lengths, **options)
         return out.view(*q.shape[:-1], v.shape[-1]), None
+    if attention_mask is not None and attention_mask.shape != (q.shape[0], k.shape[1] + q.shape[1]):
+        given = check.describe(attention_mask)
+        raise UnsupportedError(f'integrations.transformers: a mask must be (batch, tokens), got {given}')
     if attention_mask is None:
         dense: Any = flash_attn_func(q, k, v, **options)
         return dense, None
@@ -488,10 +528,8 @@ def attention_forward(
 def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, Any]) -> Tensor:
     """Attention of padded sequences: valid tokens move to the front, so that nothing waits for the device."""
     batch, num_queries = q.shape[:2]
-    keys = mask[:, : k.shape[1]].bool()
-    queries = keys[:, -num_queries:]
-    rows, row_ends = _front(queries)
-    columns, column_ends = _front(keys)
+    rows, row_ends = _front(mask[:, k.shape[1] :])
+    columns, column_ends = _front(mask[:, : k.shape[1]])
     packed: Any = flash_attn_varlen_func(
         q.flatten(0, 1)[rows],
         k.flatten(0, 1)[columns],
