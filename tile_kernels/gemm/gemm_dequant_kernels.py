@@ -1,0 +1,581 @@
+"""Kernels of the product with packed weights; `packed_weight` has the layout, `gemm_dequant` the formula.
+
+Three kernels multiply, and one writes the matrix to memory for the gradient:
+
+    dequant_rows        up to 16 rows: mma on registers, the sum over k split over warps and blocks; memory bound
+    dequant_wgmma       more rows, Hopper: a warpgroup converts tiles to shared memory, two multiply by wgmma
+    portable_dequant    more rows, other GPUs: the same in one role with mma
+
+Kernels for few rows multiply exact codes and scale the sum of a group in float32. The others round a weight to half
+precision once.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tile_kernels.core.cost import count_product
+from tile_kernels.core.gpus import SUM_SMS
+from tile_kernels.core.jit import kernel
+from tile_kernels.core.lang import WARP, T, macro
+from tile_kernels.device.bits import float_of
+from tile_kernels.gemm._macros import DENSE, FALLBACK, MMA_M, MMA_N, MMA_THREADS, find_tile, most_tiles
+from tile_kernels.gemm.packed_weight import BLOCK, FORMATS, ROWS, ZERO, WeightFormat
+
+STEP = 16  # channels of one mma
+STRIP = 8  # tiles of rows that a block of `dequant_rows` multiplies
+MOST_ROWS = 16  # rows of a that `dequant_rows` takes
+ROW_WARPS = 8
+SLICE = 2048  # channels of a block of `dequant_rows`, at most
+TILE_K = 64  # channels of a step of the other kernels
+
+# Conversion ---------------------------------------------------------------------------------
+
+
+def half_bits(dtype: torch.dtype, value: float) -> int:
+    """The bits of a number in half precision, in both halves of a word."""
+    bits = torch.tensor(value, dtype=dtype).view(torch.int16).item() & 0xFFFF
+    return int(bits) * 0x00010001
+
+
+def pairwise(function: Any, dtype: torch.dtype, x: Any, y: Any) -> Any:
+    """A packed instruction on words of two numbers."""
+    pair = 'bfloat16x2' if dtype is torch.bfloat16 else 'float16x2'
+    return T.reinterpret(function(T.reinterpret(x, pair), T.reinterpret(y, pair)), T.uint32)
+
+
+def shifted(word: Any, left: int) -> Any:
+    """A shift by any number of bits, to the right if negative."""
+    if left == 0:
+        return word
+    return word << T.uint32(left) if left > 0 else word >> T.uint32(-left)
+
+
+def masked(word: Any, left: int, mask: int) -> Any:
+    """Bits of both halves of a shifted word."""
+    return shifted(word, left) & T.uint32(mask * 0x00010001)
+
+
+def decode_pair(form: WeightFormat, dtype: torch.dtype, words: Any, step: int, pair: int, zero: Any) -> Any:
+    """Two exact codes of a lane in half precision: `pair` of a step; `zero` are the bits of a zero point of u4."""
+    bf16 = dtype is torch.bfloat16
+    if form.element == 'u4':
+        magic = half_bits(dtype, 128.0 if bf16 else 1024.0)
+        return pairwise(T.sub2, dtype, masked(words[step], -4 * pair, 0xF) | T.uint32(magic), zero)
+    if form.element == 'e2m1':
+        word = words[step]
+        bits = masked(word, 3 * pair, 0x81C0) if pair < 3 else None
+        if bits is None:
+            bits = masked(word, 1, 0x8000) | masked(word, -3, 0x0180) | masked(word, -7, 0x0040)
+        if not bf16:
+            bits = bits & T.uint32(0x80008000) | masked(bits, 3, 0x0E00)
+        return pairwise(T.mul2, dtype, bits, T.uint32(half_bits(dtype, 2.0**126 if bf16 else 2.0**14)))
+    word, upper = words[step * 2 + pair // 2], pair % 2
+    if form.element == 's8':
+        if not bf16:
+            biased = masked(word, -8 * upper, 0xFF) ^ T.uint32(half_bits(dtype, 1024.0 + 128.0))
+            return pairwise(T.sub2, dtype, biased, T.uint32(half_bits(dtype, 1024.0 + 128.0)))
+        magic = T.uint32(half_bits(dtype, 128.0))
+        low, sign = masked(word, -8 * upper, 0x7F) | magic, masked(word, -8 * upper, 0x80) | magic
+        return pairwise(T.sub2, dtype, low, sign)
+    left = (0 if upper else 8) - (4 if bf16 else 1)
+    bits = masked(word, 0 if upper else 8, 0x8000) | masked(word, left, 0x07F0 if bf16 else 0x3F80)
+    return pairwise(T.mul2, dtype, bits, T.uint32(half_bits(dtype, 2.0**120 if bf16 else 2.0**8)))
+
+
+def number_of(form: WeightFormat, stored: Any) -> Any:
+    """A stored factor as float32."""
+    if form.factor == 'ue8m0':
+        return float_of(T.max(T.cast(stored, T.uint32) << T.uint32(23), T.uint32(1 << 22)))
+    if form.factor == 'e4m3':
+        bits = T.cast(stored, T.uint32)
+        wide = (bits & T.uint32(0x7F)) << T.uint32(20) | (bits & T.uint32(0x80)) << T.uint32(24)
+        return float_of(wide) * T.float32(2.0**120)
+    return T.cast(stored, T.float32)
+
+
+def zero_bits(dtype: torch.dtype, zero: Any) -> Any:
+    """The word that `decode_pair` subtracts for a zero point: two numbers of 128 (1024 for float16) plus the point."""
+    magic = half_bits(dtype, 128.0 if dtype is torch.bfloat16 else 1024.0)
+    if zero is None:
+        return T.uint32(magic + ZERO * 0x00010001)
+    return T.cast(zero, T.uint32) * T.uint32(0x00010001) + T.uint32(magic)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The tensors of packed weights in a kernel, with a leading dimension of matrices, and what is static about them."""
+
+    form: WeightFormat
+    dtype: torch.dtype
+    scale_dtype: torch.dtype
+    n: int
+    k: int
+    has_zero: bool
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Tiles of rows and of channels."""
+        return self.form.tiles(self.n, self.k)
+
+    @property
+    def exact(self) -> bool:
+        """Whether a code times its factor in half precision is rounded once at most."""
+        if self.form.factor in ('ue8m0', 'e4m3'):
+            return self.form.factor == 'e4m3' or self.dtype is torch.bfloat16
+        return self.scale_dtype is self.dtype
+
+    def tile_group(self, tile: Any) -> Any:
+        """The stored group of a tile of channels."""
+        if self.form.group == 0:
+            return 0
+        return tile // (self.form.group // self.form.depth) if self.form.group > self.form.depth else tile
+
+    def arrays(self, num_matrices: int) -> tuple[tuple[int, ...], ...]:
+        """Shapes of codes, factors and zero points."""
+        rows, cols = self.tiles
+        scale = self.form.scale_shape(self.n, self.k)
+        return (num_matrices, rows, cols, WARP, 4), (num_matrices, *scale), (num_matrices, *scale)
+
+
+def describe(fmt: str, dtype: torch.dtype, scale_dtype: torch.dtype, n: int, k: int, has_zero: bool) -> Packed:
+    """What a kernel knows about its weights."""
+    return Packed(FORMATS[fmt], dtype, scale_dtype, n, k, has_zero)
+
+
+@macro
+def convert_tile(packed, codes, scale, zero, matrix, row, col, lane, words_local, pairs_local):
+    """Weights of a lane in half precision, rounded once: `pairs_local[4 * step + pair]` of tile (row, col)."""
+    form, dtype = packed.form, packed.dtype
+    g = lane // 4
+    for e in T.vectorized(4):
+        words_local[e] = T.reinterpret(codes[matrix, row, col, lane, e], T.uint32)
+    halves = T.view(pairs_local, (2 * form.depth // 4,), T.dtype(dtype))
+    group = packed.tile_group(col)
+    for step in tuple(range(form.depth // STEP)):
+        inner = step * STEP // form.group if form.per_tile > 1 else 0
+        for pair in (0, 1, 2, 3):
+            upper = pair % 2
+            if form.element == 'u4' and packed.has_zero:
+                point = zero_bits(dtype, zero[matrix, row, group, g, inner, upper])
+            else:
+                point = zero_bits(dtype, None)
+            if form.blocks:
+                factor = scale[matrix, row // (BLOCK // ROWS), group]
+            else:
+                factor = scale[matrix, row, group, g, inner, upper]
+            codes_pair = decode_pair(form, dtype, words_local, step, pair, point)
+            if packed.exact:
+                half = T.cast(number_of(form, factor), T.dtype(dtype))
+                both = T.cast(T.reinterpret(half, T.uint16), T.uint32) * T.uint32(0x00010001)
+                pairs_local[step * 4 + pair] = pairwise(T.mul2, dtype, codes_pair, both)
+            else:
+                pairs_local[step * 4 + pair] = codes_pair
+                for e in (0, 1):
+                    wide = T.cast(halves[(step * 4 + pair) * 2 + e], T.float32) * number_of(form, factor)
+                    halves[(step * 4 + pair) * 2 + e] = T.cast(wide, T.dtype(dtype))
+
+
+# Few rows -----------------------------------------------------------------------------------
+
+
+def row_splits(n: int, k: int, form: WeightFormat) -> int:
+    """Blocks that share the sum over k, so that two blocks run on every SM with little left over.
+
+    The number fixes the order of the sum, so it does not depend on the GPU.
+    """
+    rows, cols = form.tiles(n, k)
+    strips, least = -(-rows // STRIP), -(-cols * form.depth // SLICE)
+    most = max(least, min(least + 15, cols // ROW_WARPS))
+    splits = min(range(least, most + 1), key=lambda count: (-(-strips * count // (2 * SUM_SMS)) / count, count))
+    return -(-cols // -(-cols // splits))  # without empty ones
+
+
+def choose_rows(*given: Any) -> dict:
+    """One or two octets of rows; more stages fit if there is one."""
+    return dict(octets=1 if given[-1] <= 8 else 2)
+
+
+#: Threads wait for their own copies only, so TileLang must not insert barriers.
+ROWS_PASS_CONFIGS = {'TL_DISABLE_THREAD_STORAGE_SYNC': True}
+
+
+@macro
+def multiply_lane(packed, words, a_local, octets: int, steps, points, sum_local):
+    """Add the products of the steps of a group to `sum_local[octet]`."""
+    dtype = packed.dtype
+    name = 'bf16' if dtype is torch.bfloat16 else 'fp16'
+    pair_local = T.alloc_local((4,), T.uint32)
+    for step in steps:
+        for pair in (0, 1, 2, 3):
+            pair_local[pair] = decode_pair(packed.form, dtype, words, step, pair, points[pair % 2])
+        for octet in T.unroll(octets):
+            T.ptx_mma(
+                'float32',
+                'm16n8k16',
+                'row',
+                'col',
+                name,
+                name,
+                'fp32',
+                T.access_ptr(pair_local[0], 'r', 4),
+                0,
+                T.access_ptr(a_local[octet, step // 2, step % 2 * 4], 'r', 4),
+                0,
+                T.access_ptr(sum_local[octet, 0], 'rw', 4),
+                0,
+                T.bool(False),
+            )
+
+
+@kernel(
+    choose=choose_rows,
+    space=dict(octets=(1, 2)),
+    pass_configs=ROWS_PASS_CONFIGS,
+    flops=lambda static, args: 2 * args[0].shape[0] * static[0] * static[1],
+)
+def dequant_rows_kernel(
+    n: int,
+    k: int,
+    fmt: str,
+    dtype: torch.dtype,
+    scale_dtype: torch.dtype,
+    has_zero: bool,
+    bias_dtype: torch.dtype | None,
+    *,
+    octets: int,
+):
+    """A block multiplies 128 rows of the weight and a slice of k; its warps take tiles of the slice in turn.
+
+    Every thread copies the 16 bytes of its own lane by cp.async, a tile of channels (two for 8 rows) ahead. It reads no
+    other bytes, so the loop needs no barrier. Partial sums of warps, then of blocks, are added in ascending order.
+    """
+    packed = describe(fmt, dtype, scale_dtype, n, k, has_zero)
+    form, elem = packed.form, T.dtype(dtype)
+    num_rows, stride = T.dynamic('num_rows'), T.dynamic('stride')
+    rows, cols = packed.tiles
+    strips, splits = -(-rows // STRIP), row_splits(n, k, form)
+    slice_tiles = -(-cols // splits)
+    slice_k, tokens, threads = slice_tiles * form.depth, octets * 8, ROW_WARPS * WARP
+    ahead = 3 - octets
+    ring = ahead * STRIP
+    codes_shape, scale_shape, zero_shape = (shape[1:] for shape in packed.arrays(1))
+    apart = form.group > 0  # factors differ along k
+    own_factors = apart and not form.blocks
+    width = 2 * form.per_tile
+    groups = tuple(range(form.per_tile))
+    steps = form.depth // STEP // form.per_tile
+    scale_elem = T.uint8 if form.factor in ('ue8m0', 'e4m3') else T.dtype(scale_dtype)
+    bias_elem = T.dtype(bias_dtype or dtype)
+
+    @macro
+    def copy_tile(codes, scale, zero, tile, r, slot, strip, codes_shared, scale_shared, zero_shared, last):
+        """Start to copy what this lane needs of a tile; every call is one group of copies."""
+        thread = T.get_thread_binding()
+        row = T.min(strip * STRIP + r, rows - 1)
+        if tile < last:
+            lane = thread % WARP
+            T.ptx_cp_async(
+                T.access_ptr(codes_shared[slot, thread, 0], 'w', 4), T.access_ptr(codes[row, tile, lane, 0], 'r', 4), 4
+            )
+            if own_factors:
+                T.ptx_cp_async(
+                    T.access_ptr(scale_shared[slot, thread, 0], 'w', width),
+                    T.access_ptr(scale[row, packed.tile_group(tile), lane // 4, 0, 0], 'r', width),
+                    width,
+                )
+            if has_zero:
+                T.ptx_cp_async(
+                    T.access_ptr(zero_shared[slot, thread, 0], 'w', width),
+                    T.access_ptr(zero[row, packed.tile_group(tile), lane // 4, 0, 0], 'r', width),
+                    width,
+                )
+        T.ptx_commit_group()
+
+    @T.prim_func
+    def dequant_rows(
+        a: T.StridedTensor((num_rows, k), (stride, 1), elem),
+        codes: T.Tensor(codes_shape, T.int32),
+        scale: T.Tensor(scale_shape, scale_elem),
+        zero: T.Tensor(zero_shape, T.int16),
+        whole: T.Tensor((1,), T.float32),
+        bias: T.Tensor((n,), bias_elem),
+        d: T.Tensor((num_rows, n), elem),
+        part: T.Tensor((splits, num_rows, n), T.float32),
+    ):
+        T.assume(stride % 8 == 0)
+        with T.Kernel(strips, splits, threads=threads) as (strip, split):
+            thread = T.get_thread_binding()
+            warp, lane = thread // WARP, thread % WARP
+            a_shared = T.alloc_shared((tokens, slice_k + 8), elem)
+            codes_shared = T.alloc_shared((ring, threads, 4), T.int32)
+            scale_shared = T.alloc_shared((ring, threads, width), scale_elem)
+            zero_shared = T.alloc_shared((ring, threads, width), T.int16)
+            sum_shared = T.alloc_shared((ROW_WARPS, tokens, STRIP * ROWS + 4), T.float32)
+            a_local = T.alloc_local((octets, form.depth // 32, 8), elem)
+            words_local = T.alloc_local((4,), T.uint32)
+            total_local = T.alloc_local((STRIP, octets, 4), T.float32)
+            group_local = T.alloc_local((octets, 4), T.float32)
+            vector_local = T.alloc_local((8,), elem)
+            block_local = T.alloc_local((2,), T.float32)
+            first = split * slice_tiles
+            last = T.min(first + slice_tiles, cols)
+            copied = codes, scale, zero
+            stages = codes_shared, scale_shared, zero_shared
+            for stage in T.unroll(ahead):
+                for r in T.unroll(STRIP):
+                    tile = first + warp + stage * ROW_WARPS
+                    copy_tile(*copied, tile, r, stage * STRIP + r, strip, *stages, last)
+            for i in T.serial(T.ceildiv(tokens * slice_k // 8, threads)):
+                vector = i * threads + thread
+                token, channel = vector // (slice_k // 8), vector % (slice_k // 8) * 8
+                if token < tokens:
+                    if token < num_rows and first * form.depth + channel < k:
+                        for e in T.vectorized(8):
+                            vector_local[e] = a[token, first * form.depth + channel + e]
+                    else:
+                        T.clear(vector_local)
+                    for e in T.vectorized(8):
+                        a_shared[token, channel + e] = vector_local[e]
+            T.clear(total_local)
+            if form.blocks:
+                block_local[0] = scale[strip, packed.tile_group(T.min(first + warp, cols - 1))]
+            T.sync_threads()
+            for turn in T.serial(T.ceildiv(T.max(last - first - warp, 0), ROW_WARPS)):
+                tile = first + warp + turn * ROW_WARPS
+                channel = (tile - first) * form.depth
+                if form.blocks:
+                    block_local[1] = scale[strip, packed.tile_group(T.min(tile + ROW_WARPS, cols - 1))]
+                for octet in T.unroll(octets):
+                    for quarter in T.unroll(form.depth // 32):
+                        T.ptx_ldmatrix(
+                            T.bool(False),
+                            4,
+                            T.access_ptr(
+                                a_shared[octet * 8 + lane % 8, channel + quarter * 32 + lane // 8 * 8], 'r', 8
+                            ),
+                            T.access_ptr(a_local[octet, quarter, 0], 'w', 8),
+                        )
+                for r in T.unroll(STRIP):
+                    slot = turn % ahead * STRIP + r
+                    T.ptx_wait_group(ring - 1)
+                    for e in T.vectorized(4):
+                        words_local[e] = T.reinterpret(codes_shared[slot, thread, e], T.uint32)
+                    for group in groups:
+                        points = []
+                        for half in (0, 1):
+                            given = zero_shared[slot, thread, group * 2 + half] if has_zero else None
+                            points.append(zero_bits(dtype, given))
+                        own = tuple(range(group * steps, (group + 1) * steps))
+                        if apart:
+                            T.clear(group_local)
+                            multiply_lane(packed, words_local, a_local, octets, own, points, group_local)
+                            for octet in T.unroll(octets):
+                                for e in (0, 1, 2, 3):
+                                    if form.blocks:
+                                        factor = block_local[0]
+                                    else:
+                                        factor = number_of(form, scale_shared[slot, thread, group * 2 + e // 2])
+                                    total_local[r, octet, e] = T.ieee_fmaf(
+                                        group_local[octet, e], factor, total_local[r, octet, e]
+                                    )
+                        else:
+                            multiply_lane(packed, words_local, a_local, octets, own, points, total_local[r, :, :])
+                    copy_tile(*copied, tile + ahead * ROW_WARPS, r, slot, strip, *stages, last)
+                block_local[0] = block_local[1]
+            T.ptx_wait_group(0)
+            T.sync_threads()
+            for r in T.unroll(STRIP):
+                for octet in T.unroll(octets):
+                    for e in (0, 1, 2, 3):
+                        sum_shared[warp, octet * 8 + lane % 4 * 2 + e % 2, r * ROWS + e // 2 * 8 + lane // 4] = (
+                            total_local[r, octet, e]
+                        )
+            T.sync_threads()
+            for i in T.unroll(tokens * STRIP * ROWS // threads):
+                token, column = i * (threads // (STRIP * ROWS)) + thread // (STRIP * ROWS), thread % (STRIP * ROWS)
+                row = strip * (STRIP * ROWS) + column
+                if token < num_rows and row < n:
+                    total = T.alloc_var(T.float32, init=0.0)
+                    for w in T.unroll(ROW_WARPS):
+                        total = total + sum_shared[w, token, column]
+                    if not apart:
+                        total = total * number_of(form, scale[row // ROWS, 0, row % 8, 0, row % ROWS // 8])
+                    if form.factor == 'e4m3':
+                        total = total * whole[0]
+                    if splits > 1:
+                        part[split, token, row] = total
+                    else:
+                        if bias_dtype is not None:
+                            total = total + T.cast(bias[row], T.float32)
+                        d[token, row] = T.cast(total, elem)
+
+    return dequant_rows
+
+
+SUM_THREADS = 256
+
+
+@kernel()
+def sum_parts_kernel(n: int, dtype: torch.dtype, bias_dtype: torch.dtype | None):
+    """Add the sums of the blocks that share k, in ascending order, and the bias."""
+    num_rows, splits = T.dynamic('num_rows'), T.dynamic('splits')
+    bias_elem = T.dtype(bias_dtype or dtype)
+
+    @T.prim_func
+    def sum_parts(
+        part: T.Tensor((splits, num_rows, n), T.float32),
+        bias: T.Tensor((n,), bias_elem),
+        d: T.Tensor((num_rows, n), T.dtype(dtype)),
+    ):
+        with T.Kernel(T.ceildiv(n, SUM_THREADS), num_rows, threads=SUM_THREADS) as (block, row):
+            column = block * SUM_THREADS + T.get_thread_binding()
+            if column < n:
+                total = T.alloc_var(T.float32, init=0.0)
+                for split in T.serial(splits):
+                    total = total + part[split, row, column]
+                if bias_dtype is not None:
+                    total = total + T.cast(bias[column], T.float32)
+                d[row, column] = T.cast(total, T.dtype(dtype))
+
+    return sum_parts
+
+
+# Tiles by mma -------------------------------------------------------------------------------
+
+
+@macro
+def fill_tile(packed, codes, scale, zero, matrix, first_row, depth, w_shared, warp, num_warps: int):
+    """Convert the weights of rows `first_row` and on and channels `depth` and on, a tile of 16 rows per warp in turn."""
+    form = packed.form
+    rows, cols = packed.tiles
+    lane = T.get_thread_binding() % WARP
+    words_local = T.alloc_local((4,), T.uint32)
+    pairs_local = T.alloc_local((form.depth // 4,), T.uint32)
+    halves = T.view(pairs_local, (form.depth // 4, 2), T.dtype(packed.dtype))
+    for part in T.unroll(MMA_N // ROWS // num_warps):
+        for chunk in T.unroll(TILE_K // form.depth):
+            own = part * num_warps + warp
+            row = T.min(first_row // ROWS + own, rows - 1)
+            col = T.min(depth // form.depth + chunk, cols - 1)
+            convert_tile(packed, codes, scale, zero, matrix, row, col, lane, words_local, pairs_local)
+            for step in tuple(range(form.depth // STEP)):
+                for pair in (0, 1, 2, 3):
+                    line = own * ROWS + pair % 2 * 8 + lane // 4
+                    channel = chunk * form.depth + step * STEP + pair // 2 * 8 + lane % 4 * 2
+                    for e in T.vectorized(2):
+                        w_shared[line, channel + e] = halves[step * 4 + pair, e]
+
+
+@kernel(**FALLBACK)
+def portable_dequant_kernel(
+    n: int,
+    k: int,
+    num_groups: int,
+    fmt: str,
+    dtype: torch.dtype,
+    scale_dtype: torch.dtype,
+    has_zero: bool,
+    bias_dtype: torch.dtype | None,
+):
+    """A block owns a tile of d: its threads convert weights to shared memory, then `T.gemm` multiplies."""
+    packed = describe(fmt, dtype, scale_dtype, n, k, has_zero)
+    elem = T.dtype(dtype)
+    num_rows, stride = T.dynamic('num_rows'), T.dynamic('stride')
+    num_matrices, tiles_n = max(num_groups, 1), -(-n // MMA_N)
+    codes_shape, scale_shape, zero_shape = packed.arrays(num_matrices)
+    scale_elem = T.uint8 if packed.form.factor in ('ue8m0', 'e4m3') else T.dtype(scale_dtype)
+    bias_elem = T.dtype(bias_dtype or dtype)
+    scaled = packed.form.factor == 'e4m3'
+
+    @T.prim_func
+    def portable_dequant(
+        a: T.StridedTensor((num_rows, k), (stride, 1), elem),
+        codes: T.Tensor(codes_shape, T.int32),
+        scale: T.Tensor(scale_shape, scale_elem),
+        zero: T.Tensor(zero_shape, T.int16),
+        whole: T.Tensor((num_matrices,), T.float32),
+        bias: T.Tensor((n,), bias_elem),
+        group_end: T.Tensor((num_matrices,), T.int32),
+        d: T.Tensor((num_rows, n), elem),
+        num_blocks: T.int32,  # used by the other variant only
+    ):
+        T.assume(stride % 8 == 0)
+        with T.Kernel(most_tiles(num_rows, num_groups, tiles_n), threads=MMA_THREADS) as pid:
+            a_shared = T.alloc_shared((MMA_M, TILE_K), elem)
+            w_shared = T.alloc_shared((MMA_N, TILE_K), elem)
+            acc_frag = T.alloc_fragment((MMA_M, MMA_N), T.float32)
+            tile = T.alloc_local((5,), T.int32)
+            find_tile(group_end, pid, num_rows, num_groups, tiles_n, tile)
+            row, end, col = tile[1], tile[2], tile[4] * MMA_N
+            matrix = T.min(tile[0], num_matrices - 1)
+            warp = T.get_thread_binding() // WARP
+            T.clear(acc_frag)
+            if tile[3] > 0:
+                for step in T.serial(T.ceildiv(k, TILE_K)):
+                    depth = step * TILE_K
+                    T.copy(a[row : row + MMA_M, depth : depth + TILE_K], a_shared)
+                    fill_tile(packed, codes, scale, zero, matrix, col, depth, w_shared, warp, MMA_THREADS // WARP)
+                    T.gemm(a_shared, w_shared, acc_frag, transpose_B=True)
+            if scaled:
+                for i, j in T.Parallel(MMA_M, MMA_N):
+                    acc_frag[i, j] = acc_frag[i, j] * whole[matrix]
+            if bias_dtype is not None:
+                for i, j in T.Parallel(MMA_M, MMA_N):
+                    acc_frag[i, j] = acc_frag[i, j] + T.cast(bias[T.min(col + j, n - 1)], T.float32)
+            for i, j in T.Parallel(MMA_M, MMA_N):
+                if row + i < end and col + j < n:
+                    d[row + i, col + j] = acc_frag[i, j]
+
+    return portable_dequant
+
+
+# The matrix ---------------------------------------------------------------------------------
+
+MATRIX_WARPS = 4
+
+
+@kernel()
+def dequant_matrix_kernel(
+    n: int, k: int, num_matrices: int, fmt: str, dtype: torch.dtype, scale_dtype: torch.dtype, has_zero: bool
+):
+    """Write the weights in half precision, padded to whole tiles of rows; a warp converts a tile."""
+    packed = describe(fmt, dtype, scale_dtype, n, k, has_zero)
+    form = packed.form
+    rows, cols = packed.tiles
+    codes_shape, scale_shape, zero_shape = packed.arrays(num_matrices)
+    scale_elem = T.uint8 if form.factor in ('ue8m0', 'e4m3') else T.dtype(scale_dtype)
+    scaled = form.factor == 'e4m3'
+
+    @T.prim_func
+    def dequant_matrix(
+        codes: T.Tensor(codes_shape, T.int32),
+        scale: T.Tensor(scale_shape, scale_elem),
+        zero: T.Tensor(zero_shape, T.int16),
+        whole: T.Tensor((num_matrices,), T.float32),
+        w: T.Tensor((num_matrices, rows * ROWS, k), T.dtype(dtype)),
+    ):
+        with T.Kernel(T.ceildiv(cols, MATRIX_WARPS), rows, num_matrices, threads=MATRIX_WARPS * WARP) as (bx, row, matrix):
+            thread = T.get_thread_binding()
+            lane, col = thread % WARP, bx * MATRIX_WARPS + thread // WARP
+            words_local = T.alloc_local((4,), T.uint32)
+            pairs_local = T.alloc_local((form.depth // 4,), T.uint32)
+            halves = T.view(pairs_local, (form.depth // 4, 2), T.dtype(dtype))
+            if col < cols:
+                convert_tile(packed, codes, scale, zero, matrix, row, col, lane, words_local, pairs_local)
+                for step in tuple(range(form.depth // STEP)):
+                    for pair in (0, 1, 2, 3):
+                        line = row * ROWS + pair % 2 * 8 + lane // 4
+                        channel = col * form.depth + step * STEP + pair // 2 * 8 + lane % 4 * 2
+                        if channel < k:
+                            for e in (0, 1):
+                                value = halves[step * 4 + pair, e]
+                                if scaled:
+                                    value = T.cast(T.cast(value, T.float32) * whole[matrix], T.dtype(dtype))
+                                w[matrix, line, channel + e] = value
+
+    return dequant_matrix
+
+
+TILES = (portable_dequant_kernel,)
