@@ -75,7 +75,7 @@ def random_packed(n: int, k: int, fmt: str, scale_dtype: torch.dtype, with_zero:
     if form.element == 'e4m3':
         codes = codes & 0x77777777  # no NaN
     shape = (*lead, *form.scale_shape(n, k))
-    size = {'u4': 0.2, 's8': 1 / 64, 'e4m3': 0.1, 'e2m1': 0.4}[form.element] / k**0.5
+    size = {'u4': 0.2, 's8': 1 / 64, 'e4m3': 1 / 64, 'e2m1': 0.4}[form.element] / k**0.5
     if form.factor == 'ue8m0':
         scale = torch.randint(118, 126, shape, dtype=torch.uint8)
     elif form.factor == 'e4m3':

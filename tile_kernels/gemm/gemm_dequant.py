@@ -57,7 +57,7 @@ def check_packed(
         if tuple(x.shape) != wanted:
             check.fail(name, f'must be {wanted} for {fmt} of ({n}, {k})', check.describe(x))
         check.contiguous(x, name)
-        if check.vector_bytes(x) < 16 and x is not whole:
+        if check.vector_bytes(x.view(-1)) < 16 and x is not whole:
             check.fail(name, 'must begin at a multiple of 16 bytes', check.describe(x), hint=f'pass {name}.clone()')
     if zero is not None and form.element != 'u4':
         check.fail('zero', f'must be None for {fmt}', check.describe(zero))

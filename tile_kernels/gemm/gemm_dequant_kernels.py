@@ -158,13 +158,13 @@ def convert_tile(packed, codes, scale, zero, matrix, row, col, lane, words_local
         for pair in (0, 1, 2, 3):
             upper = pair % 2
             if form.element == 'u4' and packed.has_zero:
-                point = zero_bits(dtype, zero[matrix, row, group, g, inner, upper])
+                point = zero_bits(dtype, zero[matrix, row, group, g, inner * 2 + upper])
             else:
                 point = zero_bits(dtype, None)
             if form.blocks:
                 factor = scale[matrix, row // (BLOCK // ROWS), group]
             else:
-                factor = scale[matrix, row, group, g, inner, upper]
+                factor = scale[matrix, row, group, g, inner * 2 + upper]
             codes_pair = decode_pair(form, dtype, words_local, step, pair, point)
             if packed.exact:
                 half = T.cast(number_of(form, factor), T.dtype(dtype))
@@ -202,8 +202,8 @@ ROWS_PASS_CONFIGS = {'TL_DISABLE_THREAD_STORAGE_SYNC': True}
 
 
 @macro
-def multiply_lane(packed, words, a_local, octets: int, steps, points, sum_local):
-    """Add the products of the steps of a group to `sum_local[octet]`."""
+def multiply_lane(packed, words, a_local, octets: int, steps, points, sum_local, r):
+    """Add the products of the steps of a group to `sum_local[r, octet]`."""
     dtype = packed.dtype
     name = 'bf16' if dtype is torch.bfloat16 else 'fp16'
     pair_local = T.alloc_local((4,), T.uint32)
@@ -223,7 +223,7 @@ def multiply_lane(packed, words, a_local, octets: int, steps, points, sum_local)
                 0,
                 T.access_ptr(a_local[octet, step // 2, step % 2 * 4], 'r', 4),
                 0,
-                T.access_ptr(sum_local[octet, 0], 'rw', 4),
+                T.access_ptr(sum_local[r, octet, 0], 'rw', 4),
                 0,
                 T.bool(False),
             )
@@ -282,13 +282,13 @@ def dequant_rows_kernel(
             if own_factors:
                 T.ptx_cp_async(
                     T.access_ptr(scale_shared[slot, thread, 0], 'w', width),
-                    T.access_ptr(scale[row, packed.tile_group(tile), lane // 4, 0, 0], 'r', width),
+                    T.access_ptr(scale[row, packed.tile_group(tile), lane // 4, 0], 'r', width),
                     width,
                 )
             if has_zero:
                 T.ptx_cp_async(
                     T.access_ptr(zero_shared[slot, thread, 0], 'w', width),
-                    T.access_ptr(zero[row, packed.tile_group(tile), lane // 4, 0, 0], 'r', width),
+                    T.access_ptr(zero[row, packed.tile_group(tile), lane // 4, 0], 'r', width),
                     width,
                 )
         T.ptx_commit_group()
@@ -316,7 +316,7 @@ def dequant_rows_kernel(
             a_local = T.alloc_local((octets, form.depth // 32, 8), elem)
             words_local = T.alloc_local((4,), T.uint32)
             total_local = T.alloc_local((STRIP, octets, 4), T.float32)
-            group_local = T.alloc_local((octets, 4), T.float32)
+            group_local = T.alloc_local((1, octets, 4), T.float32)
             vector_local = T.alloc_local((8,), elem)
             block_local = T.alloc_local((2,), T.float32)
             first = split * slice_tiles
@@ -370,7 +370,7 @@ def dequant_rows_kernel(
                         own = tuple(range(group * steps, (group + 1) * steps))
                         if apart:
                             T.clear(group_local)
-                            multiply_lane(packed, words_local, a_local, octets, own, points, group_local)
+                            multiply_lane(packed, words_local, a_local, octets, own, points, group_local, 0)
                             for octet in T.unroll(octets):
                                 for e in (0, 1, 2, 3):
                                     if form.blocks:
@@ -378,12 +378,13 @@ def dequant_rows_kernel(
                                     else:
                                         factor = number_of(form, scale_shared[slot, thread, group * 2 + e // 2])
                                     total_local[r, octet, e] = T.ieee_fmaf(
-                                        group_local[octet, e], factor, total_local[r, octet, e]
+                                        group_local[0, octet, e], factor, total_local[r, octet, e]
                                     )
                         else:
-                            multiply_lane(packed, words_local, a_local, octets, own, points, total_local[r, :, :])
+                            multiply_lane(packed, words_local, a_local, octets, own, points, total_local, r)
                     copy_tile(*copied, tile + ahead * ROW_WARPS, r, slot, strip, *stages, last)
-                block_local[0] = block_local[1]
+                if form.blocks:
+                    block_local[0] = block_local[1]
             T.ptx_wait_group(0)
             T.sync_threads()
             for r in T.unroll(STRIP):
@@ -401,7 +402,7 @@ def dequant_rows_kernel(
                     for w in T.unroll(ROW_WARPS):
                         total = total + sum_shared[w, token, column]
                     if not apart:
-                        total = total * number_of(form, scale[row // ROWS, 0, row % 8, 0, row % ROWS // 8])
+                        total = total * number_of(form, scale[row // ROWS, 0, row % 8, row % ROWS // 8])
                     if form.factor == 'e4m3':
                         total = total * whole[0]
                     if splits > 1:

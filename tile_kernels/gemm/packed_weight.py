@@ -16,7 +16,7 @@ of the first operand of mma m16n8k16, and of wgmma. One load of 16 bytes serves 
 `pair` is 0 or 1 for rows g and g + 8, plus 2 for channels 2 t + 8 on. `parity` is the channel of a pair, and the half of
 the word. So a shift and a mask of a word give both numbers of a pair.
 
-Factors and zero points of rows g and g + 8 are adjacent: (tiles of rows, groups, g, groups in a tile, 2). Only the
+Factors and zero points of rows g and g + 8 are adjacent: (tiles of rows, groups, g, 2 * groups in a tile). Only the
 factors of blocks of 128 x 128 stay as they are.
 """
 
@@ -84,7 +84,7 @@ class WeightFormat:
         """Shape of the packed factors."""
         if self.blocks:
             return -(-n // BLOCK), self.groups(k)
-        return -(-n // ROWS), self.stored_groups(k), 8, self.per_tile, 2
+        return -(-n // ROWS), self.stored_groups(k), 8, 2 * self.per_tile
 
 
 FORMATS: dict[str, WeightFormat] = {
@@ -280,11 +280,12 @@ def lay_factors(factors: Tensor, fmt: WeightFormat) -> Tensor:
     bits = factors.view(torch.uint8) if factors.element_size() == 1 else factors
     padded = torch.nn.functional.pad(bits, (0, stored * per - groups, 0, rows * ROWS - n))
     parts = padded.reshape(-1, rows, 2, 8, stored, per)
-    return parts.permute(0, 1, 4, 3, 5, 2).reshape(*lead, rows, stored, 8, per, 2).contiguous()
+    return parts.permute(0, 1, 4, 3, 5, 2).reshape(*lead, rows, stored, 8, 2 * per).contiguous()
 
 
 def _unlay_factors(factors: Tensor, fmt: WeightFormat, n: int, k: int) -> Tensor:
-    *lead, rows, stored, _, per, _ = factors.shape
+    *lead, rows, stored, _, width = factors.shape
+    per = width // 2
     parts = factors.reshape(-1, rows, stored, 8, per, 2).permute(0, 1, 5, 3, 2, 4)
     return parts.reshape(*lead, rows * ROWS, stored * per)[..., :n, : fmt.groups(k)].contiguous()
 

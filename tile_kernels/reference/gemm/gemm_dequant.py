@@ -39,8 +39,8 @@ def dequantize(codes: Tensor, scale: Tensor, zero: Tensor | None, whole: Tensor 
     group = channel // int(size) if size != 'k' else channel * 0
     if rows == '128':
         return values * scale[row // 128, group]
-    per = scale.shape[3]
-    place = row // 16, group // per, row % 8, group % per, row % 16 // 8
+    per = scale.shape[3] // 2
+    place = row // 16, group // per, row % 8, group % per * 2 + row % 16 // 8
     factors = scale[place]
     if factor == ['ue8m0']:
         factors = torch.ldexp(torch.ones_like(values), factors.int() - 127)
