@@ -28,6 +28,7 @@ STRIP = 8  # tiles of rows that a block of `dequant_rows` multiplies
 MOST_ROWS = 16  # rows of a that `dequant_rows` takes
 ROW_WARPS = 8
 SLICE = 2048  # channels of a block of `dequant_rows`, at most
+BLOCK_BYTES = 113 << 10  # shared memory of a block if two run on an SM of Hopper
 TILE_K = 64  # channels of a step of the other kernels
 
 # Conversion ---------------------------------------------------------------------------------
@@ -150,7 +151,8 @@ def convert_tile(packed, codes, scale, zero, matrix, row, col, lane, words_local
     form, dtype = packed.form, packed.dtype
     g = lane // 4
     for e in T.vectorized(4):
-        words_local[e] = T.reinterpret(codes[matrix, row, col, lane, e], T.uint32)
+        words_local[e] = codes[matrix, row, col, lane, e]
+    words = T.view(words_local, (4,), T.uint32)
     halves = T.view(pairs_local, (2 * form.depth // 4,), T.dtype(dtype))
     group = packed.tile_group(col)
     for step in tuple(range(form.depth // STEP)):
@@ -165,7 +167,7 @@ def convert_tile(packed, codes, scale, zero, matrix, row, col, lane, words_local
                 factor = scale[matrix, row // (BLOCK // ROWS), group]
             else:
                 factor = scale[matrix, row, group, g, inner * 2 + upper]
-            codes_pair = decode_pair(form, dtype, words_local, step, pair, point)
+            codes_pair = decode_pair(form, dtype, words, step, pair, point)
             if packed.exact:
                 half = T.cast(number_of(form, factor), T.dtype(dtype))
                 both = T.cast(T.reinterpret(half, T.uint16), T.uint32) * T.uint32(0x00010001)
@@ -256,14 +258,14 @@ def dequant_rows_kernel(
     num_rows, stride = T.dynamic('num_rows'), T.dynamic('stride')
     rows, cols = packed.tiles
     strips, splits = -(-rows // STRIP), row_splits(n, k, form)
-    slice_tiles = -(-cols // splits)
+    slice_tiles, width = -(-cols // splits), 2 * form.per_tile
     slice_k, tokens, threads = slice_tiles * form.depth, octets * 8, ROW_WARPS * WARP
-    ahead = 3 - octets
+    copied_bytes = 16 + (0 if form.group == 0 or form.blocks else width * scale_dtype.itemsize) + (2 * width if has_zero else 0)
+    ahead = 2 if tokens * (slice_k + 8) * 2 + 2 * STRIP * threads * copied_bytes <= BLOCK_BYTES else 1
     ring = ahead * STRIP
     codes_shape, scale_shape, zero_shape = (shape[1:] for shape in packed.arrays(1))
     apart = form.group > 0  # factors differ along k
     own_factors = apart and not form.blocks
-    width = 2 * form.per_tile
     groups = tuple(range(form.per_tile))
     steps = form.depth // STEP // form.per_tile
     scale_elem = T.uint8 if form.factor in ('ue8m0', 'e4m3') else T.dtype(scale_dtype)
@@ -273,7 +275,7 @@ def dequant_rows_kernel(
     def copy_tile(codes, scale, zero, tile, r, slot, strip, codes_shared, scale_shared, zero_shared, last):
         """Start to copy what this lane needs of a tile; every call is one group of copies."""
         thread = T.get_thread_binding()
-        row = T.min(strip * STRIP + r, rows - 1)
+        row = strip * STRIP + r if rows % STRIP == 0 else T.min(strip * STRIP + r, rows - 1)
         if tile < last:
             lane = thread % WARP
             T.ptx_cp_async(
@@ -306,6 +308,7 @@ def dequant_rows_kernel(
     ):
         T.assume(stride % 8 == 0)
         with T.Kernel(strips, splits, threads=threads) as (strip, split):
+            T.annotate_min_blocks_per_sm(2)
             thread = T.get_thread_binding()
             warp, lane = thread // WARP, thread % WARP
             a_shared = T.alloc_shared((tokens, slice_k + 8), elem)
@@ -314,11 +317,12 @@ def dequant_rows_kernel(
             zero_shared = T.alloc_shared((ring, threads, width), T.int16)
             sum_shared = T.alloc_shared((ROW_WARPS, tokens, STRIP * ROWS + 4), T.float32)
             a_local = T.alloc_local((octets, form.depth // 32, 8), elem)
-            words_local = T.alloc_local((4,), T.uint32)
+            words_local = T.alloc_local((4,), T.int32)
             total_local = T.alloc_local((STRIP, octets, 4), T.float32)
             group_local = T.alloc_local((1, octets, 4), T.float32)
             vector_local = T.alloc_local((8,), elem)
             block_local = T.alloc_local((2,), T.float32)
+            words = T.view(words_local, (4,), T.uint32)
             first = split * slice_tiles
             last = T.min(first + slice_tiles, cols)
             copied = codes, scale, zero
@@ -327,7 +331,7 @@ def dequant_rows_kernel(
                 for r in T.unroll(STRIP):
                     tile = first + warp + stage * ROW_WARPS
                     copy_tile(*copied, tile, r, stage * STRIP + r, strip, *stages, last)
-            for i in T.serial(T.ceildiv(tokens * slice_k // 8, threads)):
+            for i in T.unroll(T.ceildiv(tokens * slice_k // 8, threads), unroll_factor=4):
                 vector = i * threads + thread
                 token, channel = vector // (slice_k // 8), vector % (slice_k // 8) * 8
                 if token < tokens:
@@ -342,7 +346,7 @@ def dequant_rows_kernel(
             if form.blocks:
                 block_local[0] = scale[strip, packed.tile_group(T.min(first + warp, cols - 1))]
             T.sync_threads()
-            for turn in T.serial(T.ceildiv(T.max(last - first - warp, 0), ROW_WARPS)):
+            for turn in T.unroll(T.ceildiv(T.max(last - first - warp, 0), ROW_WARPS), unroll_factor=1):
                 tile = first + warp + turn * ROW_WARPS
                 channel = (tile - first) * form.depth
                 if form.blocks:
@@ -361,7 +365,7 @@ def dequant_rows_kernel(
                     slot = turn % ahead * STRIP + r
                     T.ptx_wait_group(ring - 1)
                     for e in T.vectorized(4):
-                        words_local[e] = T.reinterpret(codes_shared[slot, thread, e], T.uint32)
+                        words_local[e] = codes_shared[slot, thread, e]
                     for group in groups:
                         points = []
                         for half in (0, 1):
@@ -370,7 +374,7 @@ def dequant_rows_kernel(
                         own = tuple(range(group * steps, (group + 1) * steps))
                         if apart:
                             T.clear(group_local)
-                            multiply_lane(packed, words_local, a_local, octets, own, points, group_local, 0)
+                            multiply_lane(packed, words, a_local, octets, own, points, group_local, 0)
                             for octet in T.unroll(octets):
                                 for e in (0, 1, 2, 3):
                                     if form.blocks:
@@ -381,7 +385,7 @@ def dequant_rows_kernel(
                                         group_local[0, octet, e], factor, total_local[r, octet, e]
                                     )
                         else:
-                            multiply_lane(packed, words_local, a_local, octets, own, points, total_local, r)
+                            multiply_lane(packed, words, a_local, octets, own, points, total_local, r)
                     copy_tile(*copied, tile + ahead * ROW_WARPS, r, slot, strip, *stages, last)
                 if form.blocks:
                     block_local[0] = block_local[1]
@@ -452,7 +456,7 @@ def fill_tile(packed, codes, scale, zero, matrix, first_row, depth, w_shared, wa
     form = packed.form
     rows, cols = packed.tiles
     lane = T.get_thread_binding() % WARP
-    words_local = T.alloc_local((4,), T.uint32)
+    words_local = T.alloc_local((4,), T.int32)
     pairs_local = T.alloc_local((form.depth // 4,), T.uint32)
     halves = T.view(pairs_local, (form.depth // 4, 2), T.dtype(packed.dtype))
     for part in T.unroll(MMA_N // ROWS // num_warps):
@@ -560,7 +564,7 @@ def dequant_matrix_kernel(
         with T.Kernel(T.ceildiv(cols, MATRIX_WARPS), rows, num_matrices, threads=MATRIX_WARPS * WARP) as (bx, row, matrix):
             thread = T.get_thread_binding()
             lane, col = thread % WARP, bx * MATRIX_WARPS + thread // WARP
-            words_local = T.alloc_local((4,), T.uint32)
+            words_local = T.alloc_local((4,), T.int32)
             pairs_local = T.alloc_local((form.depth // 4,), T.uint32)
             halves = T.view(pairs_local, (form.depth // 4, 2), T.dtype(dtype))
             if col < cols:
