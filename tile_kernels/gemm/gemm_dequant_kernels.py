@@ -20,7 +20,30 @@ from tile_kernels.core.gpus import SUM_SMS
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import WARP, T, macro
 from tile_kernels.device.bits import float_of
-from tile_kernels.gemm._macros import DENSE, FALLBACK, MMA_M, MMA_N, MMA_THREADS, find_tile, most_tiles
+from tile_kernels.gemm._macros import (
+    FALLBACK,
+    MMA_M,
+    MMA_N,
+    MMA_THREADS,
+    WARPGROUP,
+    WARPGROUP_ROLES,
+    WARPGROUP_ROWS,
+    Tiles,
+    count_turns,
+    find_tile,
+    free_last,
+    load_rows,
+    locate_tile,
+    make_ring,
+    most_tiles,
+    next_free,
+    next_full,
+    skip_steps,
+    store_rows,
+    swizzled,
+    wastes_little,
+)
+from tile_kernels.gemm.grouped_gemm_kernels import STAGED
 from tile_kernels.gemm.packed_weight import BLOCK, FORMATS, ROWS, ZERO, WeightFormat
 
 STEP = 16  # channels of one mma
@@ -121,6 +144,11 @@ class Packed:
         return self.form.tiles(self.n, self.k)
 
     @property
+    def scale_elem(self) -> Any:
+        """Element of stored factors."""
+        return T.uint8 if self.form.factor in ('ue8m0', 'e4m3') else T.dtype(self.scale_dtype)
+
+    @property
     def exact(self) -> bool:
         """Whether a code times its factor in half precision is rounded once at most."""
         if self.form.factor in ('ue8m0', 'e4m3'):
@@ -146,37 +174,57 @@ def describe(fmt: str, dtype: torch.dtype, scale_dtype: torch.dtype, n: int, k: 
 
 
 @macro
-def convert_tile(packed, codes, scale, zero, matrix, row, col, lane, words_local, pairs_local):
-    """Weights of a lane in half precision, rounded once: `pairs_local[4 * step + pair]` of tile (row, col)."""
-    form, dtype = packed.form, packed.dtype
-    g = lane // 4
+def load_lane(packed, weights, matrix, row, col, lane, lane_local, i):
+    """Load what a lane needs of tile (row, col) to slot `i` of its registers."""
+    form = packed.form
+    codes, scale, zero = weights
+    words_local, factor_local, point_local = lane_local
     for e in T.vectorized(4):
-        words_local[e] = codes[matrix, row, col, lane, e]
-    words = T.view(words_local, (4,), T.uint32)
-    halves = T.view(pairs_local, (2 * form.depth // 4,), T.dtype(dtype))
+        words_local[i, e] = codes[matrix, row, col, lane, e]
     group = packed.tile_group(col)
+    if form.blocks:
+        factor_local[i, 0] = scale[matrix, row // (BLOCK // ROWS), group]
+    else:
+        for e in T.vectorized(2 * form.per_tile):
+            factor_local[i, e] = scale[matrix, row, group, lane // 4, e]
+    if packed.has_zero:
+        for e in T.vectorized(2 * form.per_tile):
+            point_local[i, e] = zero[matrix, row, group, lane // 4, e]
+
+
+@macro
+def convert_lane(packed, lane_local, i, pairs_local):
+    """Weights of slot `i` in half precision, rounded once: `pairs_local[4 * step + pair]`."""
+    form, dtype = packed.form, packed.dtype
+    words_local, factor_local, point_local = lane_local
+    words = T.view(words_local, words_local.shape, T.uint32)
+    halves = T.view(pairs_local, (2 * form.depth // 4,), T.dtype(dtype))
     for step in tuple(range(form.depth // STEP)):
         inner = step * STEP // form.group if form.per_tile > 1 else 0
         for pair in (0, 1, 2, 3):
-            upper = pair % 2
-            if form.element == 'u4' and packed.has_zero:
-                point = zero_bits(dtype, zero[matrix, row, group, g, inner * 2 + upper])
-            else:
-                point = zero_bits(dtype, None)
-            if form.blocks:
-                factor = scale[matrix, row // (BLOCK // ROWS), group]
-            else:
-                factor = scale[matrix, row, group, g, inner * 2 + upper]
-            codes_pair = decode_pair(form, dtype, words, step, pair, point)
+            place = inner * 2 + pair % 2
+            point = zero_bits(dtype, point_local[i, place] if packed.has_zero else None)
+            factor = number_of(form, factor_local[i, 0 if form.blocks else place])
+            codes_pair = decode_pair(form, dtype, [words[i, e] for e in range(4)], step, pair, point)
             if packed.exact:
-                half = T.cast(number_of(form, factor), T.dtype(dtype))
-                both = T.cast(T.reinterpret(half, T.uint16), T.uint32) * T.uint32(0x00010001)
+                half = T.reinterpret(T.cast(factor, T.dtype(dtype)), T.uint16)
+                both = T.cast(half, T.uint32) * T.uint32(0x00010001)
                 pairs_local[step * 4 + pair] = pairwise(T.mul2, dtype, codes_pair, both)
             else:
                 pairs_local[step * 4 + pair] = codes_pair
                 for e in (0, 1):
-                    wide = T.cast(halves[(step * 4 + pair) * 2 + e], T.float32) * number_of(form, factor)
+                    wide = T.cast(halves[(step * 4 + pair) * 2 + e], T.float32) * factor
                     halves[(step * 4 + pair) * 2 + e] = T.cast(wide, T.dtype(dtype))
+
+
+@macro
+def make_lane(packed, count: int):
+    """Registers for `count` tiles: words, factors and zero points of a lane."""
+    width = 2 * packed.form.per_tile
+    words_local = T.alloc_local((count, 4), T.int32)
+    factor_local = T.alloc_local((count, width), packed.scale_elem)
+    point_local = T.alloc_local((count, width), T.int16)
+    return words_local, factor_local, point_local
 
 
 # Few rows -----------------------------------------------------------------------------------
@@ -235,7 +283,7 @@ def multiply_lane(packed, words, a_local, octets: int, steps, points, sum_local,
     choose=choose_rows,
     space=dict(octets=(1, 2)),
     pass_configs=ROWS_PASS_CONFIGS,
-    flops=lambda static, args: 2 * args[0].shape[0] * static[0] * static[1],
+    flops=count_product,
 )
 def dequant_rows_kernel(
     n: int,
@@ -268,7 +316,7 @@ def dequant_rows_kernel(
     own_factors = apart and not form.blocks
     groups = tuple(range(form.per_tile))
     steps = form.depth // STEP // form.per_tile
-    scale_elem = T.uint8 if form.factor in ('ue8m0', 'e4m3') else T.dtype(scale_dtype)
+    scale_elem = packed.scale_elem
     bias_elem = T.dtype(bias_dtype or dtype)
 
     @macro
@@ -447,30 +495,189 @@ def sum_parts_kernel(n: int, dtype: torch.dtype, bias_dtype: torch.dtype | None)
     return sum_parts
 
 
-# Tiles by mma -------------------------------------------------------------------------------
+# Tiles --------------------------------------------------------------------------------------
+
+
+def lane_tiles(packed: Packed, block_n: int, num_warps: int) -> int:
+    """Tiles that a warp converts for one step of 64 channels."""
+    return block_n // ROWS // num_warps * (TILE_K // packed.form.depth)
 
 
 @macro
-def fill_tile(packed, codes, scale, zero, matrix, first_row, depth, w_shared, warp, num_warps: int):
-    """Convert the weights of rows `first_row` and on and channels `depth` and on, a tile of 16 rows per warp in turn."""
-    form = packed.form
+def load_lanes(packed, weights, matrix, first_row, depth, warp, num_warps: int, lane_local):
+    """Load the tiles of a warp of rows `first_row` and on and channels `depth` and on; warps take turns."""
     rows, cols = packed.tiles
+    chunks = TILE_K // packed.form.depth
     lane = T.get_thread_binding() % WARP
-    words_local = T.alloc_local((4,), T.int32)
+    for i in T.unroll(int(lane_local[0].shape[0])):
+        row = T.min(first_row // ROWS + i // chunks * num_warps + warp, rows - 1)
+        col = T.min(depth // packed.form.depth + i % chunks, cols - 1)
+        load_lane(packed, weights, matrix, row, col, lane, lane_local, i)
+
+
+@macro
+def store_lanes(packed, lane_local, warp, num_warps: int, w_shared, slot):
+    """Convert what was loaded to shared memory, (slot, row, channel)."""
+    form = packed.form
+    chunks = TILE_K // form.depth
+    lane = T.get_thread_binding() % WARP
     pairs_local = T.alloc_local((form.depth // 4,), T.uint32)
     halves = T.view(pairs_local, (form.depth // 4, 2), T.dtype(packed.dtype))
-    for part in T.unroll(MMA_N // ROWS // num_warps):
-        for chunk in T.unroll(TILE_K // form.depth):
-            own = part * num_warps + warp
-            row = T.min(first_row // ROWS + own, rows - 1)
-            col = T.min(depth // form.depth + chunk, cols - 1)
-            convert_tile(packed, codes, scale, zero, matrix, row, col, lane, words_local, pairs_local)
-            for step in tuple(range(form.depth // STEP)):
-                for pair in (0, 1, 2, 3):
-                    line = own * ROWS + pair % 2 * 8 + lane // 4
-                    channel = chunk * form.depth + step * STEP + pair // 2 * 8 + lane % 4 * 2
-                    for e in T.vectorized(2):
-                        w_shared[line, channel + e] = halves[step * 4 + pair, e]
+    for i in T.unroll(int(lane_local[0].shape[0])):
+        convert_lane(packed, lane_local, i, pairs_local)
+        for step in tuple(range(form.depth // STEP)):
+            for pair in (0, 1, 2, 3):
+                line = (i // chunks * num_warps + warp) * ROWS + pair % 2 * 8 + lane // 4
+                channel = i % chunks * form.depth + step * STEP + pair // 2 * 8 + lane % 4 * 2
+                for e in T.vectorized(2):
+                    w_shared[slot, line, channel + e] = halves[step * 4 + pair, e]
+
+
+#: As `WARPGROUP_ROLES`; a row of d must be a multiple of 16 bytes for the TMA store.
+CONVERTING_ROLES: dict[str, Any] = WARPGROUP_ROLES | dict(serves=lambda static, gpu: gpu.has_wgmma and static.n % 8 == 0)
+CONVERTING_REGISTERS, CONSUMING_REGISTERS = 96, 208
+
+
+def choose_tile(*given: Any) -> dict:
+    """Few rows: narrow tiles, so that more SMs work. Many: wide ones, which read a less often."""
+    n, num_groups, num_rows = given[0], given[2], given[-1]
+    if num_rows <= 64 * max(num_groups, 1):
+        return dict(block_m=64, block_n=64, ring=6)
+    return dict(block_m=128, block_n=256 if wastes_little(n, 256) else 128, ring=4 if num_groups <= 256 else 3)
+
+
+@kernel(
+    choose=choose_tile, space=dict(block_m=(64, 128), block_n=(64, 128, 256), ring=(3, 4, 6)), **CONVERTING_ROLES
+)
+def dequant_wgmma_kernel(
+    n: int,
+    k: int,
+    num_groups: int,
+    fmt: str,
+    dtype: torch.dtype,
+    scale_dtype: torch.dtype,
+    has_zero: bool,
+    bias_dtype: torch.dtype | None,
+    *,
+    block_m: int,
+    block_n: int,
+    ring: int,
+):
+    """The last warpgroup loads rows of a by TMA and converts weights; each of the others multiplies 64 rows.
+
+    Words of the next step are loaded to registers before those of this step are converted.
+    """
+    packed = describe(fmt, dtype, scale_dtype, n, k, has_zero)
+    elem, form = T.dtype(dtype), packed.form
+    num_rows, stride = T.dynamic('num_rows'), T.dynamic('stride')
+    num_matrices = max(num_groups, 1)
+    codes_shape, scale_shape, zero_shape = packed.arrays(num_matrices)
+    scale_elem = packed.scale_elem
+    bias_elem = T.dtype(bias_dtype or dtype)
+    members = block_m // WARPGROUP_ROWS
+    per_sm = 3 - members
+    tiles_n, steps = -(-n // block_n), -(-k // TILE_K)
+    num_warps = WARPGROUP // WARP
+    count, width = lane_tiles(packed, block_n, num_warps), 2 * form.per_tile
+    scaled = form.factor == 'e4m3'
+
+    @T.prim_func
+    def dequant_wgmma(
+        a: T.StridedTensor((num_rows, k), (stride, 1), elem),
+        codes: T.Tensor(codes_shape, T.int32),
+        scale: T.Tensor(scale_shape, scale_elem),
+        zero: T.Tensor(zero_shape, T.int16),
+        whole: T.Tensor((num_matrices,), T.float32),
+        bias: T.Tensor((n,), bias_elem),
+        group_end: T.Tensor((num_matrices,), T.int32),
+        d: T.Tensor((num_rows, n), elem),
+        num_sms: T.int32,
+    ):
+        T.assume(stride % 8 == 0)
+        with T.Kernel(num_sms * per_sm, threads=(members + 1) * WARPGROUP) as pid:
+            T.annotate_min_blocks_per_sm(per_sm)
+            num_blocks = num_sms * per_sm
+            a_shared = T.alloc_shared((ring, members, WARPGROUP_ROWS, TILE_K), elem)
+            w_shared = T.alloc_shared((ring, block_n, TILE_K), elem)
+            d_shared = [T.alloc_shared((WARPGROUP_ROWS, min(STAGED, block_n)), elem) for _ in range(members)]
+            T.annotate_layout({buffer: swizzled(buffer) for buffer in d_shared})
+            acc_frag = [T.alloc_fragment((WARPGROUP_ROWS, block_n), T.float32) for _ in range(members)]
+            first_shared = T.alloc_shared((num_groups + 1,), T.int32)
+            buffers = make_ring(ring, members)
+            tile = T.alloc_local((5,), T.int32)
+            tiles = Tiles(group_end, first_shared, num_rows, num_groups, block_m, tiles_n)
+            turns = count_turns(tiles, num_blocks, (members + 1) * WARPGROUP)
+            weights = codes, scale, zero
+
+            with T.ws(members):
+                if members > 1:
+                    T.dec_max_nreg(CONVERTING_REGISTERS)
+                now, ahead = make_lane(packed, count), make_lane(packed, count)
+                warp = T.get_thread_binding() // WARP - members * num_warps
+                for turn in T.serial(turns):
+                    locate_tile(tiles, turn * num_blocks + pid, tile)
+                    row, end, col = tile[1], tile[2], tile[4] * block_n
+                    matrix = T.min(tile[0], num_matrices - 1)
+                    if tile[3] > 0:
+                        load_lanes(packed, weights, matrix, col, 0, warp, num_warps, now)
+                    for step in T.unroll(tile[3] * steps, unroll_factor=1):
+                        load_lanes(packed, weights, matrix, col, (step + 1) * TILE_K, warp, num_warps, ahead)
+                        slot = next_free(buffers)
+                        load_rows(a, row, end, step * TILE_K, a_shared, slot, buffers.full)
+                        store_lanes(packed, now, warp, num_warps, w_shared, slot)
+                        T.fence_proxy_async()
+                        T.barrier_arrive(buffers.full[slot])
+                        buffers.used[0] += 1
+                        for i in T.unroll(count):
+                            for e in T.vectorized(4):
+                                now[0][i, e] = ahead[0][i, e]
+                            for e in T.unroll(1 if form.blocks else width):
+                                now[1][i, e] = ahead[1][i, e]
+                            if has_zero:
+                                for e in T.unroll(width):
+                                    now[2][i, e] = ahead[2][i, e]
+            for member in (0, 1)[:members]:
+                with T.ws(member):
+                    if members > 1:
+                        T.inc_max_nreg(CONSUMING_REGISTERS)
+                    acc = acc_frag[member]
+                    locate_tile(tiles, pid, tile)
+                    for turn in T.serial(turns):
+                        row, end, col = tile[1] + member * WARPGROUP_ROWS, tile[2], tile[4] * block_n
+                        depth, following = tile[3] * steps, (turn + 1) * num_blocks + pid
+                        matrix = T.min(tile[0], num_matrices - 1)
+                        if row < end:
+                            if depth == 0:
+                                T.clear(acc)
+                            for step in T.serial(depth):
+                                slot = next_full(buffers)
+                                T.wgmma_gemm(
+                                    a_shared[slot, member, :, :],
+                                    w_shared[slot, :, :],
+                                    acc,
+                                    transpose_B=True,
+                                    clear_accum=step == 0,
+                                )
+                                T.wait_wgmma(1)
+                                if step > 0:
+                                    free_last(buffers)
+                                buffers.used[0] += 1
+                            T.wait_wgmma(0)
+                            if depth > 0:
+                                free_last(buffers)
+                            if scaled:
+                                for i, j in T.Parallel(WARPGROUP_ROWS, block_n):
+                                    acc[i, j] = acc[i, j] * whole[matrix]
+                            if bias_dtype is not None:
+                                for i, j in T.Parallel(WARPGROUP_ROWS, block_n):
+                                    acc[i, j] = acc[i, j] + T.cast(bias[T.min(col + j, n - 1)], T.float32)
+                            store_rows(acc, d_shared[member], d, row, end, col, n, member)
+                        else:
+                            skip_steps(buffers, depth)
+                        locate_tile(tiles, following, tile)
+                    T.tma_store_wait(0)
+
+    return dequant_wgmma
 
 
 @kernel(**FALLBACK)
@@ -490,7 +697,7 @@ def portable_dequant_kernel(
     num_rows, stride = T.dynamic('num_rows'), T.dynamic('stride')
     num_matrices, tiles_n = max(num_groups, 1), -(-n // MMA_N)
     codes_shape, scale_shape, zero_shape = packed.arrays(num_matrices)
-    scale_elem = T.uint8 if packed.form.factor in ('ue8m0', 'e4m3') else T.dtype(scale_dtype)
+    scale_elem = packed.scale_elem
     bias_elem = T.dtype(bias_dtype or dtype)
     scaled = packed.form.factor == 'e4m3'
 
@@ -509,7 +716,8 @@ def portable_dequant_kernel(
         T.assume(stride % 8 == 0)
         with T.Kernel(most_tiles(num_rows, num_groups, tiles_n), threads=MMA_THREADS) as pid:
             a_shared = T.alloc_shared((MMA_M, TILE_K), elem)
-            w_shared = T.alloc_shared((MMA_N, TILE_K), elem)
+            w_shared = T.alloc_shared((1, MMA_N, TILE_K), elem)
+            lane_local = make_lane(packed, lane_tiles(packed, MMA_N, MMA_THREADS // WARP))
             acc_frag = T.alloc_fragment((MMA_M, MMA_N), T.float32)
             tile = T.alloc_local((5,), T.int32)
             find_tile(group_end, pid, num_rows, num_groups, tiles_n, tile)
@@ -521,8 +729,10 @@ def portable_dequant_kernel(
                 for step in T.serial(T.ceildiv(k, TILE_K)):
                     depth = step * TILE_K
                     T.copy(a[row : row + MMA_M, depth : depth + TILE_K], a_shared)
-                    fill_tile(packed, codes, scale, zero, matrix, col, depth, w_shared, warp, MMA_THREADS // WARP)
-                    T.gemm(a_shared, w_shared, acc_frag, transpose_B=True)
+                    weights = codes, scale, zero
+                    load_lanes(packed, weights, matrix, col, depth, warp, MMA_THREADS // WARP, lane_local)
+                    store_lanes(packed, lane_local, warp, MMA_THREADS // WARP, w_shared, 0)
+                    T.gemm(a_shared, w_shared[0, :, :], acc_frag, transpose_B=True)
             if scaled:
                 for i, j in T.Parallel(MMA_M, MMA_N):
                     acc_frag[i, j] = acc_frag[i, j] * whole[matrix]
@@ -550,7 +760,7 @@ def dequant_matrix_kernel(
     form = packed.form
     rows, cols = packed.tiles
     codes_shape, scale_shape, zero_shape = packed.arrays(num_matrices)
-    scale_elem = T.uint8 if form.factor in ('ue8m0', 'e4m3') else T.dtype(scale_dtype)
+    scale_elem = packed.scale_elem
     scaled = form.factor == 'e4m3'
 
     @T.prim_func
@@ -564,11 +774,12 @@ def dequant_matrix_kernel(
         with T.Kernel(T.ceildiv(cols, MATRIX_WARPS), rows, num_matrices, threads=MATRIX_WARPS * WARP) as (bx, row, matrix):
             thread = T.get_thread_binding()
             lane, col = thread % WARP, bx * MATRIX_WARPS + thread // WARP
-            words_local = T.alloc_local((4,), T.int32)
+            lane_local = make_lane(packed, 1)
             pairs_local = T.alloc_local((form.depth // 4,), T.uint32)
             halves = T.view(pairs_local, (form.depth // 4, 2), T.dtype(dtype))
             if col < cols:
-                convert_tile(packed, codes, scale, zero, matrix, row, col, lane, words_local, pairs_local)
+                load_lane(packed, (codes, scale, zero), matrix, row, col, lane, lane_local, 0)
+                convert_lane(packed, lane_local, 0, pairs_local)
                 for step in tuple(range(form.depth // STEP)):
                     for pair in (0, 1, 2, 3):
                         line = row * ROWS + pair % 2 * 8 + lane // 4
@@ -583,4 +794,4 @@ def dequant_matrix_kernel(
     return dequant_matrix
 
 
-TILES = (portable_dequant_kernel,)
+TILES = dequant_wgmma_kernel, portable_dequant_kernel
