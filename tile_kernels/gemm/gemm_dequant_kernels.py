@@ -535,7 +535,7 @@ def store_lanes(packed, lane_local, warp, num_warps: int, w_shared, slot):
 
 #: As `WARPGROUP_ROLES`; a row of d must be a multiple of 16 bytes for the TMA store.
 CONVERTING_ROLES: dict[str, Any] = WARPGROUP_ROLES | dict(serves=lambda static, gpu: gpu.has_wgmma and static.n % 8 == 0)
-CONVERTING_REGISTERS, CONSUMING_REGISTERS = 96, 208
+CONVERTING_REGISTERS, CONSUMING_REGISTERS = 144, 184
 
 
 def choose_tile(*given: Any) -> dict:
