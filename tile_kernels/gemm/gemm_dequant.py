@@ -16,17 +16,16 @@ from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.launch import launch, num_workers
 from tile_kernels.core.op import empty, op
-from tile_kernels.gemm._checks import HALVES
+from tile_kernels.gemm._checks import HALVES, has_few_rows
 from tile_kernels.gemm._macros import DENSE
 from tile_kernels.gemm._samples import SUMS, random_packed
 from tile_kernels.gemm.gemm_dequant_kernels import (
-    MOST_ROWS,
     TILES,
     dequant_matrix_kernel,
     dequant_rows_kernel,
     row_splits,
-    sum_parts_kernel,
 )
+from tile_kernels.gemm.gemm_kernels import sum_parts_kernel
 from tile_kernels.gemm.grouped_gemm_kernels import PRODUCT
 from tile_kernels.gemm.packed_weight import FORMATS, SCALES, PackedWeight
 
@@ -147,7 +146,7 @@ def _gemm_dequant(
     check.same_device(a=a, codes=codes, scale=scale, zero=zero, whole=whole, bias=bias)
     d = empty('d', (m, n), a.dtype, a.device)
     bias_dtype = None if bias is None else bias.dtype
-    if isinstance(m, int) and m <= MOST_ROWS:
+    if has_few_rows(a):
         splits = row_splits(n, k, FORMATS[fmt])
         part = a.new_empty((splits, m, n), dtype=torch.float32) if splits > 1 else None
         static = n, k, fmt, a.dtype, scale_dtype, zero is not None, bias_dtype if splits == 1 else None

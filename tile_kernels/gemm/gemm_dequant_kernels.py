@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from tile_kernels.core.cost import count_product
-from tile_kernels.core.gpus import SUM_SMS
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import WARP, T, macro
 from tile_kernels.device.bits import float_of
@@ -43,13 +42,11 @@ from tile_kernels.gemm._macros import (
     swizzled,
     wastes_little,
 )
+from tile_kernels.gemm.gemm_kernels import ROW_WARPS, ROWS_PASS_CONFIGS, STRIP, best_splits, choose_rows
 from tile_kernels.gemm.grouped_gemm_kernels import STAGED
 from tile_kernels.gemm.packed_weight import BLOCK, FORMATS, ROWS, ZERO, WeightFormat
 
 STEP = 16  # channels of one mma
-STRIP = 8  # tiles of rows that a block of `dequant_rows` multiplies
-MOST_ROWS = 16  # rows of a that `dequant_rows` takes
-ROW_WARPS = 8
 SLICE = 2048  # channels of a block of `dequant_rows`, at most
 BLOCK_BYTES = 113 << 10  # shared memory of a block if two run on an SM of Hopper
 TILE_K = 64  # channels of a step of the other kernels
@@ -231,24 +228,9 @@ def make_lane(packed, count: int):
 
 
 def row_splits(n: int, k: int, form: WeightFormat) -> int:
-    """Blocks that share the sum over k, so that two blocks run on every SM with little left over.
-
-    The number fixes the order of the sum, so it does not depend on the GPU.
-    """
+    """Blocks that share the sum over k."""
     rows, cols = form.tiles(n, k)
-    strips, least = -(-rows // STRIP), -(-cols * form.depth // SLICE)
-    most = max(least, min(least + 15, cols // ROW_WARPS))
-    splits = min(range(least, most + 1), key=lambda count: (-(-strips * count // (2 * SUM_SMS)) / count, count))
-    return -(-cols // -(-cols // splits))  # without empty ones
-
-
-def choose_rows(*given: Any) -> dict:
-    """One or two octets of rows; more stages fit if there is one."""
-    return dict(octets=1 if given[-1] <= 8 else 2)
-
-
-#: Threads wait for their own copies only, so TileLang must not insert barriers.
-ROWS_PASS_CONFIGS = {'TL_DISABLE_THREAD_STORAGE_SYNC': True}
+    return best_splits(-(-rows // STRIP), cols, SLICE // form.depth)
 
 
 @macro
@@ -465,34 +447,6 @@ def dequant_rows_kernel(
                         d[token, row] = T.cast(total, elem)
 
     return dequant_rows
-
-
-SUM_THREADS = 256
-
-
-@kernel()
-def sum_parts_kernel(n: int, dtype: torch.dtype, bias_dtype: torch.dtype | None):
-    """Add the sums of the blocks that share k, in ascending order, and the bias."""
-    num_rows, splits = T.dynamic('num_rows'), T.dynamic('splits')
-    bias_elem = T.dtype(bias_dtype or dtype)
-
-    @T.prim_func
-    def sum_parts(
-        part: T.Tensor((splits, num_rows, n), T.float32),
-        bias: T.Tensor((n,), bias_elem),
-        d: T.Tensor((num_rows, n), T.dtype(dtype)),
-    ):
-        with T.Kernel(T.ceildiv(n, SUM_THREADS), num_rows, threads=SUM_THREADS) as (block, row):
-            column = block * SUM_THREADS + T.get_thread_binding()
-            if column < n:
-                total = T.alloc_var(T.float32, init=0.0)
-                for split in T.serial(splits):
-                    total = total + part[split, row, column]
-                if bias_dtype is not None:
-                    total = total + T.cast(bias[column], T.float32)
-                d[row, column] = T.cast(total, T.dtype(dtype))
-
-    return sum_parts
 
 
 # Tiles --------------------------------------------------------------------------------------
