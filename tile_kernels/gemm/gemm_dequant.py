@@ -34,8 +34,8 @@ from tile_kernels.gemm.packed_weight import FORMATS, SCALES, PackedWeight
 
 def check_packed(
     codes: Tensor, scale: Tensor, zero: Tensor | None, whole: Tensor | None, fmt: str, n: int, k: int, num_matrices: int
-) -> torch.dtype:
-    """Check tensors of packed weights, with a leading dimension of matrices unless it is 0; returns the scale dtype."""
+) -> None:
+    """Check tensors of packed weights, with a leading dimension of matrices unless it is 0."""
     check.one_of(fmt, FORMATS, 'fmt')
     form = FORMATS[fmt]
     check.at_least(n, 1, 'n')
@@ -62,7 +62,6 @@ def check_packed(
         check.fail('zero', f'must be None for {fmt}', check.describe(zero))
     if (whole is not None) != (form.factor == 'e4m3'):
         check.fail('whole', f'must {"come with" if whole is None else "be None for"} {fmt}', check.describe(whole))
-    return scale.dtype
 
 
 def check_rows(a: Tensor, name: str = 'a') -> None:
@@ -71,6 +70,54 @@ def check_rows(a: Tensor, name: str = 'a') -> None:
     check.multiple(a.shape[1] * a.element_size(), 16, f'the bytes of a row of {name}')
     if check.vector_bytes(a) < 16:
         check.fail(name, 'must have rows that begin at multiples of 16 bytes', check.describe(a), f'pass {name}.clone()')
+
+
+def launch_product(
+    a: Tensor,
+    parts: list[Tensor | None],
+    whole: Tensor | None,
+    bias: Tensor | None,
+    group_end: Tensor | None,
+    d: Tensor,
+    fmt: str,
+) -> None:
+    """The product with codes, factors and zero points of (num_groups, n, k)."""
+    n, k = d.shape[1], a.shape[1]
+    codes, scale, zero = parts
+    num_groups = DENSE if group_end is None else group_end.shape[0]
+    common = n, k, num_groups, fmt, a.dtype, scale.dtype, zero is not None  # type: ignore[union-attr]
+    bias_dtype = None if bias is None else bias.dtype
+    if not has_few_rows(a):
+        launch(TILES, (*common, bias_dtype), a, *parts, whole, bias, group_end, d, num_workers(a))
+        return
+    splits = row_splits(n, k, FORMATS[fmt])
+    if splits == 1:
+        launch(dequant_rows_kernel, (*common, bias_dtype), a, *parts, whole, bias, group_end, d, None)
+        return
+    part = torch.empty((splits, *d.shape), dtype=torch.float32, device=d.device)
+    launch(dequant_rows_kernel, (*common, None), a, *parts, whole, None, group_end, d, part)
+    launch(sum_parts_kernel, (n, a.dtype, bias_dtype), part, bias, d, size=d.shape[0])
+
+
+def launch_gradient(
+    dd: Tensor,
+    parts: list[Tensor | None],
+    whole: Tensor | None,
+    group_end: Tensor | None,
+    da: Tensor,
+    fmt: str,
+) -> None:
+    """da = dd @ W: W is written to a buffer in half precision, padded to whole tiles of rows."""
+    (m, n), k = dd.shape, da.shape[1]
+    codes, scale, zero = parts
+    num_groups = DENSE if group_end is None else group_end.shape[0]
+    rows = FORMATS[fmt].tiles(n, k)[0] * 16
+    dd = dd if n == rows else torch.nn.functional.pad(dd, (0, rows - n))
+    matrices = codes.shape[0]  # type: ignore[union-attr]
+    w = torch.empty((matrices, rows, k), dtype=da.dtype, device=da.device)
+    static = n, k, matrices, fmt, da.dtype, scale.dtype, zero is not None  # type: ignore[union-attr]
+    launch(dequant_matrix_kernel, static, *parts, whole, w, size=m)  # type: ignore[arg-type]
+    launch(PRODUCT, (k, rows, num_groups, False, da.dtype), dd, w, group_end, da, num_workers(dd))
 
 
 # Ops ----------------------------------------------------------------------------------------
@@ -97,18 +144,12 @@ def gemm_dequant_bwd(
     """
     m, k = check.shape(a, 'a', 'm k', dtype=HALVES)
     check.shape(dd, 'dd', 'm n', dtype=a.dtype, m=m, n=n)
-    scale_dtype = check_packed(codes, scale, zero, whole, fmt, n, k, 0)
+    check_packed(codes, scale, zero, whole, fmt, n, k, 0)
     check.same_device(dd=dd, a=a, codes=codes, scale=scale, zero=zero, whole=whole)
     check.contiguous(dd, 'dd')
-    rows = FORMATS[fmt].tiles(n, k)[0] * 16
-    dd = dd if n == rows else torch.nn.functional.pad(dd, (0, rows - n))
-    w = torch.empty((1, rows, k), dtype=a.dtype, device=a.device)
     da = torch.empty((m, k), dtype=a.dtype, device=a.device)
-    if m == 0:
-        return da
-    parts = [None if x is None else x[None] for x in (codes, scale, zero)]
-    launch(dequant_matrix_kernel, (n, k, 1, fmt, a.dtype, scale_dtype, zero is not None), *parts, whole, w)  # type: ignore[arg-type]
-    launch(PRODUCT, (k, rows, DENSE, False, a.dtype), dd, w, None, da, num_workers(dd))
+    if m > 0:
+        launch_gradient(dd, [None if x is None else x[None] for x in (codes, scale, zero)], whole, None, da, fmt)
     return da
 
 
@@ -140,23 +181,12 @@ def _gemm_dequant(
     """
     m, k = check.shape(a, 'a', 'm k', dtype=HALVES)
     check_rows(a)
-    scale_dtype = check_packed(codes, scale, zero, whole, fmt, n, k, 0)
+    check_packed(codes, scale, zero, whole, fmt, n, k, 0)
     if bias is not None:
         check.packed(bias, 'bias', 'n', (a.dtype, torch.float32), n=n)
     check.same_device(a=a, codes=codes, scale=scale, zero=zero, whole=whole, bias=bias)
     d = empty('d', (m, n), a.dtype, a.device)
-    bias_dtype = None if bias is None else bias.dtype
-    if has_few_rows(a):
-        splits = row_splits(n, k, FORMATS[fmt])
-        part = a.new_empty((splits, m, n), dtype=torch.float32) if splits > 1 else None
-        static = n, k, fmt, a.dtype, scale_dtype, zero is not None, bias_dtype if splits == 1 else None
-        launch(dequant_rows_kernel, static, a, codes, scale, zero, whole, bias if splits == 1 else None, d, part)
-        if part is not None:
-            launch(sum_parts_kernel, (n, a.dtype, bias_dtype), part, bias, d, size=m)
-        return d
-    parts = [None if x is None else x[None] for x in (codes, scale, zero)]
-    static = n, k, DENSE, fmt, a.dtype, scale_dtype, zero is not None, bias_dtype
-    launch(TILES, static, a, *parts, whole, bias, None, d, num_workers(a))
+    launch_product(a, [None if x is None else x[None] for x in (codes, scale, zero)], whole, bias, None, d, fmt)
     return d
 
 

@@ -20,6 +20,7 @@ from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import WARP, T, macro
 from tile_kernels.device.bits import float_of
 from tile_kernels.gemm._macros import (
+    DENSE,
     FALLBACK,
     MMA_M,
     MMA_N,
@@ -42,7 +43,7 @@ from tile_kernels.gemm._macros import (
     swizzled,
     wastes_little,
 )
-from tile_kernels.gemm.gemm_kernels import ROW_WARPS, ROWS_PASS_CONFIGS, STRIP, best_splits, choose_rows
+from tile_kernels.gemm.gemm_kernels import ROW_WARPS, ROWS_PASS_CONFIGS, STRIP, best_splits, choose_rows, find_group
 from tile_kernels.gemm.grouped_gemm_kernels import STAGED
 from tile_kernels.gemm.packed_weight import BLOCK, FORMATS, ROWS, ZERO, WeightFormat
 
@@ -270,6 +271,7 @@ def multiply_lane(packed, words, a_local, octets: int, steps, points, sum_local,
 def dequant_rows_kernel(
     n: int,
     k: int,
+    num_groups: int,
     fmt: str,
     dtype: torch.dtype,
     scale_dtype: torch.dtype,
@@ -293,7 +295,8 @@ def dequant_rows_kernel(
     copied_bytes = 16 + (0 if form.group == 0 or form.blocks else width * scale_dtype.itemsize) + (2 * width if has_zero else 0)
     ahead = 2 if tokens * (slice_k + 8) * 2 + 2 * STRIP * threads * copied_bytes <= BLOCK_BYTES else 1
     ring = ahead * STRIP
-    codes_shape, scale_shape, zero_shape = (shape[1:] for shape in packed.arrays(1))
+    num_matrices = max(num_groups, 1)
+    codes_shape, scale_shape, zero_shape = packed.arrays(num_matrices)
     apart = form.group > 0  # factors differ along k
     own_factors = apart and not form.blocks
     groups = tuple(range(form.per_tile))
@@ -302,25 +305,27 @@ def dequant_rows_kernel(
     bias_elem = T.dtype(bias_dtype or dtype)
 
     @macro
-    def copy_tile(codes, scale, zero, tile, r, slot, strip, codes_shared, scale_shared, zero_shared, last):
+    def copy_tile(codes, scale, zero, matrix, tile, r, slot, strip, codes_shared, scale_shared, zero_shared, last):
         """Start to copy what this lane needs of a tile; every call is one group of copies."""
         thread = T.get_thread_binding()
         row = strip * STRIP + r if rows % STRIP == 0 else T.min(strip * STRIP + r, rows - 1)
         if tile < last:
             lane = thread % WARP
             T.ptx_cp_async(
-                T.access_ptr(codes_shared[slot, thread, 0], 'w', 4), T.access_ptr(codes[row, tile, lane, 0], 'r', 4), 4
+                T.access_ptr(codes_shared[slot, thread, 0], 'w', 4),
+                T.access_ptr(codes[matrix, row, tile, lane, 0], 'r', 4),
+                4,
             )
             if own_factors:
                 T.ptx_cp_async(
                     T.access_ptr(scale_shared[slot, thread, 0], 'w', width),
-                    T.access_ptr(scale[row, packed.tile_group(tile), lane // 4, 0], 'r', width),
+                    T.access_ptr(scale[matrix, row, packed.tile_group(tile), lane // 4, 0], 'r', width),
                     width,
                 )
             if has_zero:
                 T.ptx_cp_async(
                     T.access_ptr(zero_shared[slot, thread, 0], 'w', width),
-                    T.access_ptr(zero[row, packed.tile_group(tile), lane // 4, 0], 'r', width),
+                    T.access_ptr(zero[matrix, row, packed.tile_group(tile), lane // 4, 0], 'r', width),
                     width,
                 )
         T.ptx_commit_group()
@@ -331,13 +336,14 @@ def dequant_rows_kernel(
         codes: T.Tensor(codes_shape, T.int32),
         scale: T.Tensor(scale_shape, scale_elem),
         zero: T.Tensor(zero_shape, T.int16),
-        whole: T.Tensor((1,), T.float32),
+        whole: T.Tensor((num_matrices,), T.float32),
         bias: T.Tensor((n,), bias_elem),
+        group_end: T.Tensor((num_matrices,), T.int32),
         d: T.Tensor((num_rows, n), elem),
         part: T.Tensor((splits, num_rows, n), T.float32),
     ):
         T.assume(stride % 8 == 0)
-        with T.Kernel(strips, splits, threads=threads) as (strip, split):
+        with T.Kernel(strips, splits, num_rows if num_groups else 1, threads=threads) as (strip, split, first_row):
             T.annotate_min_blocks_per_sm(2)
             thread = T.get_thread_binding()
             warp, lane = thread // WARP, thread % WARP
@@ -353,98 +359,103 @@ def dequant_rows_kernel(
             vector_local = T.alloc_local((8,), elem)
             block_local = T.alloc_local((2,), T.float32)
             words = T.view(words_local, (4,), T.uint32)
+            place = T.alloc_local((3,), T.int32)
+            find_group(group_end, first_row, num_rows, num_groups, place)
+            start, end = place[1], place[2]
+            matrix = T.min(place[0], num_matrices - 1)
             first = split * slice_tiles
-            last = T.min(first + slice_tiles, cols)
-            copied = codes, scale, zero
+            last = T.if_then_else(place[0] < num_matrices, T.min(first + slice_tiles, cols), first)
+            copied = codes, scale, zero, matrix
             stages = codes_shared, scale_shared, zero_shared
-            for stage in T.unroll(ahead):
-                for r in T.unroll(STRIP):
-                    tile = first + warp + stage * ROW_WARPS
-                    copy_tile(*copied, tile, r, stage * STRIP + r, strip, *stages, last)
-            for i in T.unroll(T.ceildiv(tokens * slice_k // 8, threads), unroll_factor=4):
-                vector = i * threads + thread
-                token, channel = vector // (slice_k // 8), vector % (slice_k // 8) * 8
-                if token < tokens:
-                    if token < num_rows and first * form.depth + channel < k:
-                        for e in T.vectorized(8):
-                            vector_local[e] = a[token, first * form.depth + channel + e]
-                    else:
-                        T.clear(vector_local)
-                    for e in T.vectorized(8):
-                        a_shared[token, channel + e] = vector_local[e]
-            T.clear(total_local)
-            if form.blocks:
-                block_local[0] = scale[strip, packed.tile_group(T.min(first + warp, cols - 1))]
-            T.sync_threads()
-            for turn in T.unroll(T.ceildiv(T.max(last - first - warp, 0), ROW_WARPS), unroll_factor=1):
-                tile = first + warp + turn * ROW_WARPS
-                channel = (tile - first) * form.depth
-                if form.blocks:
-                    block_local[1] = scale[strip, packed.tile_group(T.min(tile + ROW_WARPS, cols - 1))]
-                for octet in T.unroll(octets):
-                    for quarter in T.unroll(form.depth // 32):
-                        T.ptx_ldmatrix(
-                            T.bool(False),
-                            4,
-                            T.access_ptr(
-                                a_shared[octet * 8 + lane % 8, channel + quarter * 32 + lane // 8 * 8], 'r', 8
-                            ),
-                            T.access_ptr(a_local[octet, quarter, 0], 'w', 8),
-                        )
-                for r in T.unroll(STRIP):
-                    slot = turn % ahead * STRIP + r
-                    T.ptx_wait_group(ring - 1)
-                    for e in T.vectorized(4):
-                        words_local[e] = codes_shared[slot, thread, e]
-                    for group in groups:
-                        points = []
-                        for half in (0, 1):
-                            given = zero_shared[slot, thread, group * 2 + half] if has_zero else None
-                            points.append(zero_bits(dtype, given))
-                        own = tuple(range(group * steps, (group + 1) * steps))
-                        if apart:
-                            T.clear(group_local)
-                            multiply_lane(packed, words, a_local, octets, own, points, group_local, 0)
-                            for octet in T.unroll(octets):
-                                for e in (0, 1, 2, 3):
-                                    if form.blocks:
-                                        factor = block_local[0]
-                                    else:
-                                        factor = number_of(form, scale_shared[slot, thread, group * 2 + e // 2])
-                                    total_local[r, octet, e] = T.ieee_fmaf(
-                                        group_local[0, octet, e], factor, total_local[r, octet, e]
-                                    )
+            if start == first_row or num_groups == DENSE:
+                for stage in T.unroll(ahead):
+                    for r in T.unroll(STRIP):
+                        tile = first + warp + stage * ROW_WARPS
+                        copy_tile(*copied, tile, r, stage * STRIP + r, strip, *stages, last)
+                for i in T.unroll(T.ceildiv(tokens * slice_k // 8, threads), unroll_factor=4):
+                    vector = i * threads + thread
+                    token, channel = vector // (slice_k // 8), vector % (slice_k // 8) * 8
+                    if token < tokens:
+                        if start + token < end and first * form.depth + channel < k:
+                            for e in T.vectorized(8):
+                                vector_local[e] = a[start + token, first * form.depth + channel + e]
                         else:
-                            multiply_lane(packed, words, a_local, octets, own, points, total_local, r)
-                    copy_tile(*copied, tile + ahead * ROW_WARPS, r, slot, strip, *stages, last)
+                            T.clear(vector_local)
+                        for e in T.vectorized(8):
+                            a_shared[token, channel + e] = vector_local[e]
+                T.clear(total_local)
                 if form.blocks:
-                    block_local[0] = block_local[1]
-            T.ptx_wait_group(0)
-            T.sync_threads()
-            for r in T.unroll(STRIP):
-                for octet in T.unroll(octets):
-                    for e in (0, 1, 2, 3):
-                        sum_shared[warp, octet * 8 + lane % 4 * 2 + e % 2, r * ROWS + e // 2 * 8 + lane // 4] = (
-                            total_local[r, octet, e]
-                        )
-            T.sync_threads()
-            for i in T.unroll(tokens * STRIP * ROWS // threads):
-                token, column = i * (threads // (STRIP * ROWS)) + thread // (STRIP * ROWS), thread % (STRIP * ROWS)
-                row = strip * (STRIP * ROWS) + column
-                if token < num_rows and row < n:
-                    total = T.alloc_var(T.float32, init=0.0)
-                    for w in T.unroll(ROW_WARPS):
-                        total = total + sum_shared[w, token, column]
-                    if not apart:
-                        total = total * number_of(form, scale[row // ROWS, 0, row % 8, row % ROWS // 8])
-                    if form.factor == 'e4m3':
-                        total = total * whole[0]
-                    if splits > 1:
-                        part[split, token, row] = total
-                    else:
-                        if bias_dtype is not None:
-                            total = total + T.cast(bias[row], T.float32)
-                        d[token, row] = T.cast(total, elem)
+                    block_local[0] = scale[matrix, strip, packed.tile_group(T.min(first + warp, cols - 1))]
+                T.sync_threads()
+                for turn in T.unroll(T.ceildiv(T.max(last - first - warp, 0), ROW_WARPS), unroll_factor=1):
+                    tile = first + warp + turn * ROW_WARPS
+                    channel = (tile - first) * form.depth
+                    if form.blocks:
+                        block_local[1] = scale[matrix, strip, packed.tile_group(T.min(tile + ROW_WARPS, cols - 1))]
+                    for octet in T.unroll(octets):
+                        for quarter in T.unroll(form.depth // 32):
+                            T.ptx_ldmatrix(
+                                T.bool(False),
+                                4,
+                                T.access_ptr(
+                                    a_shared[octet * 8 + lane % 8, channel + quarter * 32 + lane // 8 * 8], 'r', 8
+                                ),
+                                T.access_ptr(a_local[octet, quarter, 0], 'w', 8),
+                            )
+                    for r in T.unroll(STRIP):
+                        slot = turn % ahead * STRIP + r
+                        T.ptx_wait_group(ring - 1)
+                        for e in T.vectorized(4):
+                            words_local[e] = codes_shared[slot, thread, e]
+                        for group in groups:
+                            points = []
+                            for half in (0, 1):
+                                given = zero_shared[slot, thread, group * 2 + half] if has_zero else None
+                                points.append(zero_bits(dtype, given))
+                            own = tuple(range(group * steps, (group + 1) * steps))
+                            if apart:
+                                T.clear(group_local)
+                                multiply_lane(packed, words, a_local, octets, own, points, group_local, 0)
+                                for octet in T.unroll(octets):
+                                    for e in (0, 1, 2, 3):
+                                        if form.blocks:
+                                            factor = block_local[0]
+                                        else:
+                                            factor = number_of(form, scale_shared[slot, thread, group * 2 + e // 2])
+                                        total_local[r, octet, e] = T.ieee_fmaf(
+                                            group_local[0, octet, e], factor, total_local[r, octet, e]
+                                        )
+                            else:
+                                multiply_lane(packed, words, a_local, octets, own, points, total_local, r)
+                        copy_tile(*copied, tile + ahead * ROW_WARPS, r, slot, strip, *stages, last)
+                    if form.blocks:
+                        block_local[0] = block_local[1]
+                T.ptx_wait_group(0)
+                T.sync_threads()
+                for r in T.unroll(STRIP):
+                    for octet in T.unroll(octets):
+                        for e in (0, 1, 2, 3):
+                            sum_shared[warp, octet * 8 + lane % 4 * 2 + e % 2, r * ROWS + e // 2 * 8 + lane // 4] = (
+                                total_local[r, octet, e]
+                            )
+                T.sync_threads()
+                for i in T.unroll(tokens * STRIP * ROWS // threads):
+                    token, column = i * (threads // (STRIP * ROWS)) + thread // (STRIP * ROWS), thread % (STRIP * ROWS)
+                    row = strip * (STRIP * ROWS) + column
+                    if start + token < end and row < n:
+                        total = T.alloc_var(T.float32, init=0.0)
+                        for w in T.unroll(ROW_WARPS):
+                            total = total + sum_shared[w, token, column]
+                        if not apart:
+                            total = total * number_of(form, scale[matrix, row // ROWS, 0, row % 8, row % ROWS // 8])
+                        if form.factor == 'e4m3':
+                            total = total * whole[matrix]
+                        if splits > 1:
+                            part[split, start + token, row] = total
+                        else:
+                            if bias_dtype is not None:
+                                total = total + T.cast(bias[row], T.float32)
+                            d[start + token, row] = T.cast(total, elem)
 
     return dequant_rows
 
