@@ -41,7 +41,9 @@ def test_every_code_is_multiplied_exactly(fmt, dtype):
     """Rows of the identity give the matrix itself, which has every code, also in every column of 4 bits."""
     n, k, form = 16, 64, FORMATS[fmt]
     row, column = torch.arange(n, device=DEVICE)[:, None], torch.arange(k, device=DEVICE) % 16
-    codes = (row * 16 + (row + column) % 16).to(torch.uint8) % 16 if form.bits == 4 else (row * 16 + column).to(torch.uint8)
+    codes = (
+        (row * 16 + (row + column) % 16).to(torch.uint8) % 16 if form.bits == 4 else (row * 16 + column).to(torch.uint8)
+    )
     if form.element == 'e4m3':
         codes = torch.where((codes & 127) == 127, 0, codes).to(torch.uint8)
     kind = {'s8': torch.int8, 'e4m3': torch.float8_e4m3fn}.get(form.element, torch.uint8)

@@ -140,9 +140,7 @@ def test_checkpoints_of_compressed_tensors():
     group = torch.arange(k) // 32
     packed = dict(weight_packed=words_of(codes + 8, 1), weight_scale=scale, weight_shape=torch.tensor([n, k]))
     expected = codes * scale[:, group].double()
-    torch.testing.assert_close(
-        from_compressed_tensors(**packed).dequantize(torch.float64), expected, rtol=1e-6, atol=0
-    )
+    torch.testing.assert_close(from_compressed_tensors(**packed).dequantize(torch.float64), expected, rtol=1e-6, atol=0)
     shifted = from_compressed_tensors(**packed, weight_zero_point=words_of(zero + 8, 0))
     expected = (codes - zero[:, group]) * scale[:, group].double()
     torch.testing.assert_close(shifted.dequantize(torch.float64), expected, rtol=1e-6, atol=0)
@@ -183,7 +181,10 @@ def test_quantizing_stays_within_half_a_step(fmt):
         (dict(fmt='u4_1x99'), 'pack_weight: fmt must be one of u4_1x128'),
         (dict(codes=torch.full((8, 128), 16)), 'codes must be from 0 to 15 for u4_1x64, got 16 to 16'),
         (dict(codes=torch.zeros(8, 128)), 'codes must be integers for u4_1x64'),
-        (dict(codes=torch.zeros(8, 96, dtype=torch.int8)), 'the channels of codes must be a multiple of the group of 64'),
+        (
+            dict(codes=torch.zeros(8, 96, dtype=torch.int8)),
+            'the channels of codes must be a multiple of the group of 64',
+        ),
         (dict(scale=torch.ones(8, 4)), r'scale must be \(8, 2\) for u4_1x64'),
         (dict(scale=torch.ones(8, 2).double()), 'scale must be bfloat16 or float16 or float32'),
         (dict(zero=torch.full((8, 2), 16)), 'zero must be integers from 0 to 15, got 16 to 16'),
@@ -207,12 +208,21 @@ def test_bad_weights_are_told(change, sentence):
     [
         (lambda w, s: from_gptq(qweight=w.float(), scales=s), 'from_gptq: qweight must be a matrix of int32 words'),
         (lambda w, s: from_gptq(qweight=w, scales=s[:, :4]), r"from_gptq: scales must be \('groups', 8\)"),
-        (lambda w, s: from_gptq(qweight=w, scales=s.expand(8, 8)), 'the group of scales must be all channels or one of'),
+        (
+            lambda w, s: from_gptq(qweight=w, scales=s.expand(8, 8)),
+            'the group of scales must be all channels or one of',
+        ),
         (lambda w, s: from_gptq(qweight=w, scales=s, version=3), 'version must be 1 or 2'),
         (lambda w, s: from_gptq(qweight=w, scales=s, g_idx=torch.arange(8)), r'g_idx must be \(128,\)'),
-        (lambda w, s: from_gptq(qweight=w, scales=s.expand(2, 8), g_idx=torch.zeros(128)), 'g_idx must have 64 channels'),
+        (
+            lambda w, s: from_gptq(qweight=w, scales=s.expand(2, 8), g_idx=torch.zeros(128)),
+            'g_idx must have 64 channels',
+        ),
         (lambda w, s: from_awq(qweight=w, scales=s), r"from_awq: scales must be \('groups', 64\)"),
-        (lambda w, s: from_compressed_tensors(weight_packed=w, weight_scale=s), r"weight_scale must be \(16, 'groups'\)"),
+        (
+            lambda w, s: from_compressed_tensors(weight_packed=w, weight_scale=s),
+            r"weight_scale must be \(16, 'groups'\)",
+        ),
         (lambda w, s: from_compressed_tensors(weight_packed=w, weight_scale=s, num_bits=3), 'num_bits must be 4 or 8'),
     ],
 )

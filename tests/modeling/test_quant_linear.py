@@ -9,7 +9,7 @@ from torch import nn
 
 from tile_kernels import ArgumentError
 from tile_kernels.gemm import FORMATS, pack_weight
-from tile_kernels.modeling import QuantLinear, quantize_model
+from tile_kernels.modeling import MoELayer, QuantLinear, quantize_model
 
 BF16 = torch.bfloat16
 
@@ -160,3 +160,36 @@ def test_a_language_model_keeps_its_logits():
             assert len(report.layers) == 14 and list(report.skipped) == ['lm_head']
             after = quantized(ids).logits.float()
             assert 0 < (after - before).norm() / before.norm() < bound
+
+
+@pytest.mark.parametrize('fmt', ['u4_1x64', 'e2m1_1x16_e4m3'])
+def test_experts_of_four_bits(fmt):
+    torch.manual_seed(0)
+    layer = MoELayer(4, 2, 64, num_shared_experts=1).eval()
+    x = torch.randn(9, 64, dtype=BF16, requires_grad=True)
+    before = layer(x).float()
+    layer.quantize_experts(fmt)
+    after = layer(x)
+    assert 0 < (after.float() - before).norm() / before.norm() < 0.3
+    after.sum().backward()
+    assert x.grad.abs().sum() > 0 and layer.gate.weight.grad is not None
+    again = MoELayer(4, 2, 64, num_shared_experts=1, weight_format=fmt).eval()
+    again.load_state_dict(layer.state_dict())
+    assert torch.equal(again(x), after) and 'experts.down_proj.codes' in layer.state_dict()
+    whole = {name: getattr(layer.experts, name).weight.dequantize(BF16) for name in ('gate_up_proj', 'down_proj')}
+    plain = MoELayer(4, 2, 64, num_shared_experts=1).eval()
+    kept = {name: value for name, value in layer.state_dict().items() if not name.startswith('experts.')}
+    plain.load_state_dict(kept | {f'experts.{name}': value for name, value in whole.items()})
+    torch.testing.assert_close(plain(x), after, rtol=2e-2, atol=2e-2)
+
+
+def test_bad_formats_of_experts_are_told():
+    for options, sentence in (
+        (dict(weight_format='u4'), 'weight_format must be one of'),
+        (dict(weight_format='u4_1x128'), 'hidden_dim must be a multiple of 128, got 64'),
+        (dict(weight_format='u4_1x64', compute='fp8'), 'compute of a layer with weight_format must be bf16'),
+    ):
+        with pytest.raises(ArgumentError, match=sentence):
+            MoELayer(4, 2, 64, **options)
+    with pytest.raises(ArgumentError, match='the experts must not be packed yet'):
+        MoELayer(4, 2, 64, weight_format='u4_1x64').quantize_experts('u4_1x64')

@@ -67,7 +67,9 @@ def check_fp8(
     return num_rows, num_groups, n, k
 
 
-def launch_few_rows(a: Tensor, b: Tensor, group_end: Tensor | None, sf: tuple[Tensor, Tensor] | None, d: Tensor) -> None:
+def launch_few_rows(
+    a: Tensor, b: Tensor, group_end: Tensor | None, sf: tuple[Tensor, Tensor] | None, d: Tensor
+) -> None:
     """The product of up to 16 rows with matrices (num_groups, n, k); `sf` are the factors of fp8 operands."""
     num_matrices, n, k = b.shape
     splits = few_rows_splits(n, k, a.element_size())

@@ -69,7 +69,9 @@ def check_rows(a: Tensor, name: str = 'a') -> None:
     check.unit_stride(a, name)
     check.multiple(a.shape[1] * a.element_size(), 16, f'the bytes of a row of {name}')
     if check.vector_bytes(a) < 16:
-        check.fail(name, 'must have rows that begin at multiples of 16 bytes', check.describe(a), f'pass {name}.clone()')
+        check.fail(
+            name, 'must have rows that begin at multiples of 16 bytes', check.describe(a), f'pass {name}.clone()'
+        )
 
 
 def launch_product(
@@ -107,7 +109,7 @@ def launch_gradient(
     da: Tensor,
     fmt: str,
 ) -> None:
-    """da = dd @ W: W is written to a buffer in half precision, padded to whole tiles of rows."""
+    """Da = dd @ W: W is written to a buffer in half precision, padded to whole tiles of rows."""
     (m, n), k = dd.shape, da.shape[1]
     codes, scale, zero = parts
     num_groups = DENSE if group_end is None else group_end.shape[0]
@@ -229,7 +231,14 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def _make(
-    m: int, n: int, k: int, fmt: str, dtype: torch.dtype, scale: torch.dtype = BF16, zero: bool = False, bias: bool = False
+    m: int,
+    n: int,
+    k: int,
+    fmt: str,
+    dtype: torch.dtype,
+    scale: torch.dtype = BF16,
+    zero: bool = False,
+    bias: bool = False,
 ) -> dict:
     return dict(
         a=torch.randn(m, k + 8, dtype=dtype)[:, :k],
@@ -270,10 +279,9 @@ BENCH = (
     + grid(m=[1, 4096], n=[8192], k=[8192], fmt=['s8_1x128', 'e2m1_1x32_ue8m0', 'e2m1_1x16_e4m3'], dtype=[BF16])
     + grid(m=[1], n=[8192], k=[8192], fmt=['e4m3_128x128_f32'], dtype=[BF16])
 )
-FULL = (
-    grid(m=[1, 7, 16, 17, 333], n=[8, 577, 2568], k=[2304], fmt=list(FORMATS), dtype=[BF16, F16], zero=[False])
-    + grid(m=[1, 16, 100], n=[8192], k=[8192], fmt=['u4_1x128'], dtype=[BF16], zero=[True], bias=[True])
-)
+FULL = grid(
+    m=[1, 7, 16, 17, 333], n=[8, 577, 2568], k=[2304], fmt=list(FORMATS), dtype=[BF16, F16], zero=[False]
+) + grid(m=[1, 16, 100], n=[8192], k=[8192], fmt=['u4_1x128'], dtype=[BF16], zero=[True], bias=[True])
 
 
 def _flops(a: Tensor, n: int, **others: Tensor) -> int:

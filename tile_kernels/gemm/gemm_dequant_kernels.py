@@ -18,7 +18,6 @@ import torch
 from tile_kernels.core.cost import count_product
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import WARP, T, macro
-from tile_kernels.device.bits import float_of
 from tile_kernels.gemm._macros import (
     DENSE,
     FALLBACK,
@@ -109,11 +108,12 @@ def decode_pair(form: WeightFormat, dtype: torch.dtype, words: Any, step: int, p
 def number_of(form: WeightFormat, stored: Any) -> Any:
     """A stored factor as float32."""
     if form.factor == 'ue8m0':
-        return float_of(T.max(T.cast(stored, T.uint32) << T.uint32(23), T.uint32(1 << 22)))
+        bits = T.max(T.cast(stored, T.uint32) << T.uint32(23), T.uint32(1 << 22))
+        return T.reinterpret(bits, T.float32)
     if form.factor == 'e4m3':
         bits = T.cast(stored, T.uint32)
         wide = (bits & T.uint32(0x7F)) << T.uint32(20) | (bits & T.uint32(0x80)) << T.uint32(24)
-        return float_of(wide) * T.float32(2.0**120)
+        return T.reinterpret(wide, T.float32) * T.float32(2.0**120)
     return T.cast(stored, T.float32)
 
 
@@ -292,7 +292,9 @@ def dequant_rows_kernel(
     strips, splits = -(-rows // STRIP), row_splits(n, k, form)
     slice_tiles, width = -(-cols // splits), 2 * form.per_tile
     slice_k, tokens, threads = slice_tiles * form.depth, octets * 8, ROW_WARPS * WARP
-    copied_bytes = 16 + (0 if form.group == 0 or form.blocks else width * scale_dtype.itemsize) + (2 * width if has_zero else 0)
+    copied_bytes = (
+        16 + (0 if form.group == 0 or form.blocks else width * scale_dtype.itemsize) + (2 * width if has_zero else 0)
+    )
     ahead = 2 if tokens * (slice_k + 8) * 2 + 2 * STRIP * threads * copied_bytes <= BLOCK_BYTES else 1
     ring = ahead * STRIP
     num_matrices = max(num_groups, 1)
@@ -499,7 +501,9 @@ def store_lanes(packed, lane_local, warp, num_warps: int, w_shared, slot):
 
 
 #: As `WARPGROUP_ROLES`; a row of d must be a multiple of 16 bytes for the TMA store.
-CONVERTING_ROLES: dict[str, Any] = WARPGROUP_ROLES | dict(serves=lambda static, gpu: gpu.has_wgmma and static.n % 8 == 0)
+CONVERTING_ROLES: dict[str, Any] = WARPGROUP_ROLES | dict(
+    serves=lambda static, gpu: gpu.has_wgmma and static.n % 8 == 0
+)
 CONVERTING_REGISTERS, CONSUMING_REGISTERS = 144, 184
 
 
@@ -511,9 +515,7 @@ def choose_tile(*given: Any) -> dict:
     return dict(block_m=128, block_n=256 if wastes_little(n, 256) else 128, ring=4 if num_groups <= 256 else 3)
 
 
-@kernel(
-    choose=choose_tile, space=dict(block_m=(64, 128), block_n=(64, 128, 256), ring=(3, 4, 6)), **CONVERTING_ROLES
-)
+@kernel(choose=choose_tile, space=dict(block_m=(64, 128), block_n=(64, 128, 256), ring=(3, 4, 6)), **CONVERTING_ROLES)
 def dequant_wgmma_kernel(
     n: int,
     k: int,
@@ -736,7 +738,11 @@ def dequant_matrix_kernel(
         whole: T.Tensor((num_matrices,), T.float32),
         w: T.Tensor((num_matrices, rows * ROWS, k), T.dtype(dtype)),
     ):
-        with T.Kernel(T.ceildiv(cols, MATRIX_WARPS), rows, num_matrices, threads=MATRIX_WARPS * WARP) as (bx, row, matrix):
+        with T.Kernel(T.ceildiv(cols, MATRIX_WARPS), rows, num_matrices, threads=MATRIX_WARPS * WARP) as (
+            bx,
+            row,
+            matrix,
+        ):
             thread = T.get_thread_binding()
             lane, col = thread % WARP, bx * MATRIX_WARPS + thread // WARP
             lane_local = make_lane(packed, 1)

@@ -62,7 +62,9 @@ def find_group(group_end, row, num_rows, num_groups: int, place):
                 place[0] = later
         group = place[0]
         place[1] = T.if_then_else(group > 0, group_end[T.max(group, 1) - 1], 0)
-        place[2] = T.if_then_else(group < num_groups, T.min(group_end[T.min(group, num_groups - 1)], num_rows), num_rows)
+        place[2] = T.if_then_else(
+            group < num_groups, T.min(group_end[T.min(group, num_groups - 1)], num_rows), num_rows
+        )
 
 
 @kernel(

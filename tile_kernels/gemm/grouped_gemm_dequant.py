@@ -157,10 +157,9 @@ SMOKE = (
     + grid(num_rows=[70], n=[72], k=[64], num_groups=[3], fmt=['e2m1_1x32_ue8m0', 's8_1xk'], dtype=[BF16], behind=[3])
     + grid(num_rows=[20], n=[136], k=[136], num_groups=[2], fmt=['e4m3_128x128_f32'], dtype=[BF16])
 )
-BENCH = (
-    grid(num_rows=[8, 256], n=[4096], k=[7168], num_groups=[64], fmt=['u4_1x128'], dtype=[BF16], even=[True])
-    + grid(num_rows=[8192], n=[4096], k=[7168], num_groups=[32], fmt=['e2m1_1x32_ue8m0'], dtype=[BF16], whole=[True])
-)
+BENCH = grid(
+    num_rows=[8, 256], n=[4096], k=[7168], num_groups=[64], fmt=['u4_1x128'], dtype=[BF16], even=[True]
+) + grid(num_rows=[8192], n=[4096], k=[7168], num_groups=[32], fmt=['e2m1_1x32_ue8m0'], dtype=[BF16], whole=[True])
 _grouped_gemm_dequant.cases(
     make=_make,
     match=SUMS,

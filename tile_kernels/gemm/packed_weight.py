@@ -64,6 +64,11 @@ class WeightFormat:
         return 256 // self.bits
 
     @property
+    def multiple(self) -> int:
+        """What the number of channels must be a multiple of."""
+        return 8 if self.blocks else self.group or 8
+
+    @property
     def per_tile(self) -> int:
         """Groups in a tile."""
         return max(1, self.depth // self.group) if self.group else 1
@@ -239,7 +244,9 @@ def lay_codes(codes: Tensor, fmt: WeightFormat) -> Tensor:
     rows, cols = fmt.tiles(n, k)
     padded = torch.nn.functional.pad(codes, (0, cols * fmt.depth - k, 0, rows * ROWS - n))
     steps = fmt.depth // 16
-    parts = padded.reshape(-1, rows, 2, 8, cols, steps, 2, 4, 2)  # all, row, half of rows, g, tile, step, half, t, parity
+    parts = padded.reshape(
+        -1, rows, 2, 8, cols, steps, 2, 4, 2
+    )  # all, row, half of rows, g, tile, step, half, t, parity
     order = (0, 1, 4, 3, 7, 5, 8, 6, 2) if fmt.bits == 4 else (0, 1, 4, 3, 7, 5, 6, 8, 2)
     values = parts.permute(order).reshape(*lead, rows, cols, LANES, 4, 32 // fmt.bits).int()
     words = torch.zeros(values.shape[:-1], dtype=torch.int32, device=codes.device)
@@ -264,10 +271,14 @@ def _unlay_codes(words: Tensor, fmt: WeightFormat, n: int, k: int) -> Tensor:
     steps = fmt.depth // 16
     stacked = torch.stack(values, dim=-1)
     if fmt.bits == 4:
-        parts = stacked.reshape(-1, rows, cols, 8, 4, steps, 2, 2, 2)  # all, row, tile, g, t, step, parity, half, row half
+        parts = stacked.reshape(
+            -1, rows, cols, 8, 4, steps, 2, 2, 2
+        )  # all, row, tile, g, t, step, parity, half, row half
         order = (0, 1, 8, 3, 2, 5, 7, 4, 6)
     else:
-        parts = stacked.reshape(-1, rows, cols, 8, 4, steps, 2, 2, 2)  # all, row, tile, g, t, step, half, parity, row half
+        parts = stacked.reshape(
+            -1, rows, cols, 8, 4, steps, 2, 2, 2
+        )  # all, row, tile, g, t, step, half, parity, row half
         order = (0, 1, 8, 3, 2, 5, 6, 4, 7)
     return parts.permute(order).reshape(*lead, rows * ROWS, cols * fmt.depth)[..., :n, :k].contiguous()
 
@@ -659,9 +670,8 @@ def quantize_weight(weight: Tensor, fmt: str, *, scale_dtype: torch.dtype | None
     if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.dim() not in (2, 3):
         _fail('weight', 'must be a matrix of floating point', check.describe(weight), 'quantize_weight')
     k = weight.shape[-1]
-    if k % 8 or (form.group and k % form.group and not form.blocks):
-        rule = f'must be a multiple of {form.group or 8}'
-        _fail('the channels of weight', f'{rule} for {fmt}', str(k), 'quantize_weight')
+    if k % form.multiple:
+        _fail('the channels of weight', f'must be a multiple of {form.multiple} for {fmt}', str(k), 'quantize_weight')
     wide = weight.detach().float()
     if not bool(torch.isfinite(wide).all()):
         _fail('weight', 'must be finite', 'NaN or Inf', 'quantize_weight')

@@ -1,6 +1,6 @@
 """`QuantLinear`: a linear layer with packed weights of 4 or 8 bits; `quantize_model` puts it into any module.
 
-    y = x W^T + bias,    W constant, in a format of `tile_kernels.gemm.FORMATS`
+y = x W^T + bias,    W constant, in a format of `tile_kernels.gemm.FORMATS`
 """
 
 from __future__ import annotations
@@ -28,18 +28,76 @@ HALVES = (torch.bfloat16, torch.float16)
 PARTS = ('codes', 'scale', 'zero', 'global_scale', 'perm')
 
 
-class QuantLinear(nn.Module):
-    """A drop-in for `nn.Linear` whose weight is packed and constant; the input has a gradient.
-
-    Buffers are the tensors of a `PackedWeight`. Casting the module leaves them as they are. Inputs that are not in half
-    precision are cast to `dtype` and back.
-    """
+class PackedModule(nn.Module):
+    """A module whose buffers are the tensors of a `PackedWeight`; casting the module leaves them as they are."""
 
     codes: Tensor
     scale: Tensor
     zero: Tensor | None
     global_scale: Tensor | None
     perm: Tensor | None
+
+    def __init__(
+        self,
+        fmt: str,
+        n: int,
+        k: int,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+        lead: tuple[int, ...] = (),
+    ) -> None:
+        """Buffers of zeros for (*lead, n, k)."""
+        super().__init__()
+        check.one_of(fmt, FORMATS, 'fmt')
+        form = FORMATS[fmt]
+        self.fmt, self.n, self.k, self.dtype = fmt, n, k, dtype
+        rows, cols = form.tiles(n, k)
+        scale_dtype = dict(any=dtype, f32=torch.float32).get(form.factor, torch.uint8)
+        shape = (*lead, *form.scale_shape(n, k))
+        self.register_buffer('codes', torch.zeros(*lead, rows, cols, 32, 4, dtype=torch.int32, device=device))
+        self.register_buffer('scale', torch.zeros(shape, dtype=scale_dtype, device=device))
+        whole = torch.ones(lead or (1,), device=device) if form.factor == 'e4m3' else None
+        for name, value in (('zero', None), ('global_scale', whole), ('perm', None)):
+            self.register_buffer(name, value)
+
+    @property
+    def weight(self) -> PackedWeight:
+        """The packed weight."""
+        parts = (self.codes, self.scale, self.zero, self.global_scale, self.perm)
+        return PackedWeight(self.fmt, self.n, self.k, *parts)
+
+    def take(self, weight: PackedWeight) -> PackedModule:
+        """Use the tensors of this weight; returns the module."""
+        for name in PARTS:
+            setattr(self, name, getattr(weight, name))
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedModule:
+        """Move the buffers but keep their dtypes."""
+        kept = {name: getattr(self, name) for name in PARTS}
+        super()._apply(fn, recurse)
+        for name, before in kept.items():
+            after = getattr(self, name)
+            if before is not None and after.dtype is not before.dtype:
+                setattr(self, name, before.to(after.device))
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
+        """Zero points and permutations are there if the checkpoint has them; factors take its dtype."""
+        for name in ('scale', 'zero', 'perm'):
+            given, own = state_dict.get(prefix + name), getattr(self, name)
+            if given is None and name != 'scale':
+                setattr(self, name, None)
+            elif given is not None and (own is None or own.dtype is not given.dtype):
+                setattr(self, name, torch.empty(given.shape, dtype=given.dtype, device=self.codes.device))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class QuantLinear(PackedModule):
+    """A drop-in for `nn.Linear` whose weight is packed and constant; the input has a gradient.
+
+    Inputs that are not in half precision are cast to `dtype` and back.
+    """
 
     def __init__(
         self,
@@ -61,30 +119,15 @@ class QuantLinear(nn.Module):
             dtype: of the bias, of factors that the format leaves open, and of products of other inputs.
             device: where the tensors live.
         """
-        super().__init__()
         check.one_of(fmt, FORMATS, 'fmt')
         check.integer(in_features, 'in_features', 1)
         check.integer(out_features, 'out_features', 1)
         check.one_of(dtype, HALVES, 'dtype')
-        form = FORMATS[fmt]
-        check.multiple(in_features, 8 if form.blocks else form.group or 8, 'in_features')
-        self.fmt, self.in_features, self.out_features, self.dtype = fmt, in_features, out_features, dtype
-        rows, cols = form.tiles(out_features, in_features)
-        scale_dtype = dict(any=dtype, f32=torch.float32).get(form.factor, torch.uint8)
-        shape = form.scale_shape(out_features, in_features)
-        self.register_buffer('codes', torch.zeros(rows, cols, 32, 4, dtype=torch.int32, device=device))
-        self.register_buffer('scale', torch.zeros(shape, dtype=scale_dtype, device=device))
-        whole = torch.ones(1, device=device) if form.factor == 'e4m3' else None
-        for name, value in (('zero', None), ('global_scale', whole), ('perm', None)):
-            self.register_buffer(name, value)
+        check.multiple(in_features, FORMATS[fmt].multiple, 'in_features')
+        super().__init__(fmt, out_features, in_features, dtype, device)
+        self.in_features, self.out_features = in_features, out_features
         own = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
         self.bias = None if own is None else nn.Parameter(own, requires_grad=False)
-
-    @property
-    def weight(self) -> PackedWeight:
-        """The packed weight."""
-        parts = (self.codes, self.scale, self.zero, self.global_scale, self.perm)
-        return PackedWeight(self.fmt, self.out_features, self.in_features, *parts)
 
     @classmethod
     def from_packed(
@@ -92,8 +135,7 @@ class QuantLinear(nn.Module):
     ) -> QuantLinear:
         """A layer with this weight."""
         layer = cls(weight.k, weight.n, bias is not None, fmt=weight.fmt, dtype=dtype, device='meta')
-        for name in PARTS:
-            setattr(layer, name, getattr(weight, name))
+        layer.take(weight)
         if bias is not None:
             check.shape(bias, 'bias', 'out_features', out_features=weight.n)
             layer.bias = nn.Parameter(bias.detach().to(dtype).clone(), requires_grad=False)
@@ -133,7 +175,11 @@ class QuantLinear(nn.Module):
         if 'weight_packed' in own:
             reader = from_compressed_tensors
             names: tuple[str, ...] = (
-                'weight_packed', 'weight_scale', 'weight_zero_point', 'weight_shape', 'weight_g_idx'
+                'weight_packed',
+                'weight_scale',
+                'weight_zero_point',
+                'weight_shape',
+                'weight_g_idx',
             )
         elif 'qweight' in own and 'scales' in own:
             gptq = own['qweight'].shape[-1] == own['scales'].shape[-1]
@@ -154,34 +200,17 @@ class QuantLinear(nn.Module):
         dtype = cast.dtype
         cast = cast if dtype in HALVES else cast.to(self.dtype)
         rows = cast.reshape(-1, self.in_features)
-        bias = self.bias if self.bias is None or self.bias.dtype in (rows.dtype, torch.float32) else self.bias.to(rows.dtype)
+        bias = (
+            self.bias
+            if self.bias is None or self.bias.dtype in (rows.dtype, torch.float32)
+            else self.bias.to(rows.dtype)
+        )
         y = gemm_dequant(rows, self.weight, bias)
         return y.reshape(*x.shape[:-1], self.out_features).to(dtype)
 
     def extra_repr(self) -> str:
         """What `print` shows."""
         return f'{self.in_features}, {self.out_features}, bias={self.bias is not None}, fmt={self.fmt}'
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
-        """Move the buffers but keep their dtypes."""
-        kept = {name: getattr(self, name) for name in PARTS}
-        super()._apply(fn, recurse)
-        for name, before in kept.items():
-            after = getattr(self, name)
-            if before is not None and after.dtype is not before.dtype:
-                setattr(self, name, before.to(after.device))
-        return self
-
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
-        """Zero points and permutations are there if the checkpoint has them; factors take its dtype."""
-        for name in ('scale', 'zero', 'perm'):
-            given, own = state_dict.get(prefix + name), getattr(self, name)
-            if given is None and name != 'scale':
-                setattr(self, name, None)
-            elif given is not None and (own is None or own.dtype is not given.dtype):
-                device = self.codes.device
-                setattr(self, name, torch.empty(given.shape, dtype=given.dtype, device=device))
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 # Models -------------------------------------------------------------------------------------
@@ -252,7 +281,7 @@ def quantize_model(
         def left_out(name: str, layer: nn.Linear) -> bool:
             return any(fnmatch.fnmatchcase(name, pattern) for pattern in names)
 
-    group = 8 if FORMATS[fmt].blocks else FORMATS[fmt].group or 8
+    group = FORMATS[fmt].multiple
     done: list[LayerReport] = []
     replaced: dict[int, QuantLinear] = {}
     skipped: dict[str, str] = {}

@@ -30,7 +30,9 @@ def widen_codes(codes: Tensor, fmt: str, n: int, k: int) -> Tensor:
     return byte.view(torch.int8 if element == 's8' else torch.float8_e4m3fn).float()
 
 
-def dequantize(codes: Tensor, scale: Tensor, zero: Tensor | None, whole: Tensor | None, fmt: str, n: int, k: int) -> Tensor:
+def dequantize(
+    codes: Tensor, scale: Tensor, zero: Tensor | None, whole: Tensor | None, fmt: str, n: int, k: int
+) -> Tensor:
     """The matrix (n, k) in float32."""
     element, block, *factor = fmt.split('_')
     values = widen_codes(codes, fmt, n, k)
@@ -61,7 +63,7 @@ def gemm_dequant(
     fmt: str,
     n: int,
 ) -> Tensor:
-    """a @ W.T + bias, summed in float32."""
+    """A @ W.T + bias, summed in float32."""
     d = a.float() @ dequantize(codes, scale, zero, whole, fmt, n, a.shape[1]).T
     return (d if bias is None else d + bias.float()).to(a.dtype)
 
@@ -69,5 +71,5 @@ def gemm_dequant(
 def gemm_dequant_bwd(
     dd: Tensor, a: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, whole: Tensor | None, fmt: str, n: int
 ) -> Tensor:
-    """dd @ W."""
+    """Dd @ W."""
     return (dd.float() @ dequantize(codes, scale, zero, whole, fmt, n, a.shape[1])).to(a.dtype)
