@@ -20,14 +20,17 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows in, rows out."""
         return x + self.down(torch.nn.functional.silu(self.up(x)))
 
 
 def build(width: int = 128) -> nn.Sequential:
+    """A small model."""
     return nn.Sequential(*[Block(width) for _ in range(2)]).bfloat16().eval()
 
 
 def main() -> None:
+    """Quantize, save, load, compare."""
     torch.manual_seed(0)
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
     model, x = build().to(device), torch.randn(4, 128, device=device, dtype=torch.bfloat16)

@@ -41,7 +41,7 @@ def test_state_dict_round_trip():
     empty = QuantLinear(128, 24, fmt='u4_1x32')
     empty.load_state_dict(copy.deepcopy(layer.state_dict()))
     x = torch.randn(5, 128, dtype=BF16)
-    assert torch.equal(empty(x), layer(x)) and not list(layer.parameters())[0].requires_grad
+    assert torch.equal(empty(x), layer(x)) and not next(layer.parameters()).requires_grad
     codes, zero = torch.randint(16, (24, 128)), torch.randint(16, (24, 4))
     given = pack_weight(codes, torch.rand(24, 4), zero, fmt='u4_1x32', perm=torch.randperm(128))
     layer = QuantLinear.from_packed(given)

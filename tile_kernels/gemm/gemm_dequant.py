@@ -1,6 +1,7 @@
 """Product with packed weights of 4 or 8 bits.
 
-    d[m, n] = sum_k a[m, k] * W[n, k] (+ bias[n]),    W[n, k] = (code[n, k] - zero[n, k // group]) * scale[n, k // group]
+    d[m, n] = sum_k a[m, k] * W[n, k] (+ bias[n])
+    W[n, k] = (code[n, k] - zero[n, k // group]) * scale[n, k // group]
 
 `packed_weight` has the formats and the layout. With up to 16 rows the floor is reading the codes once: warps convert
 codes in registers, and the sum over k is split over warps and blocks in a fixed order. With more rows tiles of W are
@@ -85,7 +86,7 @@ def launch_product(
 ) -> None:
     """The product with codes, factors and zero points of (num_groups, n, k)."""
     n, k = d.shape[1], a.shape[1]
-    codes, scale, zero = parts
+    _, scale, zero = parts
     num_groups = DENSE if group_end is None else group_end.shape[0]
     common = n, k, num_groups, fmt, a.dtype, scale.dtype, zero is not None  # type: ignore[union-attr]
     bias_dtype = None if bias is None else bias.dtype

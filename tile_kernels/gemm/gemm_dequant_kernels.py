@@ -56,8 +56,8 @@ TILE_K = 64  # channels of a step of the other kernels
 
 def half_bits(dtype: torch.dtype, value: float) -> int:
     """The bits of a number in half precision, in both halves of a word."""
-    bits = torch.tensor(value, dtype=dtype).view(torch.int16).item() & 0xFFFF
-    return int(bits) * 0x00010001
+    bits = int(torch.tensor(value, dtype=dtype).view(torch.int16).item()) & 0xFFFF
+    return bits * 0x00010001
 
 
 def pairwise(function: Any, dtype: torch.dtype, x: Any, y: Any) -> Any:
@@ -127,7 +127,7 @@ def zero_bits(dtype: torch.dtype, zero: Any) -> Any:
 
 @dataclass(frozen=True)
 class Packed:
-    """The tensors of packed weights in a kernel, with a leading dimension of matrices, and what is static about them."""
+    """What a kernel knows about packed weights; their tensors have a leading dimension of matrices."""
 
     form: WeightFormat
     dtype: torch.dtype

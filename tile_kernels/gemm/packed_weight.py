@@ -3,18 +3,18 @@
     W[n, k] = (code[n, k] - zero[n, k // group]) * scale[n, k // group]        real numbers
 
 A tile is 16 rows by 64 channels of 4 bits, or by 32 channels of 8 bits. A lane owns 16 bytes of it, four words. Lane
-4 g + t has rows g and g + 8. Of 16 channels it has 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. So its words are the registers
-of the first operand of mma m16n8k16, and of wgmma. One load of 16 bytes serves the whole tile, for both.
+4 g + t has rows g and g + 8. Of 16 channels it has 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. So its words are the registers of
+the first operand of mma m16n8k16, and of wgmma. One load of 16 bytes serves the whole tile, for both.
 
-| element | word | position of value `pair + 4 * parity` (4 bits) or `row + 2 * parity` (8 bits) | pair to half precision |
+| element | a word has | position of a value | a pair to half precision |
 |---|---|---|---|
-| u4 | one step of 16 channels | nibbles in rising order | and-or with 128 (bf16) or 1024 (fp16), subtract |
-| e2m1 | one step of 16 channels | sign and magnitude spread over 16 bits, see `E2M1_BITS` | mask 0x81C0, multiply by 2^126 |
-| s8 | half a step: 8 channels | bytes in rising order | as u4; the sign bit counts -128 apart (bf16), or is inverted (fp16) |
-| e4m3 | half a step: 8 channels | bytes in rising order | shift, mask, multiply by 2^120 (bf16) or 2^8 (fp16) |
+| u4 | 16 channels | nibble `pair + 4 * parity` | and-or with 128 (bf16) or 1024 (fp16), subtract |
+| e2m1 | 16 channels | bits `E2M1_BITS[pair]` of half `parity` | mask 0x81C0, multiply by 2^126 (fp16: shift, 2^14) |
+| s8 | 8 channels | byte `pair % 2 + 2 * parity` | as u4; bf16 subtracts the sign bit, fp16 inverts it |
+| e4m3 | 8 channels | byte `pair % 2 + 2 * parity` | shift, mask, multiply by 2^120 (bf16) or 2^8 (fp16) |
 
-`pair` is 0 or 1 for rows g and g + 8, plus 2 for channels 2 t + 8 on. `parity` is the channel of a pair, and the half of
-the word. So a shift and a mask of a word give both numbers of a pair.
+`pair` is 0 or 1 for rows g and g + 8, plus 2 for channels 2 t + 8 on. `parity` is the channel of a pair, and the half
+of the word. So a shift and a mask of a word give both numbers of a pair.
 
 Factors and zero points of rows g and g + 8 are adjacent: (tiles of rows, groups, g, 2 * groups in a tile). Only the
 factors of blocks of 128 x 128 stay as they are.
@@ -267,7 +267,8 @@ def _unlay_codes(words: Tensor, fmt: WeightFormat, n: int, k: int) -> Tensor:
         if bits == tuple(range(bits[0], bits[0] + fmt.bits)):
             values.append((words >> bits[0] & (1 << fmt.bits) - 1).to(torch.uint8))
         else:
-            values.append(sum((words >> bit & 1) << number for number, bit in enumerate(bits)).to(torch.uint8))
+            parts = [(words >> bit & 1) << number for number, bit in enumerate(bits)]
+            values.append(torch.stack(parts).sum(0).to(torch.uint8))
     steps = fmt.depth // 16
     stacked = torch.stack(values, dim=-1)
     if fmt.bits == 4:
@@ -353,7 +354,8 @@ def pack_weight(
         _fail('codes', 'must be (n, k) or (num_groups, n, k)', check.describe(codes))
     if order == 'kn':
         codes = codes.transpose(-1, -2)
-        scale, zero = (x if x is None or x.dim() < codes.dim() else x.transpose(-1, -2) for x in (scale, zero))
+        scale = scale if scale.dim() < codes.dim() else scale.transpose(-1, -2)
+        zero = zero if zero is None or zero.dim() < codes.dim() else zero.transpose(-1, -2)
     codes = _check_codes(codes, scale, form)
     *lead, n, k = codes.shape
     if n == 0 or k == 0 or 0 in lead:

@@ -241,8 +241,8 @@ class MoELayer(nn.Module):
         compute: 'bf16' or 'fp8'. In fp8, experts multiply e4m3 codes, with scale factors for 128 channels of
             activations and blocks of 128 x 128 of weights. Gradients are those of bfloat16. Widths must be multiples
             of 128.
-        weight_format: a name of `tile_kernels.gemm.FORMATS`: experts have packed, constant weights, quantized from random
-            ones; load a state_dict, or call `quantize_experts` on a trained layer. Only with compute='bf16'.
+        weight_format: a name of `tile_kernels.gemm.FORMATS`: experts have packed, constant weights. They are quantized
+            from random ones; load a state_dict, or call `quantize_experts` on a trained layer instead.
         group: process group that holds the experts: each rank has some, and tokens are sent to them; see
             `tile_kernels.distributed.MoEDistributed`.
         fp8_payload: quantize tokens before they are sent.

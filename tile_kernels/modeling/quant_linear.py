@@ -187,7 +187,8 @@ class QuantLinear(PackedModule):
             names = ('qweight', 'qzeros', 'scales', 'g_idx') if gptq else ('qweight', 'qzeros', 'scales')
         else:
             check.fail('tensors', 'must have qweight and scales, or weight_packed', f'{sorted(own)[:8]}')
-        return cls.from_packed(reader(**{name: own[name] for name in names if name in own}, **options), bias, dtype)
+        given: dict[str, Any] = {name: own[name] for name in names if name in own}
+        return cls.from_packed(reader(**given, **options), bias, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """The product with x of (..., in_features)."""

@@ -11,9 +11,11 @@ def matrices(
     codes: Tensor, scale: Tensor, zero: Tensor | None, whole: Tensor | None, fmt: str, n: int, k: int
 ) -> Tensor:
     """All matrices in float32."""
-    parts = [[None] * len(codes) if x is None else x for x in (zero, whole)]
-    each = zip(codes, scale, *parts, strict=True)
-    return torch.stack([dequantize(*part, fmt, n, k) for part in each])
+    made = []
+    for g in range(codes.shape[0]):
+        points, factor = (None if x is None else x[g] for x in (zero, whole))
+        made.append(dequantize(codes[g], scale[g], points, factor, fmt, n, k))
+    return torch.stack(made)
 
 
 def grouped_gemm_dequant(
