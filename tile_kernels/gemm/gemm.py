@@ -3,7 +3,7 @@
     d[m, n] = sum_k a[m, k] * b[n, k]        D = A @ B.T, as `nn.functional.linear` has it
 
 The kernels are those of the grouped GEMMs. Thread blocks process tiles in bands, so that operands stay in the L2 cache.
-With up to 16 rows the floor is reading b once: the sum over k is split, and its parts are added in a fixed order.
+With up to 16 rows the floor is reading b once. The sum over k is split, and its parts are added in a fixed order.
 """
 
 import torch

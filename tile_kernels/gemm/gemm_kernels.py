@@ -1,9 +1,9 @@
 """Products with few rows of a: the sum over k is split over warps and blocks, in a fixed order. See `gemm`.
 
 A block multiplies 128 rows of b with a slice of k. A warp takes tiles of 16 rows of b and 64 bytes of k in turn, as the
-first operand of mma. A lane has 16 bytes of rows g and g + 8, at byte 16 t of the tile. It has the same bytes
-of a row of a. So channels have another order in the instruction, but the same in both operands. A thread copies its own bytes by
-cp.async and reads no others, so the loop needs no barrier.
+first operand of mma. A lane has 16 bytes of rows g and g + 8, at byte 16 t of the tile. It has the same
+bytes of a row of a. So channels have another order in the instruction, but the same in both operands. A thread copies
+its own bytes by cp.async and reads no others, so the loop needs no barrier.
 """
 
 from typing import Any

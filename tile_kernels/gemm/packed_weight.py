@@ -267,8 +267,8 @@ def _unlay_codes(words: Tensor, fmt: WeightFormat, n: int, k: int) -> Tensor:
         if bits == tuple(range(bits[0], bits[0] + fmt.bits)):
             values.append((words >> bits[0] & (1 << fmt.bits) - 1).to(torch.uint8))
         else:
-            parts = [(words >> bit & 1) << number for number, bit in enumerate(bits)]
-            values.append(torch.stack(parts).sum(0).to(torch.uint8))
+            single = [(words >> bit & 1) << number for number, bit in enumerate(bits)]
+            values.append(torch.stack(single).sum(0).to(torch.uint8))
     steps = fmt.depth // 16
     stacked = torch.stack(values, dim=-1)
     if fmt.bits == 4:
@@ -332,8 +332,8 @@ def pack_weight(
         codes: (n, k), or (num_groups, n, k) for `grouped_gemm_dequant`. Integers from 0 to 15 for u4 and e2m1, int8 for
             s8, float8_e4m3fn for e4m3. Two e2m1 codes may share a byte, the first in the low nibble: (n, k / 2).
         scale: (n, k / group); (n,) or (n, 1) if a group is all channels; (ceil(n / 128), ceil(k / 128)) for blocks.
-            bfloat16, float16 or float32 for u4 and s8, float32 for e4m3, e8m0 or uint8 bytes for `_ue8m0`,
-            float8_e4m3fn or uint8 bytes for `_e4m3`.
+            Its dtype is bfloat16, float16 or float32 for u4 and s8, and float32 for e4m3. It is float8_e8m0fnu or uint8
+            for `_ue8m0`, and float8_e4m3fn or uint8 for `_e4m3`.
         zero: zero points of u4 from 0 to 15, in the shape of `scale`; 8 unless given.
         fmt: a name of `FORMATS`.
         order: 'nk', or 'kn' if codes, scale and zero are transposed.
