@@ -83,8 +83,8 @@ def test_bad_arguments_are_told(change, sentence):
 
 @pytest.mark.parametrize('gpu', [name for name, gpu in GPUS.items() if gpu.arch != 90])
 def test_other_gpus_run_other_kernels(gpu):
-    a, b = torch.zeros(8, 16, dtype=torch.bfloat16), torch.zeros(2, 16, 16, dtype=torch.bfloat16)
-    end = torch.tensor([4, 8], dtype=torch.int32)
+    a, b = torch.zeros(24, 16, dtype=torch.bfloat16), torch.zeros(2, 16, 16, dtype=torch.bfloat16)
+    end = torch.tensor([4, 24], dtype=torch.int32)
     layer = MoELayer(4, 2, 128, compute='fp8').eval()
     layer.experts.prepare_fp8()
     with torch.no_grad(), on_gpu(gpu), tracing() as launches:

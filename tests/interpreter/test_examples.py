@@ -25,6 +25,8 @@ SHAPES = {
     'warp_scan': [{}, {'num_rows': 1, 'length': 1}, {'num_rows': 2, 'length': 256}],
     'sinkhorn': [{}, {'num_matrices': 1, 'size': 16, 'num_iters': 1}],
 }
+#: Examples of layers, without a kernel of their own.
+PROGRAMS = {'quantize_model'}
 CASES = [
     pytest.param(name, shape, id='-'.join([name, *(f'{key}={value}' for key, value in shape.items())]))
     for name, shapes in SHAPES.items()
@@ -33,7 +35,13 @@ CASES = [
 
 
 def test_every_example_is_listed():
-    assert {path.stem for path in EXAMPLES.glob('[!_]*.py')} == set(SHAPES)
+    assert {path.stem for path in EXAMPLES.glob('[!_]*.py')} == set(SHAPES) | PROGRAMS
+
+
+@pytest.mark.parametrize('name', sorted(PROGRAMS))
+def test_programs_run(name, capsys):
+    runpy.run_path(str(EXAMPLES / f'{name}.py'), run_name='__main__')
+    assert capsys.readouterr().out.startswith(f'{name}: ')
 
 
 @pytest.mark.parametrize(('name', 'shape'), CASES)

@@ -1,10 +1,12 @@
-"""Checks of the operands of matrix products."""
+"""Host code of matrix products: checks of their operands, and the launch of those with few rows."""
 
 import torch
 from torch import Tensor
 
 from tile_kernels.core import check
-from tile_kernels.gemm._macros import FP8, GROUP
+from tile_kernels.core.launch import gpu_of, launch
+from tile_kernels.gemm._macros import DENSE, FP8, GROUP
+from tile_kernels.gemm.gemm_kernels import MOST_ROWS, few_rows_kernel, few_rows_splits, sum_parts_kernel
 
 HALVES = (torch.bfloat16, torch.float16)
 MAX_GROUPS = 4096
@@ -63,3 +65,23 @@ def check_fp8(
     check.same_device(a=a, a_sf=a_sf, b_sf=b_sf)
     check.multiple(n, multiple_of, 'the rows of a matrix of b')
     return num_rows, num_groups, n, k
+
+
+def launch_few_rows(
+    a: Tensor, b: Tensor, group_end: Tensor | None, sf: tuple[Tensor, Tensor] | None, d: Tensor
+) -> None:
+    """The product of up to 16 rows with matrices (num_groups, n, k); `sf` are the factors of fp8 operands."""
+    num_matrices, n, k = b.shape
+    splits = few_rows_splits(n, k, a.element_size())
+    part = None if splits == 1 else torch.empty((splits, *d.shape), dtype=torch.float32, device=d.device)
+    static = n, k, DENSE if group_end is None else num_matrices, a.dtype
+    a_sf, b_sf = (None, None) if sf is None else sf
+    launch(few_rows_kernel, static, a, b, group_end, a_sf, b_sf, d, part)
+    if part is not None:
+        launch(sum_parts_kernel, (n, d.dtype, None), part, None, d, size=d.shape[0])
+
+
+def has_few_rows(a: Tensor) -> bool:
+    """Whether the kernels for few rows take this product; they need fp8 tensor cores for fp8."""
+    m = a.shape[0]
+    return isinstance(m, int) and m <= MOST_ROWS and (a.dtype is not FP8 or gpu_of(a).arch >= 89)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.gemm._macros import FP8, GROUP
+from tile_kernels.gemm.packed_weight import FORMATS
 
 SUMS = dict(rtol=1e-2, atol=1e-2)  # float32 sums in another order, rounded to half precision
 CODES = dict(rtol=0.13, atol=0.25)  # e4m3 codes differ by up to an eighth; fp8 sums keep 14 bits of their largest term
@@ -64,3 +65,23 @@ def random_fp8_swiglu(**case) -> dict:
     made = random_fp8(**case)
     gate_sf, up_sf = made['b_sf'].chunk(2, dim=1)
     return made | dict(b_sf=torch.cat((gate_sf, up_sf * 4096), dim=1))
+
+
+def random_packed(n: int, k: int, fmt: str, scale_dtype: torch.dtype, with_zero: bool, lead: tuple = ()) -> dict:
+    """Tensors of packed weights with random codes; numbers have a size of about 1 / sqrt(k)."""
+    form = FORMATS[fmt]
+    rows, cols = form.tiles(n, k)
+    codes = torch.randint(-(2**31), 2**31 - 1, (*lead, rows, cols, 32, 4), dtype=torch.int32)
+    if form.element == 'e4m3':
+        codes = codes & 0x77777777  # no NaN
+    shape = (*lead, *form.scale_shape(n, k))
+    size = {'u4': 0.2, 's8': 1 / 64, 'e4m3': 1 / 64, 'e2m1': 0.4}[form.element] / k**0.5
+    if form.factor == 'ue8m0':
+        scale = torch.randint(118, 126, shape, dtype=torch.uint8)
+    elif form.factor == 'e4m3':
+        scale = (torch.rand(shape) + 0.5).to(FP8).view(torch.uint8)
+    else:
+        scale = ((torch.rand(shape) + 0.5) * size).to(scale_dtype if form.factor == 'any' else torch.float32)
+    zero = torch.randint(16, shape, dtype=torch.int16) if with_zero else None
+    whole = (torch.rand(lead or (1,)) + 0.5) * size if form.factor == 'e4m3' else None
+    return dict(codes=codes, scale=scale, zero=zero, whole=whole)

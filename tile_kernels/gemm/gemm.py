@@ -3,7 +3,7 @@
     d[m, n] = sum_k a[m, k] * b[n, k]        D = A @ B.T, as `nn.functional.linear` has it
 
 The kernels are those of the grouped GEMMs. Thread blocks process tiles in bands, so that operands stay in the L2 cache.
-The sum over k is never split, so a product with few rows and few columns leaves SMs idle.
+With up to 16 rows the floor is reading b once. The sum over k is split, and its parts are added in a fixed order.
 """
 
 import torch
@@ -13,7 +13,7 @@ from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.launch import launch, num_workers
 from tile_kernels.core.op import op
-from tile_kernels.gemm._checks import HALVES, check_operands
+from tile_kernels.gemm._checks import HALVES, check_operands, has_few_rows, launch_few_rows
 from tile_kernels.gemm._macros import DENSE
 from tile_kernels.gemm._samples import SUMS, dense_flops
 from tile_kernels.gemm.grouped_gemm_bwd_kernels import DW
@@ -61,6 +61,9 @@ def gemm(a: Tensor, b: Tensor) -> Tensor:
     n, _ = check.shape(b, 'b', 'n k', dtype=a.dtype, k=k)
     check_operands((n, k), a=a, b=b)
     d = a.new_empty(m, n)
+    if has_few_rows(a):
+        launch_few_rows(a, b.view(1, n, k), None, None, d)
+        return d
     launch(PRODUCT, (n, k, DENSE, True, a.dtype), a, b.view(1, n, k), None, d, num_workers(a))
     return d
 
@@ -78,14 +81,16 @@ def _make_bwd(m: int, n: int, k: int, dtype: torch.dtype) -> dict:
 
 BF16 = torch.bfloat16
 SMOKE = grid(m=[0, 1, 200], n=[136], k=[72], dtype=[BF16]) + grid(m=[200], n=[72], k=[136], dtype=[torch.float16])
+FEW_ROWS = grid(m=[16], n=[136], k=[1096], dtype=[BF16]) + grid(m=[9], n=[8], k=[8], dtype=[torch.float16])
 BENCH = (
     grid(m=[8192], n=[8192], k=[8192], dtype=[BF16])
     + grid(m=[4096], n=[4096], k=[7168], dtype=[BF16])
     + grid(m=[4001], n=[2816], k=[2048], dtype=[BF16])
     + grid(m=[64], n=[7168], k=[2048], dtype=[BF16])
+    + grid(m=[1, 16], n=[7168], k=[7168], dtype=[BF16])
 )
 FULL = grid(m=[1, 129, 4001], n=[8, 2568], k=[8, 1096], dtype=[BF16])
-gemm.cases(make=_make, match=SUMS, smoke=SMOKE, full=FULL, bench=BENCH, flops=dense_flops)
+gemm.cases(make=_make, match=SUMS, smoke=SMOKE + FEW_ROWS, full=FULL, bench=BENCH, flops=dense_flops)
 gemm_bwd.cases(
     make=_make_bwd, match=SUMS, smoke=SMOKE, bench=BENCH[1:3], flops=lambda dd, **operands: 2 * dense_flops(**operands)
 )

@@ -2,7 +2,7 @@
 
     d[m, n] = sum_s a_sf[m, s] * b_sf[n // 128, s] * sum_(k in group s of 128) a[m, k] * b[n, k]
 
-The kernels are those of `grouped_gemm_fp8`.
+The kernels are those of `grouped_gemm_fp8`. With up to 16 rows the sum over k is split, as in `gemm`.
 """
 
 import torch
@@ -12,7 +12,7 @@ from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.launch import launch, num_workers
 from tile_kernels.core.op import op
-from tile_kernels.gemm._checks import check_operands
+from tile_kernels.gemm._checks import check_operands, has_few_rows, launch_few_rows
 from tile_kernels.gemm._macros import DENSE, FP8, GROUP
 from tile_kernels.gemm._samples import SUMS, dense_flops
 from tile_kernels.gemm.grouped_gemm_fp8_kernels import PRODUCT_FP8
@@ -42,6 +42,9 @@ def gemm_fp8(a: Tensor, a_sf: Tensor, b: Tensor, b_sf: Tensor) -> Tensor:
     check.same_device(a=a, a_sf=a_sf, b_sf=b_sf)
     check.multiple(n, 8, 'the rows of b')
     d = torch.empty((m, n), dtype=torch.bfloat16, device=a.device)
+    if has_few_rows(a):
+        launch_few_rows(a, b.view(1, n, k), None, (a_sf, b_sf), d)
+        return d
     operands = a, a_sf, b.view(1, n, k), b_sf
     launch(PRODUCT_FP8, (n, k, DENSE, False), *operands, None, d, None, num_workers(a))
     return d
@@ -62,8 +65,11 @@ def _make(m: int, n: int, k: int) -> dict:
 gemm_fp8.cases(
     make=_make,
     match=SUMS,
-    smoke=grid(m=[0, 1, 200], n=[136], k=[144]),
+    smoke=grid(m=[0, 1, 200], n=[136], k=[144]) + grid(m=[11], n=[136], k=[2192]),
     full=grid(m=[1, 129, 4001], n=[8, 2568], k=[16, 1104]),
-    bench=grid(m=[8192], n=[2048], k=[7168]) + grid(m=[8192], n=[8192], k=[8192]) + grid(m=[64], n=[7168], k=[2048]),
+    bench=grid(m=[8192], n=[2048], k=[7168])
+    + grid(m=[8192], n=[8192], k=[8192])
+    + grid(m=[64], n=[7168], k=[2048])
+    + grid(m=[16], n=[7168], k=[7168]),
     flops=dense_flops,
 )

@@ -4,7 +4,8 @@
 
 The rows of a group are contiguous. Only the device knows the ends of the groups. Rows after the last group give 0.
 
-Compute bound for many rows; with few rows per group the floor is reading b once.
+Compute bound for many rows; with few rows per group the floor is reading b once. With up to 16 rows the sum over k is
+split, and its parts are added in a fixed order.
 """
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from tile_kernels.core.cases import grid
 from tile_kernels.core.launch import launch, num_workers
 from tile_kernels.core.op import op
-from tile_kernels.gemm._checks import check_gradient, check_product
+from tile_kernels.gemm._checks import check_gradient, check_product, has_few_rows, launch_few_rows
 from tile_kernels.gemm._samples import SUMS, product_flops, random_gradient, random_operands
 from tile_kernels.gemm.grouped_gemm_bwd_kernels import DW
 from tile_kernels.gemm.grouped_gemm_kernels import PRODUCT
@@ -58,6 +59,9 @@ def grouped_gemm(a: Tensor, b: Tensor, group_end: Tensor) -> Tensor:
     """
     num_rows, num_groups, n, k = check_product(a, b, group_end)
     d = a.new_empty(num_rows, n)
+    if has_few_rows(a):
+        launch_few_rows(a, b, group_end, None, d)
+        return d
     launch(PRODUCT, (n, k, num_groups, True, a.dtype), a, b, group_end, d, num_workers(a))
     return d
 
@@ -78,12 +82,13 @@ BENCH = (
     + grid(num_rows=[24576], n=[2816], k=[2048], num_groups=[64], dtype=[BF16], alignment=[128], whole=[True])
     + grid(num_rows=[24001], n=[2048], k=[1408], num_groups=[64], dtype=[BF16], whole=[True])
     + grid(num_rows=[256], n=[4096], k=[7168], num_groups=[64], dtype=[BF16], even=[True])
+    + grid(num_rows=[8], n=[4096], k=[7168], num_groups=[64], dtype=[BF16], even=[True])
 )
 
 grouped_gemm.cases(
     make=random_operands,
     match=SUMS,
-    smoke=SMOKE,
+    smoke=SMOKE + grid(num_rows=[13], n=[136], k=[1032], num_groups=[1, 6], dtype=[BF16, torch.float16], behind=[3]),
     full=grid(num_rows=[4001], n=[576, 2048], k=[1088, 2048], num_groups=[1, 7, 64, 300], dtype=[BF16, torch.float16])
     + grid(num_rows=[150000], n=[16384], k=[64], num_groups=[3], dtype=[BF16]),  # past 2^31 elements
     bench=BENCH,

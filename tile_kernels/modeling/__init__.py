@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from tile_kernels.modeling.engram import Engram, EngramGateLayer
     from tile_kernels.modeling.mhc.pipeline import MHCPipeline
     from tile_kernels.modeling.moe import MoELayer
+    from tile_kernels.modeling.quant_linear import QuantLinear, quantize_model
 
 #: Public name -> module that defines it.
 _HOMES = {
@@ -18,6 +19,8 @@ _HOMES = {
     'EngramGateLayer': 'engram',
     'MHCPipeline': 'mhc.pipeline',
     'MoELayer': 'moe',
+    'QuantLinear': 'quant_linear',
+    'quantize_model': 'quant_linear',
 }
 _MODULES = ('attention', 'engram', 'mhc', 'moe')
 

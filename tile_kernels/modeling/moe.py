@@ -19,12 +19,16 @@ from tile_kernels.activation.swiglu_forward import swiglu_forward
 from tile_kernels.core import check
 from tile_kernels.core.formats import QuantFormat
 from tile_kernels.gemm import (
+    FORMATS,
     grouped_gemm,
     grouped_gemm_bwd,
+    grouped_gemm_dequant,
     grouped_gemm_fp8,
     grouped_gemm_fp8_swiglu_cast,
     grouped_gemm_swiglu,
+    quantize_weight,
 )
+from tile_kernels.modeling.quant_linear import PackedModule
 from tile_kernels.moe._checks import MAX_EXPERTS, MAX_TOPK, check_groups
 from tile_kernels.moe.aux_fi import aux_fi
 from tile_kernels.moe.expand_and_per_token_cast import expand_and_per_token_cast
@@ -184,6 +188,25 @@ class _Fp8Experts(torch.autograd.Function):
         return expand_to_fused_bwd(drows, token_topk_to_pos), dgate_up, ddown, None, None, None
 
 
+class PackedExperts(nn.Module):
+    """Experts with packed, constant weights: `gate_up_proj` and `down_proj` have the tensors of a `PackedWeight`."""
+
+    def __init__(self, experts: Experts, fmt: str) -> None:
+        """Quantize the weights of `experts`; on the meta device, only allocate."""
+        super().__init__()
+        for name in ('gate_up_proj', 'down_proj'):
+            weight = getattr(experts, name)
+            num_experts, n, k = weight.shape
+            stored = weight.dtype if weight.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
+            made = PackedModule(fmt, n, k, stored, weight.device, (num_experts,))
+            self.add_module(name, made if weight.is_meta else made.take(quantize_weight(weight, fmt)))
+
+    def forward(self, rows: Tensor, expert_end: Tensor) -> Tensor:
+        """Rows in expert order; those of expert e end before expert_end[e]."""
+        hidden = grouped_gemm_dequant(rows, self.gate_up_proj.weight, expert_end)
+        return grouped_gemm_dequant(swiglu_forward.call(hidden, dtype=rows.dtype), self.down_proj.weight, expert_end)
+
+
 class SharedExperts(nn.Module):
     """Experts that process every token, as one SwiGLU of their total width."""
 
@@ -218,6 +241,8 @@ class MoELayer(nn.Module):
         compute: 'bf16' or 'fp8'. In fp8, experts multiply e4m3 codes, with scale factors for 128 channels of
             activations and blocks of 128 x 128 of weights. Gradients are those of bfloat16. Widths must be multiples
             of 128.
+        weight_format: a name of `tile_kernels.gemm.FORMATS`: experts have packed, constant weights. They are quantized
+            from random ones; load a state_dict, or call `quantize_experts` on a trained layer instead.
         group: process group that holds the experts: each rank has some, and tokens are sent to them; see
             `tile_kernels.distributed.MoEDistributed`.
         fp8_payload: quantize tokens before they are sent.
@@ -245,6 +270,7 @@ class MoELayer(nn.Module):
         num_topk_groups: int | None = None,
         balance_rate: float = 0.0,
         compute: str = 'bf16',
+        weight_format: str | None = None,
         group: Any = None,
         fp8_payload: bool = False,
         dtype: torch.dtype = torch.bfloat16,
@@ -262,8 +288,13 @@ class MoELayer(nn.Module):
         check.one_of(scoring, SCORINGS, 'scoring')
         check_groups(num_experts, topk, num_groups, num_topk_groups, 'topk')
         check.one_of(compute, ('bf16', 'fp8'), 'compute')
+        if weight_format is not None:
+            check.one_of(weight_format, FORMATS, 'weight_format')
+            check.equal(compute, 'bf16', 'compute of a layer with weight_format')
         for name, width in dict(hidden_dim=hidden_dim, intermediate_dim=intermediate_dim).items():
             check.integer(width, name, 1)
+            if weight_format is not None:
+                check.multiple(width, FORMATS[weight_format].multiple, name)
             check.multiple(width, 128 if compute == 'fp8' else 8, name)
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             check.fail('dtype', 'must be a dtype of floating point', repr(dtype))
@@ -288,13 +319,24 @@ class MoELayer(nn.Module):
         elif fp8_payload:
             check.fail('fp8_payload', 'must come with group', 'no group')
         num_own = num_experts if self.router is None else self.router.num_local_experts
-        self.experts = Experts(num_own, hidden_dim, intermediate_dim, factory)
+        self.experts: Experts | PackedExperts = Experts(num_own, hidden_dim, intermediate_dim, factory)
         self.shared_experts = (
             SharedExperts(hidden_dim, num_shared_experts * intermediate_dim, factory) if num_shared_experts else None
         )
         counts = torch.zeros(num_experts, dtype=torch.int64, device=device)
         self.register_buffer('tokens_per_expert', counts, persistent=False)
         self.reset_parameters()
+        if weight_format is not None:
+            self.quantize_experts(weight_format)
+
+    @torch.no_grad()
+    def quantize_experts(self, weight_format: str) -> None:
+        """Replace the weights of the experts by packed, constant ones, quantized to the nearest codes."""
+        check.one_of(weight_format, FORMATS, 'weight_format')
+        if isinstance(self.experts, PackedExperts):
+            check.fail('the experts', 'must not be packed yet', 'packed ones', op='MoELayer.quantize_experts')
+        check.equal(self.compute, 'bf16', 'compute of a layer with weight_format')
+        self.experts = PackedExperts(self.experts, weight_format)
 
     def reset_parameters(self) -> None:
         """Draw all weights from N(0, 1 / inputs)."""
