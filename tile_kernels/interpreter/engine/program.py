@@ -469,6 +469,7 @@ def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
     tags = sorted(variables)
     bytes_per_block = _footprint(storages, threads)
     whole_grid, site = compiler.whole_grid, compiler.site
+    clusters = compiler.whole_cluster and int(np.prod(compiler.cluster_dims)) > 1
     if whole_grid and compiler.spins:
         raise compiler.unsupported('a loop that waits for other blocks together with barriers of the grid')
 
@@ -478,7 +479,7 @@ def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
             count = min(batch, total - start)
             frame = host.batch_for(compiler.num_slots, compiler.num_memories)
             frame.blocks, frame.threads, frame.barriers = count, threads, {}
-            frame.first_block = start
+            frame.first_block, frame.grid = start, grid
             frame.block_ids = _coordinates(start, count, grid)
             frame.clock = Clock(frame, compiler.cluster_dims) if compiler.options.races else None
             if frame.clock is not None:
@@ -497,30 +498,41 @@ def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
             if frame.clock is not None:
                 check_all_arrived(frame, site)
 
+    def smallest(grid: list[int]) -> int:
+        """The number of blocks that must run in one batch: the rows of blocks that contain a whole cluster."""
+        if not clusters:
+            return 1
+        for axis in reversed(range(len(grid))):
+            if compiler.cluster_dims[axis] > 1:
+                return int(np.prod(grid[:axis])) * compiler.cluster_dims[axis]
+        return 1
+
     def run(host: Frame) -> None:
         grid = [int(extents[tag](host)) for tag in tags]
         total = int(np.prod(grid))
+        unit = smallest(grid)
         for marks in host.shared.marks:
             marks.keep_for_next_kernel()
         host.shared.grid_sync()
         if compiler.spins:
-            run_all(body, list(batches(host, grid, 1)))
+            run_all(body, list(batches(host, grid, unit)))
             return
+        batch = max(unit, min(total, BATCH_BYTES // bytes_per_block) // unit * unit)
         if whole_grid or not waits(body):
-            run_grid(host, grid, total if whole_grid else max(1, min(total, BATCH_BYTES // bytes_per_block)))
+            run_grid(host, grid, total if whole_grid else batch)
             return
         # Blocks of a batch wait together. After a deadlock, each block runs alone to show which one caused it.
         kept = [None if memory is None else memory.data.copy() for memory in host.memory[:tensors]]
         try:
-            run_grid(host, grid, max(1, min(total, BATCH_BYTES // bytes_per_block)))
+            run_grid(host, grid, batch)
         except Deadlock:
-            if total == 1:
+            if total <= unit:
                 raise
             for memory, data in zip(host.memory, kept, strict=False):
                 if memory is not None:
                     memory.data[...] = data
             host.shared.grid_sync()
-            run_grid(host, grid, 1)
+            run_grid(host, grid, unit)
 
     return run
 

@@ -122,6 +122,8 @@ class Storage:
     replicated: bool = False  # every thread has its own copy of this fragment
     counts_bytes: bool = False  # blocks of the cluster send bytes to these mbarriers
     zeroed: bool = False  # a variable, which TileLang starts at 0
+    shape: tuple[int, ...] = ()  # of the allocation, if it is fixed
+    of_cluster: bool = False  # mbarriers for which copies of both blocks of a pair count
 
     @property
     def unit(self) -> int:
@@ -141,6 +143,7 @@ class Compiler:
         self.axes: dict[Any, int] = {}  # variable of a parallel loop -> axis
         self.macros: dict[Any, Any] = {}  # variable that is bound before its free variables -> expression
         self.storages: dict[Any, Storage] = {}
+        self.pointers: dict[Any, Any] = {}  # variable that holds an offset -> data variable to which it belongs
         self.buffers: dict[Any, Buffer] = {}
         self.safe_values: dict[Any, Any] = {}  # for plain loads: an annotation applies to everything that follows
         self.copy_safe_values: dict[Any, Any] = {}  # for copies: an annotation applies to its block
@@ -161,6 +164,7 @@ class Compiler:
         self.thread_dims: tuple[int, int, int] = (1, 1, 1)
         self.spins = False  # a loop polls memory that another block writes: blocks must run alternately
         self.whole_grid = False  # blocks wait for each other: all must run in one batch
+        self.whole_cluster = False  # blocks of a cluster wait for each other: all of it must run in one batch
         self.cluster_dims: tuple[int, ...] = (1, 1, 1)
         self.barrier_counts: dict[Any, list[Any]] = {}
         self.vector: list[tuple[Access, Any, list[Any]]] | None = None  # accesses of a vectorized loop
@@ -292,6 +296,9 @@ class Compiler:
         storage = Storage(self.num_memories, scope, dtype, size, str(buffer.name), {str(buffer.dtype)})
         storage.replicated = scope == 'fragment' and buffer.data in self.replicated
         storage.zeroed = str(buffer.scope()) == 'local.var'
+        storage.of_cluster = str(buffer.scope()) == 'shared.cluster_barrier'
+        if all(is_const(extent) for extent in buffer.shape):
+            storage.shape = tuple(int(extent) for extent in buffer.shape)
         self.num_memories += 1
         self.storages[buffer.data] = storage
         return storage
@@ -374,7 +381,7 @@ class Compiler:
         made = Access(view, dims, self.ndim, self.site, self.options.checks != 'none', self.safe_value(buffer))
         made.private = self.as_arrays
         made.updates = self.updated is not None and buffer.data.same_as(self.updated)
-        made.path = self._path_number()
+        made.path = self.path_number()
         made.per_thread = not self.depth or self.alone
         if view.scope == 'shared':
             self.touched.append((made, list(indices)))
@@ -426,7 +433,8 @@ class Compiler:
         finally:
             self.path = outer
 
-    def _path_number(self) -> int:
+    def path_number(self) -> int:
+        """The number of the current path of branches and loops."""
         if self.paths[-1] != self.path:
             self.paths.append(self.path)
         return len(self.paths) - 1

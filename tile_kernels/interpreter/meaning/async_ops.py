@@ -37,7 +37,7 @@ def async_gemm_hook(compiler: Compiler, name: str, access: Any, operands: list[A
     """The action after `T.wgmma_gemm`: result and operands are in use until `T.wait_wgmma`."""
     if compiler.options.checks == 'none':
         return None
-    if name == 'tl.tileop.tcgen05_gemm':
+    if name in ('tl.tileop.tcgen05_gemm', 'tl.tileop.tcgen05_gemm_blockscaled'):
         from tile_kernels.interpreter.meaning.tcgen05_ops import tcgen05_hook
 
         return tcgen05_hook(access)

@@ -193,6 +193,7 @@ def _extern_argument(compiler: Compiler, node: Any) -> Closure:
     if compiler.buffer(load.buffer).scope == 'barrier':
         operand = BarrierOperand(compiler, node)
         operand.storage.counts_bytes = True
+        compiler.whole_cluster = True
         return lambda frame: RemoteBarrier(frame, operand, compiler.cluster_dims)
     access = compiler.access(load.buffer, list(load.indices))
     return lambda frame: Pointer(frame, access.moved, compiler.cluster_dims)

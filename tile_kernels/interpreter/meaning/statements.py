@@ -108,6 +108,10 @@ def _bind(compiler: Compiler, node: Any) -> Run:
     if is_vector_index(compiler, node.value):
         compiler.macros[node.var] = node.value
         return marked(lambda frame: None)
+    if type(node.value).__name__ == 'Call' and str(node.value.op.name) == 'tirx.tvm_access_ptr':
+        compiler.pointers[node.var] = node.value.args[1]
+        offset, place = compiler.expr(node.value.args[2]), compiler.new_slot(node.var)
+        return marked(lambda frame: frame.env.__setitem__(place, offset(frame)))
     unread = type(node.value).__name__ == 'BufferLoad' and node.var not in compiler.used
     if unread and vector_lanes(compiler, list(node.value.indices)) > 1:
         return marked(lambda frame: None)  # the name of a region, for tile operators

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from tile_kernels.interpreter.engine.frame import Frame, active_threads, agreed, cluster_rank
+from tile_kernels.interpreter.engine.frame import Frame, active_threads, agreed, cluster_distance
 from tile_kernels.interpreter.engine.lanes import Mask, expand
 from tile_kernels.interpreter.engine.translate import Closure, Compiler, is_const, op
 from tile_kernels.interpreter.errors import ReducerMisuse, TypeMismatch
 from tile_kernels.interpreter.meaning.accumulate import contribute, identity, pair, reduce_axes
 from tile_kernels.interpreter.meaning.async_ops import async_copy_hook, async_gemm_hook
-from tile_kernels.interpreter.meaning.cluster_ops import multicast, signal_after_copy
+from tile_kernels.interpreter.meaning.cluster_ops import Pair, multicast, signal_after_copy
 from tile_kernels.interpreter.memory.access import Access, Dim
 from tile_kernels.interpreter.memory.dtypes import DType, caster, dtype_of, rounder
 
@@ -66,10 +66,18 @@ class Region:
         self.buffer = view
         self.node = buffer
         self.replicated = buffer.data in compiler.storages and compiler.storages[buffer.data].replicated
+        self.pair: Pair | None = None  # two blocks use this rectangle as the first of them says
 
     def _together(self, base: Closure) -> Closure:
         """A coordinate of the rectangle, the same for all participating threads."""
-        return lambda frame: base(frame) if self.access.private else agreed(frame, base(frame))
+
+        def run(frame: Frame) -> Any:
+            if self.access.private:
+                return base(frame)
+            start = agreed(frame, base(frame))
+            return start if self.pair is None else self.pair.of_first(frame, start)
+
+        return run
 
     def follow(self, other: Region) -> None:
         """Use the loop extents of another region; a copy iterates over one of its two regions."""
@@ -182,11 +190,11 @@ def _copy(compiler: Compiler, call: Any) -> Closure:
 
 def other_block(compiler: Compiler, rank: Any) -> Callable[[Frame], np.ndarray]:
     """The distance, in rows of shared memory, to the block of a given cluster rank."""
-    compiler.whole_grid = True
+    compiler.whole_cluster = True
     wanted = compiler.expr(rank)
 
     def run(frame: Frame) -> np.ndarray:
-        return np.asarray(wanted(frame)) - cluster_rank(frame, compiler.cluster_dims).reshape(-1, 1)
+        return cluster_distance(frame, compiler.cluster_dims, wanted(frame))
 
     return run
 
@@ -226,7 +234,24 @@ def _fill(compiler: Compiler, call: Any) -> Closure:
 @op('tl.tileop.gemm', 'tl.tileop.wgmma_gemm')
 def _gemm(compiler: Compiler, call: Any) -> Closure:
     """C += A @ B (operands may be transposed), accumulated in the type of C."""
+    return matrix_product(compiler, call)
+
+
+Scaling = Callable[[Frame, Mask, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
+
+
+def matrix_product(
+    compiler: Compiler,
+    call: Any,
+    pair: Pair | None = None,
+    scaling: Scaling | None = None,
+    hints: frozenset[str] = frozenset(),
+) -> Closure:
+    """A product of tiles; `pair` combines the right operands of two blocks, `scaling` multiplies both operands."""
     left, right, out = (Region(compiler, call.args[position]) for position in range(3))
+    for region in (left, right, out):
+        region.pair = pair
+        region.access.atomic = pair is not None and region is not out  # races between two blocks are not checked
     left.access.everyone = right.access.everyone = True
     if str(call.op.name) == 'tl.tileop.wgmma_gemm':
         left.access.asynchronous = right.access.asynchronous = 'gemm'
@@ -239,8 +264,8 @@ def _gemm(compiler: Compiler, call: Any) -> Closure:
     ):
         text = f'a product of {kinds[0].name} ({left.buffer.name}) and {kinds[1].name} ({right.buffer.name})'
         raise TypeMismatch(f'{text}: both operands must have one type', compiler.site, buffer=right.buffer.name)
-    if notes - GEMM_HINTS:
-        raise compiler.unsupported(f'gemm annotation {sorted(notes - GEMM_HINTS)}')
+    if notes - GEMM_HINTS - hints:
+        raise compiler.unsupported(f'gemm annotation {sorted(notes - GEMM_HINTS - hints)}')
     transpose_left, transpose_right = bool(call.args[3]), bool(call.args[4])
     clear = compiler.expr(call.args[9])
     dtype = out.buffer.dtype
@@ -251,13 +276,23 @@ def _gemm(compiler: Compiler, call: Any) -> Closure:
 
     def run(frame: Frame) -> None:
         mask = collective(frame, frame.mask, 2)
+        if pair is not None and mask is not None:
+            mask = pair.of_first(frame, mask)
+            if not mask.any():
+                return
         a = left.load_matrix(frame, mask).astype(exact, copy=False)
         b = right.load_matrix(frame, mask).astype(exact, copy=False)
         a, b = a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:])
         a = a.swapaxes(-1, -2) if transpose_left else a
         b = b.swapaxes(-1, -2) if transpose_right else b
+        if pair is not None:
+            b = pair.side_by_side(frame, b)
+        if scaling is not None:
+            a, b = scaling(frame, mask, a, b)
         product = _matmul(a, b)
-        cleared = clear(frame)
+        cleared = agreed(frame, clear(frame))
+        if pair is not None:
+            cleared = pair.of_first(frame, cleared)
         if not isinstance(cleared, np.ndarray) and cleared:
             total: Any = product
         else:

@@ -24,6 +24,7 @@ _SMALL_FLOATS: dict[str, tuple[int, Any, torch.dtype]] = {
     'float8_e4m3': (8, 448.0, torch.float8_e4m3fn),
     'float8_e5m2': (8, 57344.0, torch.float8_e5m2),
 }
+_E2M1 = ('float4_e2m1fn', 'float4_e2m1_unpacked')
 _E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
 # Midpoints between adjacent values; a tie goes to the even code, so every second threshold is exclusive.
 _E2M1_MIDPOINTS = (_E2M1_VALUES[1:] + _E2M1_VALUES[:-1]) / 2
@@ -86,6 +87,8 @@ def dtype_of(name: str) -> DType:
         return DType(base, 'float', 8, np.dtype(np.uint8), np.dtype(np.float32), lanes)
     if base == 'float4_e2m1fn':
         return DType(base, 'float', 4, np.dtype(np.uint8), np.dtype(np.float32), lanes)
+    if base in ('float4_e2m1_unpacked', 'custom[float4_e2m1_unpacked]'):  # in shared memory, one byte each
+        return DType('float4_e2m1_unpacked', 'float', 8, np.dtype(np.uint8), np.dtype(np.float32), lanes)
     for kind in ('uint', 'int'):
         width = base.removeprefix(kind)
         if base.startswith(kind) and width in ('8', '16', '32', '64'):
@@ -124,7 +127,7 @@ def encoder(dtype: DType) -> Callable[[Value], np.ndarray]:
         return lambda value: torch.from_numpy(_float32(value)).to(target).view(torch.uint8).numpy()
     if dtype.name == 'float8_e8m0fnu':
         return _encode_e8m0
-    if dtype.name == 'float4_e2m1fn':
+    if dtype.name in _E2M1:
         return _encode_e2m1
     if dtype.kind == 'bool':
         return lambda value: np.asarray(value).astype(np.bool_).view(np.uint8)
@@ -155,7 +158,7 @@ def rounder(dtype: DType) -> Callable[[Value], Value] | None:
     if dtype.name == 'float8_e8m0fnu':
         table = _decode_table(dtype)
         return lambda value: _like(value, table.take(_encode_e8m0(value)))
-    if dtype.name == 'float4_e2m1fn':
+    if dtype.name in _E2M1:
         table = _decode_table(dtype)
         return lambda value: _like(value, table.take(_encode_e2m1(value)))
     return None
@@ -294,7 +297,7 @@ def _encode_e2m1(value: Value) -> np.ndarray:
 @cache
 def _decode_table(dtype: DType) -> np.ndarray:
     codes = np.arange(16 if dtype.packed else 256, dtype=np.uint8)
-    if dtype.name == 'float4_e2m1fn':
+    if dtype.name in _E2M1:
         return np.where(codes & 8, -_E2M1_VALUES[codes & 7], _E2M1_VALUES[codes & 7]).astype(np.float32)
     if dtype.name == 'float8_e8m0fnu':
         table = np.ldexp(1.0, np.minimum(codes, 254).astype(np.int32) - 127).astype(np.float32)
