@@ -25,6 +25,7 @@ from tile_kernels.interpreter.meaning import (  # noqa: F401  (importing them re
     mma_ops,
     random_ops,
     registers,
+    sparse_gemm,
     tcgen05_ops,
     thread_loops,
     tile_ops,
@@ -38,6 +39,7 @@ from tile_kernels.interpreter.memory.buffers import (
     Place,
     ReplicatedMemory,
     bytes_of,
+    memory_at,
     workspace,
 )
 from tile_kernels.interpreter.memory.dtypes import DType, constant, dtype_of
@@ -211,6 +213,8 @@ class Param:
             return
         if tensor is None:
             return
+        if isinstance(tensor, int) and not isinstance(tensor, bool):
+            return  # an address; `check` uses it when the shape is known
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f'{kernel}: {self.name} must be a tensor, got {type(tensor).__name__}')
         if tensor.device.type != 'cpu':
@@ -276,6 +280,12 @@ class Param:
         if self.node is None or tensor is None:
             return
         want, steps = self.layout(frame)
+        if isinstance(tensor, int):
+            if tensor <= 0:
+                raise ValueError(f'{kernel}: {self.name} must be a tensor or its address, got {tensor}')
+            reach = 1 + sum((max(1, extent) - 1) * step for extent, step in zip(want, steps, strict=True))
+            frame.memory[self.storage.slot] = memory_at(tensor, -(-reach * self.dtype.bits // 8))
+            return
         shape, strides = logical_layout(tensor, self.dtype)
         if want != shape:
             raise ValueError(f'{kernel}: {self.name} must have shape {want}, got {shape}')

@@ -41,7 +41,7 @@ def async_gemm_hook(compiler: Compiler, name: str, access: Any, operands: list[A
         from tile_kernels.interpreter.meaning.tcgen05_ops import tcgen05_hook
 
         return tcgen05_hook(access)
-    if name != 'tl.tileop.wgmma_gemm':
+    if name not in ('tl.tileop.wgmma_gemm', 'tl.tileop.wgmma_gemm_sp'):
         return None
     read = [operand for operand in operands if operand.buffer.scope == 'shared']
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -140,6 +141,8 @@ def collective(frame: Frame, mask: Mask, axes: int) -> Mask:
 def _copy(compiler: Compiler, call: Any) -> Closure:
     """dst[...] = src[...], converted; outside a buffer, loads give the safe value and stores are dropped."""
     notes = {str(key): value for key, value in dict(call.annotations or {}).items()}
+    if int(notes.get('is_gather4', 0)) or int(notes.get('is_scatter4', 0)):
+        return _four_rows(compiler, call, notes)
     if set(notes) - COPY_HINTS - {'barrier', 'dst_block', 'cluster_mask'}:
         raise compiler.unsupported(f'copy annotation {sorted(set(notes) - COPY_HINTS)}')
     source, target = (Region(compiler, call.args[0], 'both'), Region(compiler, call.args[1], 'both'))
@@ -184,6 +187,42 @@ def _copy(compiler: Compiler, call: Any) -> Closure:
             signal(frame)
         elif launch is not None:
             launch(frame, mask)
+
+    return run
+
+
+def _four_rows(compiler: Compiler, call: Any, notes: dict[str, Any]) -> Closure:
+    """Copy between four rows of a tensor and a tile; rows outside the tensor load 0 and store nothing."""
+    from tvm.ir import Range
+    from tvm.tirx import BufferRegion
+
+    known = {'is_gather4', 'is_scatter4', 'gather4_rows', 'gather4_col', 'barrier'}
+    if set(notes) - COPY_HINTS - known:
+        raise compiler.unsupported(f'copy annotation {sorted(set(notes) - COPY_HINTS - known)}')
+    gathers = bool(int(notes.get('is_gather4', 0)))
+    ends = [region_parts(compiler, argument) for argument in call.args[:2]]
+    (tensor, _, _), (tile, _, extents) = ends if gathers else reversed(ends)
+    width = extents[1]
+    moves = []
+    for position, row in enumerate(notes['gather4_rows']):
+        away = BufferRegion(tensor, [Range.from_min_extent(row, 1), Range.from_min_extent(notes['gather4_col'], width)])
+        here = BufferRegion(tile, [Range.from_min_extent(position, 1), Range.from_min_extent(0, width)])
+        pair = [Region(compiler, end, 'both') for end in ((away, here) if gathers else (here, away))]
+        for end in pair:
+            if end.buffer.scope == 'global':
+                end.access.dims = [replace(dim, guard='both') for dim in end.access.dims]
+        source, target = pair
+        (target if gathers else source).access.asynchronous = 'tma'
+        moves.append((source, target, async_copy_hook(compiler, 'tl.tileop.tma_copy', notes, target.access)))
+    compiler.overwrites = compiler.overwrites or gathers
+    convert = caster(dtype_of(moves[0][0].buffer.dtype.name), dtype_of(moves[0][1].buffer.dtype.name))
+
+    def run(frame: Frame) -> None:
+        mask = collective(frame, frame.mask, 1)
+        for source, target, launch in moves:
+            target.access.store(frame, convert(source.access.load(frame, mask)), mask)
+            if launch is not None:
+                launch(frame, mask)
 
     return run
 
@@ -246,14 +285,19 @@ def matrix_product(
     pair: Pair | None = None,
     scaling: Scaling | None = None,
     hints: frozenset[str] = frozenset(),
+    slots: tuple[int, ...] = (0, 1, 2, 3, 4, 9),
 ) -> Closure:
-    """A product of tiles; `pair` combines the right operands of two blocks, `scaling` multiplies both operands."""
-    left, right, out = (Region(compiler, call.args[position]) for position in range(3))
+    """A product of tiles; `pair` combines the right operands of two blocks, `scaling` changes both operands.
+
+    `slots` are the arguments with A, B, C, whether A and B are transposed, and whether C starts at 0.
+    """
+    arguments = [call.args[slot] for slot in slots]
+    left, right, out = (Region(compiler, argument) for argument in arguments[:3])
     for region in (left, right, out):
         region.pair = pair
         region.access.atomic = pair is not None and region is not out  # races between two blocks are not checked
     left.access.everyone = right.access.everyone = True
-    if str(call.op.name) == 'tl.tileop.wgmma_gemm':
+    if str(call.op.name).startswith('tl.tileop.wgmma_gemm'):
         left.access.asynchronous = right.access.asynchronous = 'gemm'
     notes = {str(key) for key in dict(call.annotations or {})}
     kinds = left.buffer.dtype, right.buffer.dtype
@@ -266,8 +310,8 @@ def matrix_product(
         raise TypeMismatch(f'{text}: both operands must have one type', compiler.site, buffer=right.buffer.name)
     if notes - GEMM_HINTS - hints:
         raise compiler.unsupported(f'gemm annotation {sorted(notes - GEMM_HINTS - hints)}')
-    transpose_left, transpose_right = bool(call.args[3]), bool(call.args[4])
-    clear = compiler.expr(call.args[9])
+    transpose_left, transpose_right = bool(arguments[3]), bool(arguments[4])
+    clear = compiler.expr(arguments[5])
     dtype = out.buffer.dtype
     exact = np.float64 if dtype.is_int or dtype.name == 'float64' else np.float32
     round_out = rounder(dtype)
