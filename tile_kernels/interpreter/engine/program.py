@@ -42,7 +42,7 @@ from tile_kernels.interpreter.memory.buffers import (
     memory_at,
     workspace,
 )
-from tile_kernels.interpreter.memory.dtypes import DType, constant, dtype_of
+from tile_kernels.interpreter.memory.dtypes import FP4_PAIR, DType, constant, dtype_of
 from tile_kernels.interpreter.session import Session
 
 BATCH_BYTES = 48 << 20  # on-chip memory and temporaries of the blocks of one batch
@@ -179,7 +179,7 @@ class Param:
             self.dtype = compiler.dtype(var)
             self.slot = compiler.new_slot(var)
             return
-        self.dtype = compiler.dtype(self.node)
+        self.dtype = compiler.memory_dtype(self.node, 'global')
         self.storage = _declare_tensor(compiler, self.node)
 
     def bind_symbols(self, compiler: Compiler) -> None:
@@ -253,7 +253,8 @@ class Param:
         name = 'float8_e4m3fn' if self.dtype.name == 'float8_e4m3' else self.dtype.name
         if self.dtype.packed:
             shape[-1] //= 2
-            name = 'int8'
+        if self.dtype.packed or self.dtype is FP4_PAIR:
+            name = 'int8' if self.dtype.is_int else 'float4_e2m1fn_x2'
         return torch.empty(shape, dtype=getattr(torch, name))
 
     def require_written(self, frame: Frame, kernel: str) -> None:
@@ -414,7 +415,7 @@ def replicated_fragments(prim_func: Any) -> set[Any]:
 
 
 def _declare_tensor(compiler: Compiler, node: Any) -> Storage:
-    dtype = compiler.dtype(node)
+    dtype = compiler.memory_dtype(node, 'global')
     storage = Storage(compiler.num_memories, 'global', dtype, 0, str(node.name), {dtype.name})
     compiler.num_memories += 1
     compiler.storages[node.data] = storage

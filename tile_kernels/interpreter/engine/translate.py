@@ -22,7 +22,7 @@ from tile_kernels.interpreter.engine.lanes import axis_values, expand
 from tile_kernels.interpreter.engine.source import Source
 from tile_kernels.interpreter.errors import Site, UnsupportedConstruct
 from tile_kernels.interpreter.memory.access import Access, Buffer, Dim
-from tile_kernels.interpreter.memory.dtypes import DType, constant, dtype_of
+from tile_kernels.interpreter.memory.dtypes import FP4_PAIR, DType, constant, dtype_of
 from tile_kernels.interpreter.session import timed
 
 Closure = Callable[[Frame], Any]
@@ -194,6 +194,12 @@ class Compiler:
         except KeyError:
             raise self.unsupported(f'data type {node.dtype}') from None
 
+    def memory_dtype(self, buffer: Any, scope: str) -> DType:
+        """Type of the elements of a buffer; outside registers, a pair of fp4 numbers is one byte."""
+        if str(buffer.dtype) == FP4_PAIR.name and scope != 'local':
+            return FP4_PAIR
+        return self.dtype(buffer)
+
     def dtype_of_operand(self, node: Any) -> DType:
         """Element type of an expression or a tile operand."""
         if type(node).__name__ == 'BufferRegion':
@@ -292,7 +298,7 @@ class Compiler:
         else:
             closures = [self.expr(extent) for extent in buffer.shape]
             size = lambda frame: int(np.prod([int(closure(frame)) for closure in closures]))
-        dtype = self.dtype(buffer)
+        dtype = self.memory_dtype(buffer, scope)
         storage = Storage(self.num_memories, scope, dtype, size, str(buffer.name), {str(buffer.dtype)})
         storage.replicated = scope == 'fragment' and buffer.data in self.replicated
         storage.zeroed = str(buffer.scope()) == 'local.var'
@@ -336,11 +342,12 @@ class Compiler:
             return made
         if storage is None:
             raise self.unsupported(f'buffer {node.name} without an allocation')
-        dtype = self.dtype(node)
+        dtype = self.memory_dtype(node, storage.scope)
         if dtype.lanes > 1 and storage.scope != 'local':
             raise self.unsupported(f'{storage.scope} buffer {node.name} with vector elements {node.dtype}')
         storage.dtypes.add(str(node.dtype))
-        if len(storage.dtypes) > 1 and any(dtype_of(name).lanes > 1 for name in storage.dtypes):
+        vectors = any(dtype_of(name).lanes > 1 for name in storage.dtypes)
+        if len(storage.dtypes) > 1 and vectors and storage.scope == 'local':
             raise self.unsupported(f'local buffer {node.name} viewed both as vectors and as {storage.dtype.name}')
         offset = None
         if not (is_const(node.elem_offset) and int(node.elem_offset) == 0):

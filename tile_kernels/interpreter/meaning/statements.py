@@ -19,7 +19,7 @@ from tile_kernels.interpreter.errors import Deadlock, InterpreterError
 from tile_kernels.interpreter.meaning.expressions import is_vector_index, vector_element, vector_lanes
 from tile_kernels.interpreter.meaning.independent import as_array, is_independent
 from tile_kernels.interpreter.memory.buffers import workspace
-from tile_kernels.interpreter.memory.dtypes import narrower
+from tile_kernels.interpreter.memory.dtypes import FP4_PAIR, narrower, pair_of_bits
 
 Run = Callable[[Frame], Any]
 VECTORIZED = 2  # loop type of TIR
@@ -206,6 +206,8 @@ def _plain_store(compiler: Compiler, node: Any) -> Run:
         access = compiler.access(node.buffer, indices)
         if access.buffer.scope == 'shared':
             compiler.generic.add(access.path)
+        if access.buffer.dtype is FP4_PAIR:
+            return marked(lambda frame: access.store(frame, pair_of_bits(value(frame)), frame.mask))
         return marked(lambda frame: access.store(frame, value(frame), frame.mask))
     parts = [
         compiler.access(node.buffer, vector_element(compiler, node.buffer, indices, lane)) for lane in range(lanes)

@@ -17,7 +17,7 @@ from tile_kernels.interpreter.meaning.accumulate import contribute, identity, pa
 from tile_kernels.interpreter.meaning.async_ops import async_copy_hook, async_gemm_hook
 from tile_kernels.interpreter.meaning.cluster_ops import Pair, multicast, signal_after_copy
 from tile_kernels.interpreter.memory.access import Access, Dim
-from tile_kernels.interpreter.memory.dtypes import DType, caster, dtype_of, rounder
+from tile_kernels.interpreter.memory.dtypes import FP4_PAIR, DType, caster, dtype_of, rounder
 
 # Annotations of copies that select an instruction and do not change the result.
 COPY_HINTS = {
@@ -47,6 +47,8 @@ class Region:
         if not reducer:
             forbid_plain_use(compiler, buffer)
         view = compiler.buffer(buffer)
+        if view.dtype is FP4_PAIR and guard is None:
+            raise compiler.unsupported(f'a tile operation other than a copy on {view.dtype.name}')
         depth = compiler.depth
         self.wide = [position for position, extent in enumerate(extents) if not (is_const(extent) and int(extent) == 1)]
         self.extents: tuple[Closure, ...] = tuple(compiler.expr(extents[position]) for position in self.wide)
@@ -148,6 +150,8 @@ def _copy(compiler: Compiler, call: Any) -> Closure:
     source, target = (Region(compiler, call.args[0], 'both'), Region(compiler, call.args[1], 'both'))
     if len(source.wide) != len(target.wide):
         raise compiler.unsupported('a copy between regions of different rank')
+    if FP4_PAIR in (source.buffer.dtype, target.buffer.dtype) and source.buffer.dtype != target.buffer.dtype:
+        raise compiler.unsupported(f'a copy from {source.buffer.dtype.name} to {target.buffer.dtype.name}')
     if _level(source) >= _level(target):
         target.follow(source)
     else:
@@ -554,6 +558,8 @@ def _atomic_tile(compiler: Compiler, call: Any) -> Closure:
     """dst[...] = op(dst[...], value[...]), each element atomically and once."""
     name = {'add': 'sum', 'max': 'max', 'min': 'min'}[str(call.op.name)[-3:]]
     target = Region(compiler, call.args[1], 'both')
+    if target.buffer.dtype is FP4_PAIR:
+        raise compiler.unsupported(f'atomics on {FP4_PAIR.name}')
     target.access.atomic = True
     kind = type(call.args[0]).__name__
     is_tile = kind == 'BufferRegion' or (kind == 'Call' and str(call.args[0].op.name) == 'tl.region')
