@@ -473,11 +473,14 @@ class GlobalMarks:
         self.unit = unit
         self.cells = max(1, memory.size * 8 // unit)
         self.before: np.ndarray | None = None  # elements that the previous kernel wrote
+        self.inherited: np.ndarray | None = None  # elements that the previous kernel of another program wrote
         self.reset()
 
     def keep_for_next_kernel(self) -> None:
         """Keep the writes of a kernel that ended: the next kernel may start before they are visible."""
         self.before = self.writer != NOBODY
+        if self.inherited is not None:
+            self.before, self.inherited = self.before | self.inherited, None
 
     def reset(self) -> None:
         """Clear all marks, because a grid barrier has ordered the blocks."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
-from tile_kernels.interpreter.checks.races import GlobalMarks, SharedMarks, check_all_arrived
+from tile_kernels.interpreter.checks.races import NOBODY, GlobalMarks, SharedMarks, check_all_arrived
 from tile_kernels.interpreter.checks.resources import check_launch
 from tile_kernels.interpreter.engine.clock import Clock
 from tile_kernels.interpreter.engine.frame import Frame
@@ -95,6 +97,23 @@ class Shared:
             marks.reset()
 
 
+@dataclass
+class Written:
+    """The elements of a tensor that a kernel wrote."""
+
+    tensor: weakref.ref[torch.Tensor]
+    address: int
+    version: int
+    cells: np.ndarray
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor still holds them: the same memory, and PyTorch wrote nothing to it since."""
+        return self.tensor() is not None and tensor.data_ptr() == self.address and tensor._version == self.version
+
+
+_LAST_KERNEL: list[Written] = []  # what the last kernel of this process wrote
+
+
 class Program:
     """One PrimFunc, compiled."""
 
@@ -137,8 +156,13 @@ class Program:
         for param, tensor in zip(self.params, tensors, strict=True):
             param.check(frame, tensor, self.name)
         self._watch(frame)
+        left = _LAST_KERNEL.copy()
+        _LAST_KERNEL.clear()
+        if self.compiler.launches[:1] == [True]:
+            self._inherit(frame, tensors, left)
         with np.errstate(all='ignore'):
             self.body(frame)
+        self._leave(frame, tensors)
         if self.options.checks == 'all':
             for position, param in enumerate(self.params):
                 if position in self.outputs:
@@ -157,6 +181,31 @@ class Program:
             if self.options.races and param.node.data in self.usage.stored:
                 memory.race = GlobalMarks(memory, param.storage.unit)
                 frame.shared.marks.append(memory.race)
+
+    def _inherit(self, frame: Frame, tensors: tuple[Any, ...], left: list[Written]) -> None:
+        """Mark what the kernel before this program wrote: this one may start before it is visible."""
+        for param, tensor in zip(self.params, tensors, strict=True):
+            memory = None if param.node is None else frame.memory[param.storage.slot]
+            if memory is None or not isinstance(tensor, torch.Tensor) or not self.options.races:
+                continue
+            for written in left:
+                if written.holds(tensor):
+                    marks = memory.race or GlobalMarks(memory, param.storage.unit)
+                    if marks.writer.shape != written.cells.shape:
+                        continue
+                    marks.inherited = written.cells
+                    if memory.race is None:
+                        memory.race = marks
+                        frame.shared.marks.append(marks)
+
+    def _leave(self, frame: Frame, tensors: tuple[Any, ...]) -> None:
+        """Keep what the last kernel wrote, for a next program that may start early."""
+        for param, tensor in zip(self.params, tensors, strict=True):
+            memory = None if param.node is None else frame.memory[param.storage.slot]
+            if memory is not None and isinstance(memory.race, GlobalMarks) and isinstance(tensor, torch.Tensor):
+                cells = memory.race.writer != NOBODY
+                if cells.any():
+                    _LAST_KERNEL.append(Written(weakref.ref(tensor), tensor.data_ptr(), tensor._version, cells))
 
     def new_outputs(self, tensors: tuple[Any, ...], wanted: list[int]) -> dict[int, torch.Tensor]:
         """Allocate output tensors; their shapes follow from the inputs."""
@@ -469,6 +518,7 @@ def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
     body = compiler.stmt(node)
     compiler.in_launch = False
     early = compiler.begins_early and compiler.options.races
+    compiler.launches.append(early)
     storages = [storage for data, storage in compiler.storages.items() if data not in before]
     counts = compiler.barrier_counts
     for data in counts:

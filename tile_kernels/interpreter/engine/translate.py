@@ -169,6 +169,7 @@ class Compiler:
         self.barrier_counts: dict[Any, list[Any]] = {}
         self.vector: list[tuple[Access, Any, list[Any]]] | None = None  # accesses of a vectorized loop
         self.begins_early = False  # PDL: the kernel may start before the previous one has ended
+        self.launches: list[bool] = []  # for every kernel of the program: whether it may start early
         self.as_arrays = False  # inside a serial loop that runs as an axis
         self.updated: Any = None  # data variable of the reducer that the current statement updates
         self.finalized: set[Any] = set()  # data variables of reducers that are finalized somewhere
