@@ -23,6 +23,7 @@ from tile_kernels.interpreter.meaning import (  # noqa: F401  (importing them re
     cluster_ops,
     control_ops,
     expressions,
+    launch_control,
     math_ops,
     mma_ops,
     random_ops,
@@ -60,6 +61,7 @@ class Shared:
         self.session = session or Session()
         self.observer = self.session.observer
         self.marks: list[Any] = []  # accesses of blocks to tensors, if races are checked
+        self.waiting = 0  # number of the first block that has not started, if running clusters may take over its work
         self.events = 0  # increases whenever a thread makes progress at a barrier
         self.covered: set[int] = set()
         self.paths: list[tuple[tuple[str, int, int], ...]] = [()]
@@ -535,9 +537,12 @@ def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
         raise compiler.unsupported('a loop that waits for other blocks together with barriers of the grid')
 
     def batches(host: Frame, grid: list[int], batch: int) -> Iterator[Frame]:
-        total = int(np.prod(grid))
-        for start in range(0, total, batch):
+        total = host.shared.waiting = int(np.prod(grid))
+        start = 0
+        while start < total:
             count = min(batch, total - start)
+            if compiler.takes_over:
+                host.shared.waiting = start + count
             frame = host.batch_for(compiler.num_slots, compiler.num_memories)
             frame.blocks, frame.threads, frame.barriers = count, threads, {}
             frame.first_block, frame.grid = start, grid
@@ -552,6 +557,7 @@ def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
             for storage in storages:
                 frame.memory[storage.slot] = allocate(storage, frame, compiler.options, host)
             yield frame
+            start = host.shared.waiting if compiler.takes_over else start + count
 
     def run_grid(host: Frame, grid: list[int], batch: int) -> None:
         for frame in batches(host, grid, batch):
@@ -578,7 +584,8 @@ def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
         if compiler.spins:
             run_all(body, list(batches(host, grid, unit)))
             return
-        batch = max(unit, min(total, BATCH_BYTES // bytes_per_block) // unit * unit)
+        most = -(-total // 2) if compiler.takes_over else total  # so that some clusters have not started
+        batch = max(unit, min(most, BATCH_BYTES // bytes_per_block) // unit * unit)
         if whole_grid or not waits(body):
             run_grid(host, grid, total if whole_grid else batch)
             return

@@ -165,6 +165,7 @@ class Compiler:
         self.spins = False  # a loop polls memory that another block writes: blocks must run alternately
         self.whole_grid = False  # blocks wait for each other: all must run in one batch
         self.whole_cluster = False  # blocks of a cluster wait for each other: all of it must run in one batch
+        self.takes_over = False  # running clusters take over the work of those that have not started
         self.cluster_dims: tuple[int, ...] = (1, 1, 1)
         self.barrier_counts: dict[Any, list[Any]] = {}
         self.vector: list[tuple[Access, Any, list[Any]]] | None = None  # accesses of a vectorized loop
