@@ -33,6 +33,7 @@ from tile_kernels.interpreter.meaning import (  # noqa: F401  (importing them re
     thread_loops,
     tile_ops,
     warp_ops,
+    wgmma_ops,
 )
 from tile_kernels.interpreter.meaning.mbarriers import new_barriers
 from tile_kernels.interpreter.meaning.statements import Run, waits

@@ -39,6 +39,7 @@ SCOPES = {
     'shared.cluster_barrier': 'barrier',
     'local': 'local',
     'local.var': 'local',
+    'local.descriptor.wgmma': 'local',
     'local.fragment': 'fragment',
     'local.reducer': 'fragment',
     'shared.tmem': 'fragment',  # Blackwell's tensor memory
@@ -143,6 +144,8 @@ class Compiler:
         self.axes: dict[Any, int] = {}  # variable of a parallel loop -> axis
         self.macros: dict[Any, Any] = {}  # variable that is bound before its free variables -> expression
         self.storages: dict[Any, Storage] = {}
+        self.described: dict[Any, Any] = {}  # data variable of a descriptor -> that of the buffer it describes
+        self.layouts: dict[Any, Any] = {}  # layouts that the kernel annotates, by data variable
         self.pointers: dict[Any, Any] = {}  # variable that holds an offset -> data variable to which it belongs
         self.buffers: dict[Any, Buffer] = {}
         self.safe_values: dict[Any, Any] = {}  # for plain loads: an annotation applies to everything that follows
@@ -326,6 +329,8 @@ class Compiler:
                 self.barrier_counts.update({data: list(counts) for data, counts in value.items()})
             elif name in ('reducer_info', 'reducer_info_v2'):
                 self.reducers.update({data: str(info['op']) for data, info in value.items()})
+            elif name == 'layout_map':
+                self.layouts.update(dict(value.items()))
             elif name == 'cluster_dims':
                 self.cluster_dims = tuple(int(extent) for extent in value)
             elif name not in BLOCK_HINTS:

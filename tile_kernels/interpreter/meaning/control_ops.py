@@ -103,7 +103,6 @@ def _first_argument(site: Site) -> str:
     'tl.pdl_trigger',
     'tl.prefetch_tma_descriptor',
     'tl.warpgroup_arrive',
-    'tl.warpgroup_commit_batch',
     'tl.warpgroup_fence_operand',
     'tl.ptx_fence_barrier_init',
     'tl.tma_store_arrive',
