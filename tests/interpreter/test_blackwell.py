@@ -354,3 +354,40 @@ def test_gathered_rows_outside_the_tensor_are_zero_and_scattered_ones_are_droppe
     expected = torch.ones_like(x)
     expected[[3, 1], 16:48] = 0  # where rows 8 and -1 went; rows 1 and 3 went to -1 and 8
     assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize('size', [1, 2])
+def test_running_clusters_take_over_the_work_of_others(size):
+    count = 12
+
+    @T.prim_func
+    def main(
+        x: T.Tensor((count, 32), 'float32'), y: T.Tensor((count, 32), 'float32'), done: T.Tensor((count,), 'int32')
+    ):
+        with T.ClusterKernel(count, threads=32, cluster_dims=size) as pid:
+            response = T.alloc_shared((4,), 'uint32', scope='shared')
+            answered = T.alloc_cluster_barrier([1])
+            thread = T.get_thread_binding()
+            rank = T.block_rank_in_cluster()
+            tile = T.alloc_var('int32', init=pid)
+            for turn in T.serial(count):
+                y[tile, thread] = x[tile, thread] * 2.0
+                if thread == 0:
+                    T.atomic_add(done[pid], 1)
+                    T.mbarrier_arrive_expect_tx(answered, 16)
+                    if rank == 0:
+                        if size == 1:
+                            T.clc_try_cancel(response, answered)
+                        else:
+                            T.clc_try_cancel_multicast(response, answered)
+                T.mbarrier_wait_parity(answered, turn & 1)
+                if T.clc_is_canceled(response) == 0:
+                    break
+                tile = T.cast(T.clc_get_first_ctaid_x(response), 'int32') + rank
+
+    x, y, done = torch.randn(count, 32), torch.zeros(count, 32), torch.zeros(count, dtype=torch.int32)
+    run(main, x, y, done, checks='races')
+    assert torch.equal(y, x * 2)
+    assert int(done.sum()) == count  # every block's work is done once
+    assert int(done.max()) > 1
+    assert int(done.min()) == 0
