@@ -61,6 +61,7 @@ class Setting:
     capability: str = ''
     arguments: str = ''
     sizes: tuple[tuple[str, int], ...] = ()
+    small: bool = True  # smaller sizes do not break it
 
 
 #: Examples by the beginning of their path, the longest that fits counts.
@@ -73,7 +74,9 @@ SETTINGS = {
         arguments='--test_correctness', sizes=(('S', 2), ('SKV', 2048), ('topk', 256), ('H', 64))
     ),
     'deepseek_v4/fp8_fp4': Setting('10.0', '--M 256 --N 8192 --K 512'),
-    'dsa_hisa/block_sparse': Setting(sizes=(('M', 256),)),
+    'cast/example_group': Setting(small=False),
+    'dsa_hisa/hisa': Setting(sizes=(('M', 1024), ('topk_tokens', 256), ('block_topk', 16))),
+    'dsa_hisa/pool': Setting(small=False),
     'dsa_sparse_finetune/sparse_mla_fwd': Setting(sizes=(('S', 288), ('H', 64), ('topk', 128))),
     'flash_attention/example_mha_bwd_bshd': Setting(arguments='--batch 1 --h 2 --n_ctx 256'),
     'flash_attention_sm100/': Setting('10.0'),
@@ -235,7 +238,7 @@ def _run_example(file: Path, args: argparse.Namespace) -> Outcome:
     error: BaseException | None = None
     try:
         with _limited(args.limit):
-            if args.small:
+            if args.small and setting.small:
                 run_smaller(file, dict(setting.sizes))
             else:
                 runpy.run_path(str(file), run_name='__main__')
@@ -276,6 +279,15 @@ class Smaller(ast.NodeTransformer):
             for keyword in node.keywords:
                 keyword.value = self._less(first if option else keyword.arg or '', keyword.value)
             node.args = [self._less('', arg) for arg in node.args]
+        return node
+
+    def visit_For(self, node: ast.For) -> ast.AST:
+        """Sizes in the tuples over which the main part loops."""
+        self.generic_visit(node)
+        if self.main and isinstance(node.iter, ast.List):
+            for row in node.iter.elts:
+                if isinstance(row, ast.Tuple):
+                    row.elts = [self._less('', value) for value in row.elts]
         return node
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tile_kernels.interpreter.checks.flags import Flags
 from tile_kernels.interpreter.checks.races import NOBODY, GlobalMarks, SharedMarks, check_all_arrived
 from tile_kernels.interpreter.checks.resources import check_launch
 from tile_kernels.interpreter.engine.clock import Clock
@@ -61,6 +62,7 @@ class Shared:
     def __init__(self, session: Session | None = None) -> None:
         self.session = session or Session()
         self.observer = self.session.observer
+        self.flags = Flags()  # the order that flags create between blocks
         self.marks: list[Any] = []  # accesses of blocks to tensors, if races are checked
         self.waiting = 0  # number of the first block that has not started, if running clusters may take over its work
         self.events = 0  # increases whenever a thread makes progress at a barrier
