@@ -17,7 +17,7 @@ file runs in its own forked process. Nothing from the checkout is stored. The re
     other        it launches no kernel, or pytest skips it; not counted
 
 Most examples have sizes for a GPU. With `--small`, sizes above 1024 in defaults and in the main part become 512, and
-batches become 1: the kernels stay as they are.
+batches become 1: the kernels stay as they are. `SETTINGS` names the programs that need other sizes, or another GPU.
 """
 
 from __future__ import annotations
@@ -54,6 +54,46 @@ class Outcome:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What a program needs: a GPU, and with `--small` arguments of its command line or sizes of its main part."""
+
+    capability: str = ''
+    arguments: str = ''
+    sizes: tuple[tuple[str, int], ...] = ()
+    small: bool = True  # smaller sizes do not break it
+
+
+#: Examples by the beginning of their path, the longest that fits counts.
+SETTINGS = {
+    'aws/gemm': Setting(arguments='--m 256 --n 4096 --k 256'),
+    'blockscaled_gemm_sm100/gemm_mxfp8': Setting('10.0', sizes=(('M', 256), ('N', 8192), ('K', 512))),
+    'blockscaled_gemm_sm100/grouped': Setting('10.0', '--batch-sizes 256,512 --N 8192 --K 512 --no-bench'),
+    'convolution/': Setting(arguments='--n 1 --h 16 --w 16'),
+    'deepseek_v32/sparse_mla_fwd_': Setting(
+        arguments='--test_correctness', sizes=(('S', 2), ('SKV', 2048), ('topk', 256), ('H', 64))
+    ),
+    'deepseek_v4/fp8_fp4': Setting('10.0', '--M 256 --N 8192 --K 512'),
+    'cast/example_group': Setting(small=False),
+    'dsa_hisa/hisa': Setting(sizes=(('M', 1024), ('topk_tokens', 256), ('block_topk', 16))),
+    'dsa_hisa/pool': Setting(small=False),
+    'dsa_sparse_finetune/sparse_mla_fwd': Setting(sizes=(('S', 288), ('H', 64), ('topk', 128))),
+    'flash_attention/example_mha_bwd_bshd': Setting(arguments='--batch 1 --h 2 --n_ctx 256'),
+    'flash_attention_sm100/': Setting('10.0'),
+    'gemm_int4/': Setting('8.0'),
+    'gemm_sm120/': Setting('12.0', '--m 256 --n 256 --k 512 --verify'),
+    'gemm_tcgen05/': Setting('10.0'),
+    'gemm_tcgen05/gemm_tcgen5mma_ws_clc': Setting('10.0', '--m 256 --n 8192 --k 256 --group_size 8'),
+    'gemm_tcgen05/gemm_tcgen5mma_ws_persistent.py': Setting('10.0', '--m 256 --n 8192 --k 256'),
+}
+
+
+def setting_of(name: str) -> Setting:
+    """The setting of an example, by its path in the checkout."""
+    fits = [key for key in SETTINGS if name.removeprefix('examples/').startswith(key)]
+    return SETTINGS[max(fits, key=len)] if fits else Setting()
+
+
 class OutOfTime(BaseException):
     """The time limit of a program has passed."""
 
@@ -67,7 +107,7 @@ def main() -> int:
     parser.add_argument(
         '--limit', type=int, default=60, help='seconds of CPU time a program may take, a sixth of those of the clock'
     )
-    parser.add_argument('--capability', default='9.0', help='compute capability of the GPU that is imitated')
+    parser.add_argument('--capability', help='compute capability of the GPU that is imitated')
     parser.add_argument('--checks', default='memory')
     parser.add_argument('--small', action='store_true', help='give examples smaller sizes')
     parser.add_argument('--files', type=Path, help='run only the files named in the lines of this file')
@@ -82,7 +122,7 @@ def main() -> int:
                 continue
             for outcome in run_file(file, part, args):
                 outcomes[part].append(outcome)
-                if outcome.result != 'other':
+                if outcome.result != 'other' or outcome.words:
                     sys.stdout.write(f'{outcome.result:12} {outcome.seconds:6.1f} s  {outcome.name}  {outcome.words}\n')
                     sys.stdout.flush()
             if args.json:
@@ -148,7 +188,8 @@ def _work(file: Path, part: str, args: argparse.Namespace, there: Any) -> None:
     sink = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(sink, stream)
-    major, minor = (int(number) for number in args.capability.split('.'))
+    wanted = args.capability or setting_of(str(file.relative_to(args.checkout))).capability or '9.0'
+    major, minor = (int(number) for number in wanted.split('.'))
     sys.path.insert(0, str(file.parent))
     try:
         with fake_cuda((major, minor)), interpreting(args.checks):
@@ -190,14 +231,15 @@ def _limited(seconds: int) -> Iterator[None]:
 
 
 def _run_example(file: Path, args: argparse.Namespace) -> Outcome:
-    sys.argv = [str(file)]
+    setting = setting_of(str(file.relative_to(args.checkout)))
+    sys.argv = [str(file), *(setting.arguments.split() if args.small else ())]
     started = time.monotonic()
     before = _launches()
     error: BaseException | None = None
     try:
         with _limited(args.limit):
-            if args.small:
-                run_smaller(file)
+            if args.small and setting.small:
+                run_smaller(file, dict(setting.sizes))
             else:
                 runpy.run_path(str(file), run_name='__main__')
     except BaseException as caught:
@@ -208,8 +250,9 @@ def _run_example(file: Path, args: argparse.Namespace) -> Outcome:
 class Smaller(ast.NodeTransformer):
     """Shrinks the sizes of a program: numbers in defaults, keywords and the main part, never those in a kernel."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: dict[str, int] | None = None) -> None:
         self.main = False
+        self.sizes = sizes or {}  # sizes of the main part, by name
 
     def visit_If(self, node: ast.If) -> ast.AST:
         """The main part of a program: every size in it."""
@@ -221,7 +264,7 @@ class Smaller(ast.NodeTransformer):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         """Defaults of a function; a function called main belongs to the main part."""
         names = [arg.arg for arg in node.args.args][len(node.args.args) - len(node.args.defaults) :]
-        node.args.defaults = [_less(name, one) for name, one in zip(names, node.args.defaults, strict=True)]
+        node.args.defaults = [self._less(name, one) for name, one in zip(names, node.args.defaults, strict=True)]
         main, self.main = self.main, self.main or node.name in ('main', 'test', 'run')
         node.body = [self.visit(one) for one in node.body]
         self.main = main
@@ -234,8 +277,17 @@ class Smaller(ast.NodeTransformer):
         if option or self.main:
             first = next((str(arg.value) for arg in node.args if isinstance(arg, ast.Constant)), '').lstrip('-')
             for keyword in node.keywords:
-                keyword.value = _less(first if option else keyword.arg or '', keyword.value)
-            node.args = [_less('', arg) for arg in node.args]
+                keyword.value = self._less(first if option else keyword.arg or '', keyword.value)
+            node.args = [self._less('', arg) for arg in node.args]
+        return node
+
+    def visit_For(self, node: ast.For) -> ast.AST:
+        """Sizes in the tuples over which the main part loops."""
+        self.generic_visit(node)
+        if self.main and isinstance(node.iter, ast.List):
+            for row in node.iter.elts:
+                if isinstance(row, ast.Tuple):
+                    row.elts = [self._less('', value) for value in row.elts]
         return node
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
@@ -245,10 +297,15 @@ class Smaller(ast.NodeTransformer):
             target = node.targets[0]
             if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
                 pairs = zip(target.elts, node.value.elts, strict=False)
-                node.value.elts = [_less(getattr(name, 'id', ''), value) for name, value in pairs]
+                node.value.elts = [self._less(getattr(name, 'id', ''), value) for name, value in pairs]
             else:
-                node.value = _less(getattr(target, 'id', ''), node.value)
+                node.value = self._less(getattr(target, 'id', ''), node.value)
         return node
+
+    def _less(self, name: str, node: ast.expr) -> ast.expr:
+        if self.main and name in self.sizes and isinstance(node, ast.Constant):
+            return ast.copy_location(ast.Constant(self.sizes[name]), node)
+        return _less(name, node)
 
 
 def _less(name: str, node: ast.expr) -> ast.expr:
@@ -259,11 +316,11 @@ def _less(name: str, node: ast.expr) -> ast.expr:
     return ast.copy_location(ast.Constant(512), node) if node.value > 1024 and node.value % 512 == 0 else node
 
 
-def run_smaller(file: Path) -> None:
+def run_smaller(file: Path, sizes: dict[str, int]) -> None:
     """Run an example with smaller sizes."""
     import types
 
-    tree = ast.fix_missing_locations(Smaller().visit(ast.parse(file.read_text())))
+    tree = ast.fix_missing_locations(Smaller(sizes).visit(ast.parse(file.read_text())))
     module = types.ModuleType('__main__')
     module.__file__ = str(file)
     before, sys.modules['__main__'] = sys.modules['__main__'], module

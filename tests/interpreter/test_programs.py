@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tilelang.language as T
 import torch
+from tilelang.language.experimental.gemm_sp_op import wgmma_gemm_sp
 
 from tile_kernels.interpreter import (
     AsyncReadBeforeWait,
@@ -13,7 +14,7 @@ from tile_kernels.interpreter import (
     interpret,
     unknown_constructs,
 )
-from tile_kernels.interpreter.meaning.random_ops import philox
+from tile_kernels.interpreter.meaning.random_ops import Mrg, Xorwow, philox
 
 
 def run(kernel, *tensors, checks='all', **settings):
@@ -174,16 +175,275 @@ def test_random_numbers_follow_seed_sequence_and_offset():
     assert abs(float(bell.std()) - 1) < 0.15
 
 
-def test_other_generators_are_refused_by_name():
-    @T.prim_func
-    def main(y: T.Tensor((32,), 'uint32')):
-        with T.Kernel(1, threads=32):
-            tx = T.get_thread_binding()
-            T.rng_init(0, tx, 0, generator='curandStateXORWOW_t')
-            y[tx] = T.rng_rand()
+def draws(generator, kind='rng_rand', **how):
+    """Four numbers of each of four threads, with seed, sequence and offset from a tensor."""
+    out = {'rng_rand': 'uint32'}.get(kind, f'float{how.get("bit", 32)}')
 
-    with pytest.raises(UnsupportedConstruct, match='curandStateXORWOW_t'):
-        interpret(main, torch.empty(32, dtype=torch.uint32))
+    @T.prim_func
+    def main(start: T.Tensor((4, 3), 'int64'), y: T.Tensor((4, 4), out)):
+        with T.Kernel(1, threads=4):
+            tx = T.get_thread_binding()
+            T.rng_init(start[tx, 0], start[tx, 1], start[tx, 2], generator=generator)
+            for k in T.serial(4):
+                y[tx, k] = getattr(T, kind)(**how)
+
+    return main, torch.empty(4, 4, dtype=getattr(torch, out))
+
+
+def xorwow(seed, offset, count):
+    """The recurrence of Marsaglia's generator, number by number."""
+    ones = 0xFFFFFFFF
+    low = 1099087573 * ((seed & ones) ^ 0xAAD26B49) & ones
+    high = 2591861531 * ((seed >> 32) ^ 0xF7DCEFDD) & ones
+    x, y, z = (123456789 + low) & ones, 362436069 ^ low, (521288629 + high) & ones
+    w, v, d = 88675123 ^ high, (5783321 + low) & ones, (6615241 + high + low) & ones
+    found = []
+    for _ in range(offset + count):
+        t = x ^ x >> 2
+        x, y, z, w, v = y, z, w, v, (v ^ v << 4 ^ t ^ t << 1) & ones
+        d = (d + 362437) & ones
+        found.append((v + d) & ones)
+    return found[offset:]
+
+
+def test_xorwow_numbers_follow_seed_sequence_and_offset():
+    kernel, y = draws('curandStateXORWOW_t')
+    starts = [(0, 0, 0), (7, 0, 0), (7 + (5 << 32), 0, 100), (7, 3, 0)]
+    run(kernel, torch.tensor(starts), y)
+    for row, (seed, sequence, offset) in zip(y.tolist(), starts, strict=True):
+        assert (row == xorwow(seed, offset, 4)) == (sequence == 0)
+
+
+def test_sequences_of_xorwow_follow_each_other():
+    words = np.arange(1, 6, dtype=np.uint32).reshape(5, 1, 1)
+    one, two = np.full((1, 1), 1, np.uint64), np.full((1, 1), 2, np.uint64)
+    assert np.array_equal(Xorwow._jump(Xorwow._jump(words, one, 67), one, 67), Xorwow._jump(words, two, 67))
+    steps = words
+    for _ in range(1 << 12):
+        steps = Xorwow._stepped(steps)
+    assert np.array_equal(Xorwow._jump(words, one, 12), steps)
+
+
+def test_mrg_numbers_are_those_of_the_published_generator():
+    kernel, y = draws('curandStateMRG32k3a_t', 'rng_rand_float', bit=64)
+    run(kernel, torch.tensor([(0, 0, 0), (0, 0, 1), (0, 1, 0), (5, 0, 0)]), y)
+    # the first numbers of RngStreams, which has the same recurrence, start values and jumps of 2**76
+    torch.testing.assert_close(y[0, :3], torch.tensor([0.1270111, 0.3185276, 0.3091860]).double(), rtol=0, atol=1e-7)
+    assert torch.equal(y[0, 1:], y[1, :3])
+    jump = [[82758667, 1871391091, 4127413238], [3672831523, 69195019, 1871391091], [3672091415, 3528743235, 69195019]]
+    assert Mrg.matrix(0, 76).tolist() == jump
+    assert ((y > 0) & (y <= 1)).all()
+
+
+@pytest.mark.parametrize('generator', ['curandStatePhilox4_32_10_t', 'curandStateXORWOW_t', 'curandStateMRG32k3a_t'])
+@pytest.mark.parametrize('bit', [32, 64])
+def test_normal_numbers_have_mean_0_and_deviation_1(generator, bit):
+    @T.prim_func
+    def main(y: T.Tensor((128, 16), f'float{bit}')):
+        with T.Kernel(1, threads=128):
+            tx = T.get_thread_binding()
+            T.rng_init(11, tx, 0, generator=generator)
+            for k in T.serial(16):
+                y[tx, k] = T.rng_rand_float(bit=bit, dist='normal')
+
+    y = torch.empty(128, 16, dtype=getattr(torch, f'float{bit}'))
+    run(main, y)
+    assert abs(float(y.mean())) < 0.1
+    assert abs(float(y.std()) - 1) < 0.1
+    assert y.unique().numel() > 2000
+
+
+def test_random_numbers_in_a_parallel_loop():
+    def kernel(threads):
+        @T.prim_func
+        def main(x: T.Tensor((8,), 'int32'), y: T.Tensor((8,), 'uint32')):
+            with T.Kernel(1, threads=threads):
+                T.rng_init(0, 0, 0)
+                for i in T.Parallel(8):
+                    if x[i] > 0:
+                        y[i] = T.rng_rand()
+
+        return main
+
+    x, y = torch.tensor([1, 0, 1, 1, 0, 0, 1, 0], dtype=torch.int32), torch.zeros(8, dtype=torch.uint32)
+    run(kernel(1), x, y, checks='races')
+    assert y.tolist() == [0x6627E8D5, 0, 0xE169C58D, 0xBC57AC4C, 0, 0, 0x9B00DBD8, 0]
+    with pytest.raises(UnsupportedConstruct, match=r'inside T\.Parallel of a block with several threads'):
+        interpret(kernel(32), x, y)
+
+
+def sparse(rows, k, dtype, group):
+    """A random matrix with two of four (one of two) elements kept: dense, kept elements, 4 bits per group."""
+    places = torch.rand(rows, k // group, group).argsort(-1)[..., : group // 2].sort(-1).values
+    values = torch.randint(1, 5, places.shape).float()
+    dense = torch.zeros(rows, k // group, group).scatter_(-1, places, values)
+    code = places[..., 0] | places[..., 1] << 2 if group == 4 else torch.where(places[..., 0] == 0, 0b0100, 0b1110)
+    return dense.reshape(rows, k), values.reshape(rows, k // 2).to(dtype), code
+
+
+@pytest.mark.parametrize(
+    ('dtype', 'meta', 'swapped'),
+    [('float16', 'int16', False), ('float16', 'int8', True), ('int8', 'int32', False), ('float32', 'int16', False)],
+)
+def test_products_with_a_sparse_operand(dtype, meta, swapped):
+    m, n, k = 32, 16, 64
+    group = 2 if dtype == 'float32' else 4
+    out = 'int32' if dtype == 'int8' else 'float32'
+    bits = int(meta.removeprefix('int'))
+    per_word = bits // 4
+    words = k // group // per_word
+    a_shape, e_shape = ((k // 2, m), (words, m)) if swapped else ((m, k // 2), (m, words))
+
+    @T.prim_func
+    def main(
+        a: T.Tensor(a_shape, dtype), e: T.Tensor(e_shape, meta), b: T.Tensor((k, n), dtype), c: T.Tensor((m, n), out)
+    ):
+        with T.Kernel(1, threads=32):
+            a_shared = T.alloc_shared(a_shape, dtype)
+            e_shared = T.alloc_shared(e_shape, meta)
+            b_shared = T.alloc_shared((k, n), dtype)
+            c_frag = T.alloc_fragment((m, n), out)
+            T.clear(c_frag)
+            T.copy(a, a_shared)
+            T.copy(e, e_shared)
+            T.copy(b, b_shared)
+            T.gemm_sp(a_shared, e_shared, b_shared, c_frag, transpose_A=swapped, transpose_E=swapped)
+            T.copy(c_frag, c)
+
+    dense, kept, code = sparse(m, k, getattr(torch, dtype), group)
+    word = (code.reshape(m, words, per_word) << torch.arange(per_word) * 4).sum(-1)
+    e = ((word + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1)).to(getattr(torch, meta))
+    b = torch.randint(-4, 5, (k, n)).to(getattr(torch, dtype))
+    c = torch.empty(m, n, dtype=getattr(torch, out))
+    if swapped:
+        kept, e = kept.T.contiguous(), e.T.contiguous()
+    run(main, kept, e, b, c)
+    assert torch.equal(c.float(), dense @ b.float())
+
+
+def test_an_asynchronous_product_with_a_sparse_operand():
+    def kernel(wait):
+        @T.prim_func
+        def main(
+            a: T.Tensor((64, 32), 'float16'),
+            e: T.Tensor((64, 4), 'int16'),
+            b: T.Tensor((64, 16), 'float16'),
+            c: T.Tensor((64, 16), 'float32'),
+        ):
+            with T.Kernel(1, threads=128):
+                a_shared = T.alloc_shared((64, 32), 'float16')
+                e_shared = T.alloc_shared((64, 4), 'int16')
+                b_shared = T.alloc_shared((64, 16), 'float16')
+                c_frag = T.alloc_fragment((64, 16), 'float32')
+                T.copy(a, a_shared)
+                T.copy(e, e_shared)
+                T.copy(b, b_shared)
+                wgmma_gemm_sp(a_shared, e_shared, b_shared, c_frag, clear_accum=True)
+                if wait:
+                    T.wait_wgmma(0)
+                T.copy(c_frag, c)
+
+        return main
+
+    dense, kept, code = sparse(64, 64, torch.float16, 4)
+    word = (code.reshape(64, 4, 4) << torch.arange(4) * 4).sum(-1)
+    e = ((word + 32768) % 65536 - 32768).short()
+    b, c = torch.randint(-4, 5, (64, 16)).half(), torch.empty(64, 16)
+    run(kernel(True), kept, e, b, c)
+    assert torch.equal(c, dense @ b.float())
+    with pytest.raises(AsyncReadBeforeWait, match='c_frag is read at index'):
+        interpret(kernel(False), kept, e, b, c)
+
+
+def test_addresses_in_place_of_tensors():
+    @T.prim_func
+    def main(x_ptr: T.ptr, y_ptr: T.ptr, n: T.int32):
+        x = T.make_tensor(x_ptr, (n, 4), 'float32')
+        y = T.make_tensor(y_ptr, (n, 4), 'float32')
+        with T.Kernel(n, threads=32) as pid:
+            for j in T.Parallel(4):
+                y[pid, j] = x[n - 1 - pid, j] * 2.0
+
+    x, y = torch.randn(6, 4), torch.zeros(6, 4)
+    run(main, x.data_ptr(), y.data_ptr(), 6)
+    assert torch.equal(y, x.flip(0) * 2)
+    with pytest.raises(ValueError, match='main: x must be a tensor or its address, got 0'):
+        interpret(main, 0, y.data_ptr(), 6)
+
+
+def nibbles(values):
+    """Numbers of four bits, two in a byte."""
+    return ((values[..., ::2] & 15) | (values[..., 1::2] & 15) << 4).to(torch.int8).contiguous()
+
+
+def test_products_of_int4():
+    @T.prim_func
+    def main(a: T.Tensor((32, 64), 'int4'), b: T.Tensor((16, 64), 'int4'), c: T.Tensor((32, 16), 'int32')):
+        with T.Kernel(1, threads=32):
+            a_shared = T.alloc_shared((32, 64), 'int4')
+            b_shared = T.alloc_shared((16, 64), 'int4')
+            c_frag = T.alloc_fragment((32, 16), 'int32')
+            T.clear(c_frag)
+            T.copy(a, a_shared)
+            T.copy(b, b_shared)
+            T.gemm(a_shared, b_shared, c_frag, transpose_B=True)
+            T.copy(c_frag, c)
+
+    a, b = torch.randint(-8, 8, (32, 64)), torch.randint(-8, 8, (16, 64))
+    c = torch.empty(32, 16, dtype=torch.int32)
+    run(main, nibbles(a), nibbles(b), c)
+    assert torch.equal(c.long(), a @ b.T)
+
+
+def test_integers_of_four_bits_wrap_and_extend_their_sign():
+    @T.prim_func
+    def main(
+        x: T.Tensor((16,), 'int4'),
+        u: T.Tensor((16,), 'uint4'),
+        wide: T.Tensor((2, 16), 'int32'),
+        back: T.Tensor((16,), 'int4'),
+    ):
+        with T.Kernel(1, threads=32):
+            for i in T.Parallel(16):
+                wide[0, i] = T.cast(x[i], 'int32') * 3
+                wide[1, i] = T.cast(u[i], 'int32') * 3
+                back[i] = T.cast(T.cast(x[i], 'int32') * 3, 'int4')
+
+    numbers = torch.arange(-8, 8)
+    wide, back = torch.empty(2, 16, dtype=torch.int32), torch.empty(8, dtype=torch.int8)
+    run(main, nibbles(numbers), nibbles(numbers), wide, back)
+    assert torch.equal(wide.long(), torch.stack([numbers * 3, (numbers & 15) * 3]))
+    assert torch.equal(back, nibbles(numbers * 3))
+
+
+def test_pairs_of_fp4_numbers():
+    @T.prim_func
+    def main(
+        x: T.Tensor((16,), 'float4_e2m1fnx2'), y: T.Tensor((16,), 'float4_e2m1fnx2'), z: T.Tensor((16, 2), 'float32')
+    ):
+        with T.Kernel(1, threads=32):
+            shared = T.alloc_shared((16,), 'float4_e2m1fnx2')
+            T.copy(x, shared)
+            for i in T.serial(16):
+                y[i] = shared[15 - i]
+                z[i, T.Ramp(0, 1, 2)] = T.cast(x[i], 'float32x2')
+
+    codes = torch.arange(256, dtype=torch.uint8)[::16] + torch.arange(16, dtype=torch.uint8)
+    y, z = torch.empty(16, dtype=torch.uint8), torch.empty(16, 2)
+    run(main, codes.view(torch.float4_e2m1fn_x2), y.view(torch.float4_e2m1fn_x2), z)
+    assert torch.equal(y, codes.flip(0))
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    assert torch.equal(z, torch.stack([values[(codes & 15).long()], values[(codes >> 4).long()]], 1))
+
+    @T.prim_func
+    def fill(y: T.Tensor((16,), 'float4_e2m1fnx2')):
+        with T.Kernel(1, threads=32):
+            shared = T.alloc_shared((16,), 'float4_e2m1fnx2')
+            T.clear(shared)
+            T.copy(shared, y)
+
+    with pytest.raises(UnsupportedConstruct, match='a tile operation other than a copy on float4_e2m1fnx2'):
+        interpret(fill, y.view(torch.float4_e2m1fn_x2))
 
 
 def test_sizes_that_are_expressions_of_symbols():

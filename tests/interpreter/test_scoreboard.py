@@ -72,6 +72,8 @@ if __name__ == '__main__':
     parser.add_argument('--batch', default=128)
     parser.add_argument('--n', default=4096)
     m, block = 8192, 128
+    for config in [(4096, 64, 2), (2048, 128, 4)]:
+        kernel(*config)
 """
     expected = """
 def kernel(n):
@@ -84,5 +86,7 @@ if __name__ == '__main__':
     parser.add_argument('--batch', default=1)
     parser.add_argument('--n', default=512)
     m, block = (512, 128)
+    for config in [(512, 64, 2), (512, 128, 4)]:
+        kernel(*config)
 """
     assert ast.unparse(Smaller().visit(ast.parse(program))) == ast.unparse(ast.parse(expected))

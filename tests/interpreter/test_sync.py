@@ -561,3 +561,41 @@ def test_scattered_rows_that_meet(unique):
     else:
         with pytest.raises(DataRace, match='y'):
             interpret(scatter, x, index, torch.empty(8, 32), checks='races')
+
+
+def test_a_read_before_the_wait_for_the_kernel_of_another_program():
+    @T.prim_func
+    def first(x: T.Tensor((8,), 'float32'), scratch: T.Tensor((8,), 'float32')):
+        with T.Kernel(4, threads=32) as pid:
+            if T.get_thread_binding() == 0:
+                scratch[pid] = x[pid] * 2.0
+            T.pdl_trigger()
+
+    def second(early, place):
+        @T.prim_func
+        def main(scratch: T.Tensor((8,), 'float32'), y: T.Tensor((8,), 'float32')):
+            with T.Kernel(1, threads=32):
+                held = T.alloc_local((1,), 'float32')
+                if early:
+                    held[0] = scratch[place]
+                T.pdl_sync()
+                if not early:
+                    held[0] = scratch[place]
+                if T.get_thread_binding() == 0:
+                    y[0] = held[0]
+
+        return main
+
+    x, scratch, y = torch.randn(8), torch.zeros(8), torch.empty(8)
+    interpret(first, x, scratch, checks='races')
+    with pytest.raises(DataRace, match=r'scratch\[3\] is read before T.pdl_sync, and the kernel before wrote it'):
+        interpret(second(True, 3), scratch, y, checks='races')
+    for early, place in ((False, 3), (True, 5)):  # after the wait, or what the kernel before did not write
+        interpret(first, x, scratch, checks='races')
+        interpret(second(early, place), scratch, y, checks='races')
+    interpret(first, x, scratch, checks='races')
+    scratch.add_(1.0)  # PyTorch's kernel comes between
+    interpret(second(True, 3), scratch, y, checks='races')
+    interpret(first, x, scratch, checks='races')
+    interpret(first, x, torch.zeros(8), checks='races')  # and so does another one
+    interpret(second(True, 3), scratch, y, checks='races')

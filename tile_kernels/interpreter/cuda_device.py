@@ -127,8 +127,13 @@ class _Generator(torch.Generator):
         return super().__new__(cls, _on_cpu(device))  # type: ignore[call-arg]
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
+def _nothing() -> Callable[..., None]:
+    """A function that does nothing; another one for every name, as PyTorch's compiler tells them apart."""
+
+    def nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    return nothing
 
 
 def properties(capability: tuple[int, int], num_sms: int) -> Any:
@@ -176,8 +181,9 @@ def _cuda_functions(capability: tuple[int, int], num_sms: int) -> dict[str, Any]
         'device': lambda *_: stream,
         'Event': _Event,
         'Stream': _Stream,
-        **dict.fromkeys(
-            (
+        **{
+            name: _nothing()
+            for name in (
                 'init',
                 '_lazy_init',
                 'set_device',
@@ -188,9 +194,8 @@ def _cuda_functions(capability: tuple[int, int], num_sms: int) -> dict[str, Any]
                 'reset_peak_memory_stats',
                 'set_stream',
                 'ipc_collect',
-            ),
-            _nothing,
-        ),
+            )
+        },
     }
 
 
@@ -222,7 +227,7 @@ def fake_cuda(capability: tuple[int, int] = (9, 0), num_sms: int = 132) -> Itera
         for name, function in functions.items():
             if hasattr(torch.cuda, name):
                 stack.enter_context(mock.patch.object(torch.cuda, name, function))
-        stack.enter_context(mock.patch.object(torch, 'set_default_device', _nothing))
+        stack.enter_context(mock.patch.object(torch, 'set_default_device', _nothing()))
         stack.enter_context(mock.patch.object(torch, 'Generator', _Generator))
         stack.enter_context(mock.patch.object(torch.version, 'cuda', torch.version.cuda or '13.0'))
         device_module = tilelang.utils.device

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from tile_kernels.interpreter.engine.frame import Frame, active_threads, agreed, first_thread
+from tile_kernels.interpreter.engine.frame import Frame, active_threads, agreed, cluster_distance, first_thread
 from tile_kernels.interpreter.engine.lanes import Mask, lane_of
 from tile_kernels.interpreter.errors import AsyncReadBeforeWait
 from tile_kernels.interpreter.memory.access import Access
@@ -25,9 +25,9 @@ class InFlight:
     kind: str
     thread: np.ndarray  # per block: the thread that started it
     group: np.ndarray  # per block: the group of that thread, to which it belongs
-    barrier: tuple[int, np.ndarray] | None = None  # slot and per block index of its mbarrier
     done: Any = None
     reads: bool = False  # it reads this memory (an operand) and does not write it
+    barriers: list[tuple[int, np.ndarray]] = field(default_factory=list)  # slots, and per block indices, of mbarriers
 
 
 class AsyncGroups:
@@ -79,15 +79,23 @@ class AsyncGroups:
                     flight.memory.race.read(frame, flight.access, flight.place, lanes)
         self._sweep()
 
-    def barrier_passed(self, frame: Frame, slot: int, numbers: np.ndarray) -> None:
-        """Mark the copies of an mbarrier as complete, after a successful wait on it."""
+    def barrier_passed(
+        self, frame: Frame, slot: int, numbers: np.ndarray, pairs: tuple[int, ...] | None = None
+    ) -> None:
+        """Mark the copies of an mbarrier as complete, after a successful wait on it.
+
+        In a cluster of two blocks (`pairs`), the copies of both may count at the mbarrier of the first.
+        """
         active = np.ones((1, 1), bool) if frame.mask is None else frame.mask
         shape = np.broadcast_shapes(active.shape, numbers.shape)
         active = np.broadcast_to(active, shape)
         numbers = np.broadcast_to(numbers, shape)
         for flight in self.flights:
-            if flight.barrier is not None and flight.barrier[0] == slot:
-                self._land(flight, ((numbers == flight.barrier[1][:, None]) & active).any(axis=1))
+            for _, index in (barrier for barrier in flight.barriers if barrier[0] == slot):
+                passed = ((numbers == index[:, None]) & active).any(axis=1)
+                if pairs is not None and flight.kind == 'tma':
+                    passed = passed | passed[np.arange(frame.blocks) + cluster_distance(frame, pairs, 0)[:, 0]]
+                self._land(flight, passed)
         self._sweep()
 
     def tie_to_barrier(self, frame: Frame, operand: Any) -> None:
@@ -95,8 +103,8 @@ class AsyncGroups:
         index = np.asarray(agreed(frame, operand.index(frame)))
         index = np.broadcast_to(index[:, 0] if index.ndim else index, (frame.blocks,)).copy()
         for flight in self.flights:
-            if flight.kind == 'copy' and flight.barrier is None:
-                flight.barrier = (operand.slot, index)
+            if flight.kind == 'copy' and not flight.barriers:
+                flight.barriers.append((operand.slot, index))
 
     def _add(
         self,
@@ -116,7 +124,8 @@ class AsyncGroups:
             memory.pending = Pending(memory)
         memory.pending.mark(place, access, lanes, True, reads)
         done = np.zeros(frame.blocks, bool)
-        self.flights.append(InFlight(memory, access, place, lanes, kind, thread, group, barrier, done, reads))
+        barriers = [] if barrier is None else [barrier]
+        self.flights.append(InFlight(memory, access, place, lanes, kind, thread, group, done, reads, barriers))
 
     def _land(self, flight: InFlight, blocks: np.ndarray) -> None:
         newly = blocks & ~flight.done

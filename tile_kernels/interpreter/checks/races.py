@@ -473,15 +473,19 @@ class GlobalMarks:
         self.unit = unit
         self.cells = max(1, memory.size * 8 // unit)
         self.before: np.ndarray | None = None  # elements that the previous kernel wrote
+        self.inherited: np.ndarray | None = None  # elements that the previous kernel of another program wrote
         self.reset()
 
     def keep_for_next_kernel(self) -> None:
         """Keep the writes of a kernel that ended: the next kernel may start before they are visible."""
         self.before = self.writer != NOBODY
+        if self.inherited is not None:
+            self.before, self.inherited = self.before | self.inherited, None
 
     def reset(self) -> None:
         """Clear all marks, because a grid barrier has ordered the blocks."""
         self.writer = np.full(self.cells, NOBODY, np.int32)
+        self.stamps: dict[str, np.ndarray] = {}  # by 'wrote' and 'read': how often the block had released before
         self.__dict__.pop('reader', None)
         self.read_from = self.written_to = False
 
@@ -499,8 +503,10 @@ class GlobalMarks:
         if self.before is not None and frame.early is not None and (frame.early & active_threads(frame)).any():
             self._require_wait(frame, access, cell, lane_shape)
         other = self.writer[cell]
-        self._report(frame, access, (other != NOBODY) & (other != block), lane_shape, block, other, 'reads', 'wrote')
+        clash = self._unordered(frame, (other != NOBODY) & (other != block), cell, block, other, 'wrote')
+        self._report(frame, access, clash, lane_shape, block, other, 'reads', 'wrote')
         self.read_from = True
+        self._stamp(frame, cell, block, 'read')
         before = self.reader[cell]
         self.reader[cell] = np.where((before == NOBODY) | (before == block), block, SEVERAL)
         met = self.reader[cell] != block
@@ -535,6 +541,7 @@ class GlobalMarks:
         for marks, earlier in ((self.writer, 'wrote'), *([(self.reader, 'read')] if self.read_from else [])):
             other = marks[cell]
             clash = changed & (other != NOBODY) & (other != block)
+            clash = self._unordered(frame, clash, cell, block, other, earlier)
             self._report(frame, access, clash, lane_shape, block, other, 'writes', earlier)
         return lanes
 
@@ -545,6 +552,7 @@ class GlobalMarks:
         cell, block, lane_shape, raw = lanes
         self.written_to = True
         self.writer[cell] = block
+        self._stamp(frame, cell, block, 'wrote')
         winner = self.writer[cell]
         clash = _unlike(self._stored(access, cell), raw)
         self._report(frame, access, clash, lane_shape, block, winner, 'writes', 'wrote')
@@ -558,7 +566,7 @@ class GlobalMarks:
 
     def _claim(self, frame: Frame, access: Access, place: Place, apart: bool) -> bool:
         """The common case: no other block accessed these elements; mark them as owned by this block."""
-        if access.buffer.dtype.bits != self.unit:
+        if access.buffer.dtype.bits != self.unit or frame.shared.flags.released:
             return False
         block: Any = np.arange(frame.first_block, frame.first_block + frame.blocks, dtype=np.int32)
         block = block.reshape((-1,) + (1,) * (access.ndim - 1))
@@ -578,6 +586,25 @@ class GlobalMarks:
             return True
         scatter(written, place, before, None, False)
         return False
+
+    def _stamp(self, frame: Frame, cell: np.ndarray, block: np.ndarray, done: str) -> None:
+        """Record how often the blocks of accesses have released so far."""
+        flags = frame.shared.flags
+        if flags.released:
+            stamps = self.stamps.setdefault(done, np.zeros(self.cells, np.int32))
+            numbers, inverse = np.unique(block, return_inverse=True)
+            stamps[cell] = flags.count(numbers)[inverse.reshape(-1)]
+
+    def _unordered(
+        self, frame: Frame, clash: np.ndarray, cell: np.ndarray, block: np.ndarray, other: np.ndarray, earlier: str
+    ) -> np.ndarray:
+        """The clashes that no flag orders; of several readers, each may have set one."""
+        flags = frame.shared.flags
+        if not flags.known or not clash.any():
+            return clash
+        stamps = self.stamps.get(earlier)
+        before = 0 if stamps is None else stamps[cell]
+        return clash & ~(flags.knows(block, other) > before) & (other != SEVERAL)
 
     def _stored(self, access: Access, cell: np.ndarray) -> np.ndarray:
         dtype = access.buffer.dtype

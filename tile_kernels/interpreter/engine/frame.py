@@ -36,6 +36,7 @@ class Frame:
         'env',
         'extents',
         'first_block',
+        'grid',
         'live',
         'looping',
         'mask',
@@ -53,6 +54,7 @@ class Frame:
         self.looping: Mask = None
         self.blocks = 1
         self.first_block = 0  # number of the batch's first block within the grid
+        self.grid: list[int] = []  # number of blocks along x, y and z
         self.threads = 1
         self.extents: list[int] = []
         self.block_ids: tuple[np.ndarray, ...] = ()
@@ -134,6 +136,18 @@ def cluster_rank(frame: Frame, dims: tuple[int, ...]) -> np.ndarray:
         rank += (ids % extent * scale).astype(np.int32)
         scale *= extent
     return rank
+
+
+def cluster_distance(frame: Frame, dims: tuple[int, ...], rank: Any) -> np.ndarray:
+    """Number of rows from every block of the batch to the block of a given rank in its cluster."""
+    rank = np.asarray(rank)
+    away = np.zeros((1, 1), np.intp)
+    row = 1
+    for ids, extent, count in zip(frame.block_ids, dims, frame.grid, strict=False):
+        away = away + (rank % extent - (ids % extent).reshape(-1, 1)) * row
+        rank = rank // extent
+        row *= count
+    return away
 
 
 def cluster_of(frame: Frame, dims: tuple[int, ...]) -> np.ndarray:

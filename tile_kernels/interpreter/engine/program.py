@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
-from tile_kernels.interpreter.checks.races import GlobalMarks, SharedMarks, check_all_arrived
+from tile_kernels.interpreter.checks.flags import Flags
+from tile_kernels.interpreter.checks.races import NOBODY, GlobalMarks, SharedMarks, check_all_arrived
 from tile_kernels.interpreter.checks.resources import check_launch
 from tile_kernels.interpreter.engine.clock import Clock
 from tile_kernels.interpreter.engine.frame import Frame
@@ -21,14 +24,17 @@ from tile_kernels.interpreter.meaning import (  # noqa: F401  (importing them re
     cluster_ops,
     control_ops,
     expressions,
+    launch_control,
     math_ops,
     mma_ops,
     random_ops,
     registers,
+    sparse_gemm,
     tcgen05_ops,
     thread_loops,
     tile_ops,
     warp_ops,
+    wgmma_ops,
 )
 from tile_kernels.interpreter.meaning.mbarriers import new_barriers
 from tile_kernels.interpreter.meaning.statements import Run, waits
@@ -38,9 +44,10 @@ from tile_kernels.interpreter.memory.buffers import (
     Place,
     ReplicatedMemory,
     bytes_of,
+    memory_at,
     workspace,
 )
-from tile_kernels.interpreter.memory.dtypes import DType, constant, dtype_of
+from tile_kernels.interpreter.memory.dtypes import FP4_PAIR, DType, constant, dtype_of
 from tile_kernels.interpreter.session import Session
 
 BATCH_BYTES = 48 << 20  # on-chip memory and temporaries of the blocks of one batch
@@ -55,7 +62,9 @@ class Shared:
     def __init__(self, session: Session | None = None) -> None:
         self.session = session or Session()
         self.observer = self.session.observer
+        self.flags = Flags()  # the order that flags create between blocks
         self.marks: list[Any] = []  # accesses of blocks to tensors, if races are checked
+        self.waiting = 0  # number of the first block that has not started, if running clusters may take over its work
         self.events = 0  # increases whenever a thread makes progress at a barrier
         self.covered: set[int] = set()
         self.paths: list[tuple[tuple[str, int, int], ...]] = [()]
@@ -91,6 +100,23 @@ class Shared:
         """A grid barrier: everything the blocks did before is ordered before what follows."""
         for marks in self.marks:
             marks.reset()
+
+
+@dataclass
+class Written:
+    """The elements of a tensor that a kernel wrote."""
+
+    tensor: weakref.ref[torch.Tensor]
+    address: int
+    version: int
+    cells: np.ndarray
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor still holds them: the same memory, and PyTorch wrote nothing to it since."""
+        return self.tensor() is not None and tensor.data_ptr() == self.address and tensor._version == self.version
+
+
+_LAST_KERNEL: list[Written] = []  # what the last kernel of this process wrote
 
 
 class Program:
@@ -135,8 +161,13 @@ class Program:
         for param, tensor in zip(self.params, tensors, strict=True):
             param.check(frame, tensor, self.name)
         self._watch(frame)
+        left = _LAST_KERNEL.copy()
+        _LAST_KERNEL.clear()
+        if self.compiler.launches[:1] == [True]:
+            self._inherit(frame, tensors, left)
         with np.errstate(all='ignore'):
             self.body(frame)
+        self._leave(frame, tensors)
         if self.options.checks == 'all':
             for position, param in enumerate(self.params):
                 if position in self.outputs:
@@ -155,6 +186,31 @@ class Program:
             if self.options.races and param.node.data in self.usage.stored:
                 memory.race = GlobalMarks(memory, param.storage.unit)
                 frame.shared.marks.append(memory.race)
+
+    def _inherit(self, frame: Frame, tensors: tuple[Any, ...], left: list[Written]) -> None:
+        """Mark what the kernel before this program wrote: this one may start before it is visible."""
+        for param, tensor in zip(self.params, tensors, strict=True):
+            memory = None if param.node is None else frame.memory[param.storage.slot]
+            if memory is None or not isinstance(tensor, torch.Tensor) or not self.options.races:
+                continue
+            for written in left:
+                if written.holds(tensor):
+                    marks = memory.race or GlobalMarks(memory, param.storage.unit)
+                    if marks.writer.shape != written.cells.shape:
+                        continue
+                    marks.inherited = written.cells
+                    if memory.race is None:
+                        memory.race = marks
+                        frame.shared.marks.append(marks)
+
+    def _leave(self, frame: Frame, tensors: tuple[Any, ...]) -> None:
+        """Keep what the last kernel wrote, for a next program that may start early."""
+        for param, tensor in zip(self.params, tensors, strict=True):
+            memory = None if param.node is None else frame.memory[param.storage.slot]
+            if memory is not None and isinstance(memory.race, GlobalMarks) and isinstance(tensor, torch.Tensor):
+                cells = memory.race.writer != NOBODY
+                if cells.any():
+                    _LAST_KERNEL.append(Written(weakref.ref(tensor), tensor.data_ptr(), tensor._version, cells))
 
     def new_outputs(self, tensors: tuple[Any, ...], wanted: list[int]) -> dict[int, torch.Tensor]:
         """Allocate output tensors; their shapes follow from the inputs."""
@@ -177,7 +233,7 @@ class Param:
             self.dtype = compiler.dtype(var)
             self.slot = compiler.new_slot(var)
             return
-        self.dtype = compiler.dtype(self.node)
+        self.dtype = compiler.memory_dtype(self.node, 'global')
         self.storage = _declare_tensor(compiler, self.node)
 
     def bind_symbols(self, compiler: Compiler) -> None:
@@ -211,6 +267,8 @@ class Param:
             return
         if tensor is None:
             return
+        if isinstance(tensor, int) and not isinstance(tensor, bool):
+            return  # an address; `check` uses it when the shape is known
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f'{kernel}: {self.name} must be a tensor, got {type(tensor).__name__}')
         if tensor.device.type != 'cpu':
@@ -249,7 +307,8 @@ class Param:
         name = 'float8_e4m3fn' if self.dtype.name == 'float8_e4m3' else self.dtype.name
         if self.dtype.packed:
             shape[-1] //= 2
-            name = 'int8'
+        if self.dtype.packed or self.dtype is FP4_PAIR:
+            name = 'int8' if self.dtype.is_int else 'float4_e2m1fn_x2'
         return torch.empty(shape, dtype=getattr(torch, name))
 
     def require_written(self, frame: Frame, kernel: str) -> None:
@@ -276,6 +335,12 @@ class Param:
         if self.node is None or tensor is None:
             return
         want, steps = self.layout(frame)
+        if isinstance(tensor, int):
+            if tensor <= 0:
+                raise ValueError(f'{kernel}: {self.name} must be a tensor or its address, got {tensor}')
+            reach = 1 + sum((max(1, extent) - 1) * step for extent, step in zip(want, steps, strict=True))
+            frame.memory[self.storage.slot] = memory_at(tensor, -(-reach * self.dtype.bits // 8))
+            return
         shape, strides = logical_layout(tensor, self.dtype)
         if want != shape:
             raise ValueError(f'{kernel}: {self.name} must have shape {want}, got {shape}')
@@ -404,7 +469,7 @@ def replicated_fragments(prim_func: Any) -> set[Any]:
 
 
 def _declare_tensor(compiler: Compiler, node: Any) -> Storage:
-    dtype = compiler.dtype(node)
+    dtype = compiler.memory_dtype(node, 'global')
     storage = Storage(compiler.num_memories, 'global', dtype, 0, str(node.name), {dtype.name})
     compiler.num_memories += 1
     compiler.storages[node.data] = storage
@@ -458,6 +523,7 @@ def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
     body = compiler.stmt(node)
     compiler.in_launch = False
     early = compiler.begins_early and compiler.options.races
+    compiler.launches.append(early)
     storages = [storage for data, storage in compiler.storages.items() if data not in before]
     counts = compiler.barrier_counts
     for data in counts:
@@ -469,16 +535,20 @@ def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
     tags = sorted(variables)
     bytes_per_block = _footprint(storages, threads)
     whole_grid, site = compiler.whole_grid, compiler.site
+    clusters = compiler.whole_cluster and int(np.prod(compiler.cluster_dims)) > 1
     if whole_grid and compiler.spins:
         raise compiler.unsupported('a loop that waits for other blocks together with barriers of the grid')
 
     def batches(host: Frame, grid: list[int], batch: int) -> Iterator[Frame]:
-        total = int(np.prod(grid))
-        for start in range(0, total, batch):
+        total = host.shared.waiting = int(np.prod(grid))
+        start = 0
+        while start < total:
             count = min(batch, total - start)
+            if compiler.takes_over:
+                host.shared.waiting = start + count
             frame = host.batch_for(compiler.num_slots, compiler.num_memories)
             frame.blocks, frame.threads, frame.barriers = count, threads, {}
-            frame.first_block = start
+            frame.first_block, frame.grid = start, grid
             frame.block_ids = _coordinates(start, count, grid)
             frame.clock = Clock(frame, compiler.cluster_dims) if compiler.options.races else None
             if frame.clock is not None:
@@ -490,6 +560,7 @@ def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
             for storage in storages:
                 frame.memory[storage.slot] = allocate(storage, frame, compiler.options, host)
             yield frame
+            start = host.shared.waiting if compiler.takes_over else start + count
 
     def run_grid(host: Frame, grid: list[int], batch: int) -> None:
         for frame in batches(host, grid, batch):
@@ -497,30 +568,42 @@ def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
             if frame.clock is not None:
                 check_all_arrived(frame, site)
 
+    def smallest(grid: list[int]) -> int:
+        """The number of blocks that must run in one batch: the rows of blocks that contain a whole cluster."""
+        if not clusters:
+            return 1
+        for axis in reversed(range(len(grid))):
+            if compiler.cluster_dims[axis] > 1:
+                return int(np.prod(grid[:axis])) * compiler.cluster_dims[axis]
+        return 1
+
     def run(host: Frame) -> None:
         grid = [int(extents[tag](host)) for tag in tags]
         total = int(np.prod(grid))
+        unit = smallest(grid)
         for marks in host.shared.marks:
             marks.keep_for_next_kernel()
         host.shared.grid_sync()
         if compiler.spins:
-            run_all(body, list(batches(host, grid, 1)))
+            run_all(body, list(batches(host, grid, unit)))
             return
+        most = -(-total // 2) if compiler.takes_over else total  # so that some clusters have not started
+        batch = max(unit, min(most, BATCH_BYTES // bytes_per_block) // unit * unit)
         if whole_grid or not waits(body):
-            run_grid(host, grid, total if whole_grid else max(1, min(total, BATCH_BYTES // bytes_per_block)))
+            run_grid(host, grid, total if whole_grid else batch)
             return
         # Blocks of a batch wait together. After a deadlock, each block runs alone to show which one caused it.
         kept = [None if memory is None else memory.data.copy() for memory in host.memory[:tensors]]
         try:
-            run_grid(host, grid, max(1, min(total, BATCH_BYTES // bytes_per_block)))
+            run_grid(host, grid, batch)
         except Deadlock:
-            if total == 1:
+            if total <= unit:
                 raise
             for memory, data in zip(host.memory, kept, strict=False):
                 if memory is not None:
                     memory.data[...] = data
             host.shared.grid_sync()
-            run_grid(host, grid, 1)
+            run_grid(host, grid, unit)
 
     return run
 

@@ -22,7 +22,7 @@ from tile_kernels.interpreter.engine.lanes import axis_values, expand
 from tile_kernels.interpreter.engine.source import Source
 from tile_kernels.interpreter.errors import Site, UnsupportedConstruct
 from tile_kernels.interpreter.memory.access import Access, Buffer, Dim
-from tile_kernels.interpreter.memory.dtypes import DType, constant, dtype_of
+from tile_kernels.interpreter.memory.dtypes import FP4_PAIR, DType, constant, dtype_of
 from tile_kernels.interpreter.session import timed
 
 Closure = Callable[[Frame], Any]
@@ -39,6 +39,7 @@ SCOPES = {
     'shared.cluster_barrier': 'barrier',
     'local': 'local',
     'local.var': 'local',
+    'local.descriptor.wgmma': 'local',
     'local.fragment': 'fragment',
     'local.reducer': 'fragment',
     'shared.tmem': 'fragment',  # Blackwell's tensor memory
@@ -122,6 +123,8 @@ class Storage:
     replicated: bool = False  # every thread has its own copy of this fragment
     counts_bytes: bool = False  # blocks of the cluster send bytes to these mbarriers
     zeroed: bool = False  # a variable, which TileLang starts at 0
+    shape: tuple[int, ...] = ()  # of the allocation, if it is fixed
+    of_cluster: bool = False  # mbarriers for which copies of both blocks of a pair count
 
     @property
     def unit(self) -> int:
@@ -141,6 +144,9 @@ class Compiler:
         self.axes: dict[Any, int] = {}  # variable of a parallel loop -> axis
         self.macros: dict[Any, Any] = {}  # variable that is bound before its free variables -> expression
         self.storages: dict[Any, Storage] = {}
+        self.described: dict[Any, Any] = {}  # data variable of a descriptor -> that of the buffer it describes
+        self.layouts: dict[Any, Any] = {}  # layouts that the kernel annotates, by data variable
+        self.pointers: dict[Any, Any] = {}  # variable that holds an offset -> data variable to which it belongs
         self.buffers: dict[Any, Buffer] = {}
         self.safe_values: dict[Any, Any] = {}  # for plain loads: an annotation applies to everything that follows
         self.copy_safe_values: dict[Any, Any] = {}  # for copies: an annotation applies to its block
@@ -161,10 +167,13 @@ class Compiler:
         self.thread_dims: tuple[int, int, int] = (1, 1, 1)
         self.spins = False  # a loop polls memory that another block writes: blocks must run alternately
         self.whole_grid = False  # blocks wait for each other: all must run in one batch
+        self.whole_cluster = False  # blocks of a cluster wait for each other: all of it must run in one batch
+        self.takes_over = False  # running clusters take over the work of those that have not started
         self.cluster_dims: tuple[int, ...] = (1, 1, 1)
         self.barrier_counts: dict[Any, list[Any]] = {}
         self.vector: list[tuple[Access, Any, list[Any]]] | None = None  # accesses of a vectorized loop
         self.begins_early = False  # PDL: the kernel may start before the previous one has ended
+        self.launches: list[bool] = []  # for every kernel of the program: whether it may start early
         self.as_arrays = False  # inside a serial loop that runs as an axis
         self.updated: Any = None  # data variable of the reducer that the current statement updates
         self.finalized: set[Any] = set()  # data variables of reducers that are finalized somewhere
@@ -189,6 +198,12 @@ class Compiler:
             return dtype_of(str(node.dtype))
         except KeyError:
             raise self.unsupported(f'data type {node.dtype}') from None
+
+    def memory_dtype(self, buffer: Any, scope: str) -> DType:
+        """Type of the elements of a buffer; outside registers, a pair of fp4 numbers is one byte."""
+        if str(buffer.dtype) == FP4_PAIR.name and scope != 'local':
+            return FP4_PAIR
+        return self.dtype(buffer)
 
     def dtype_of_operand(self, node: Any) -> DType:
         """Element type of an expression or a tile operand."""
@@ -288,10 +303,13 @@ class Compiler:
         else:
             closures = [self.expr(extent) for extent in buffer.shape]
             size = lambda frame: int(np.prod([int(closure(frame)) for closure in closures]))
-        dtype = self.dtype(buffer)
+        dtype = self.memory_dtype(buffer, scope)
         storage = Storage(self.num_memories, scope, dtype, size, str(buffer.name), {str(buffer.dtype)})
         storage.replicated = scope == 'fragment' and buffer.data in self.replicated
         storage.zeroed = str(buffer.scope()) == 'local.var'
+        storage.of_cluster = str(buffer.scope()) == 'shared.cluster_barrier'
+        if all(is_const(extent) for extent in buffer.shape):
+            storage.shape = tuple(int(extent) for extent in buffer.shape)
         self.num_memories += 1
         self.storages[buffer.data] = storage
         return storage
@@ -311,6 +329,8 @@ class Compiler:
                 self.barrier_counts.update({data: list(counts) for data, counts in value.items()})
             elif name in ('reducer_info', 'reducer_info_v2'):
                 self.reducers.update({data: str(info['op']) for data, info in value.items()})
+            elif name == 'layout_map':
+                self.layouts.update(dict(value.items()))
             elif name == 'cluster_dims':
                 self.cluster_dims = tuple(int(extent) for extent in value)
             elif name not in BLOCK_HINTS:
@@ -329,11 +349,12 @@ class Compiler:
             return made
         if storage is None:
             raise self.unsupported(f'buffer {node.name} without an allocation')
-        dtype = self.dtype(node)
+        dtype = self.memory_dtype(node, storage.scope)
         if dtype.lanes > 1 and storage.scope != 'local':
             raise self.unsupported(f'{storage.scope} buffer {node.name} with vector elements {node.dtype}')
         storage.dtypes.add(str(node.dtype))
-        if len(storage.dtypes) > 1 and any(dtype_of(name).lanes > 1 for name in storage.dtypes):
+        vectors = any(dtype_of(name).lanes > 1 for name in storage.dtypes)
+        if len(storage.dtypes) > 1 and vectors and storage.scope == 'local':
             raise self.unsupported(f'local buffer {node.name} viewed both as vectors and as {storage.dtype.name}')
         offset = None
         if not (is_const(node.elem_offset) and int(node.elem_offset) == 0):
@@ -374,7 +395,7 @@ class Compiler:
         made = Access(view, dims, self.ndim, self.site, self.options.checks != 'none', self.safe_value(buffer))
         made.private = self.as_arrays
         made.updates = self.updated is not None and buffer.data.same_as(self.updated)
-        made.path = self._path_number()
+        made.path = self.path_number()
         made.per_thread = not self.depth or self.alone
         if view.scope == 'shared':
             self.touched.append((made, list(indices)))
@@ -426,7 +447,8 @@ class Compiler:
         finally:
             self.path = outer
 
-    def _path_number(self) -> int:
+    def path_number(self) -> int:
+        """The number of the current path of branches and loops."""
         if self.paths[-1] != self.path:
             self.paths.append(self.path)
         return len(self.paths) - 1

@@ -20,12 +20,12 @@ def async_copy_hook(compiler: Compiler, name: str, notes: dict[str, Any], access
     if compiler.options.checks == 'none' or access.buffer.scope != 'shared':
         return None
     if name == 'tl.tileop.async_copy':
-        return lambda frame, mask: _groups(frame).launch(frame, access, mask, 'copy', commit=True)
+        return lambda frame, mask: groups_of(frame).launch(frame, access, mask, 'copy', commit=True)
     if name == 'tl.tileop.tma_copy' and 'barrier' in notes:
         operand = BarrierOperand(compiler, notes['barrier'])
 
         def note(frame: Frame, mask: Mask) -> None:
-            _groups(frame).launch_tma(frame, access, mask, operand)
+            groups_of(frame).launch_tma(frame, access, mask, operand)
             if frame.clock is not None:  # the copy itself completes the barrier, whenever its arrival was announced
                 frame.clock.release(operand.slot, operand.index(frame), frame.mask)
 
@@ -37,16 +37,16 @@ def async_gemm_hook(compiler: Compiler, name: str, access: Any, operands: list[A
     """The action after `T.wgmma_gemm`: result and operands are in use until `T.wait_wgmma`."""
     if compiler.options.checks == 'none':
         return None
-    if name == 'tl.tileop.tcgen05_gemm':
+    if name in ('tl.tileop.tcgen05_gemm', 'tl.tileop.tcgen05_gemm_blockscaled'):
         from tile_kernels.interpreter.meaning.tcgen05_ops import tcgen05_hook
 
         return tcgen05_hook(access)
-    if name != 'tl.tileop.wgmma_gemm':
+    if name not in ('tl.tileop.wgmma_gemm', 'tl.tileop.wgmma_gemm_sp'):
         return None
     read = [operand for operand in operands if operand.buffer.scope == 'shared']
 
     def note(frame: Frame, mask: Mask) -> None:
-        groups = _groups(frame)
+        groups = groups_of(frame)
         groups.launch(frame, access, mask, 'gemm', commit=True)
         for operand in read:
             groups.launch_reads(frame, operand, mask)
@@ -54,7 +54,8 @@ def async_gemm_hook(compiler: Compiler, name: str, access: Any, operands: list[A
     return note
 
 
-def _groups(frame: Frame) -> Any:
+def groups_of(frame: Frame) -> Any:
+    """The asynchronous operations of a batch."""
     if frame.async_groups is None:
         frame.async_groups = AsyncGroups(frame)
     return frame.async_groups
@@ -88,7 +89,7 @@ def _cp_async(compiler: Compiler, call: Any) -> Closure:
                 value = origin.load(frame, outer) if wanted else kind.type(0)
             into.store(frame, value, outer)
             if watched:
-                _groups(frame).launch(frame, into, outer, 'copy', commit=False)
+                groups_of(frame).launch(frame, into, outer, 'copy', commit=False)
 
     return run
 
@@ -98,7 +99,7 @@ def _commit(compiler: Compiler, call: Any) -> Closure:
     """Close a group of asynchronous copies."""
     if compiler.options.checks == 'none':
         return lambda frame: None
-    return lambda frame: _groups(frame).commit(frame, 'copy')
+    return lambda frame: groups_of(frame).commit(frame, 'copy')
 
 
 @op('tirx.ptx_wait_group', 'tl.wait_wgmma', 'tl.warpgroup_wait')

@@ -163,7 +163,7 @@ def _sync_grid(compiler: Compiler, call: Any) -> Closure:
 @op('tl.cluster_sync')
 def _cluster_sync(compiler: Compiler, call: Any) -> Closure:
     """Cluster barrier; the blocks of a cluster run in lockstep."""
-    compiler.whole_grid = True
+    compiler.whole_cluster = True
     barrier = block_barrier(compiler)
 
     def run(frame: Frame) -> None:
@@ -178,7 +178,7 @@ def _cluster_sync(compiler: Compiler, call: Any) -> Closure:
 @op('tl.cluster_arrive', 'tl.cluster_arrive_relaxed')
 def _cluster_arrive(compiler: Compiler, call: Any) -> Closure:
     """Arrive at the cluster barrier without waiting."""
-    compiler.whole_grid = True
+    compiler.whole_cluster = True
     site = compiler.site
 
     def run(frame: Frame) -> None:
@@ -192,7 +192,7 @@ def _cluster_arrive(compiler: Compiler, call: Any) -> Closure:
 @op('tl.cluster_wait')
 def _cluster_wait(compiler: Compiler, call: Any) -> Closure:
     """Wait until all threads of the cluster have arrived."""
-    compiler.whole_grid = True
+    compiler.whole_cluster = True
     site = compiler.site
 
     def run(frame: Frame) -> Generator[Waiting, None, None]:
@@ -248,6 +248,6 @@ class ClusterBarrier:
 @op('tl.block_rank_in_cluster')
 def _cluster_rank(compiler: Compiler, call: Any) -> Closure:
     """Rank of a block in its cluster."""
-    compiler.whole_grid = True
+    compiler.whole_cluster = True
     ndim = compiler.ndim
     return lambda frame: expand(cluster_rank(frame, compiler.cluster_dims).reshape(-1, 1), ndim)

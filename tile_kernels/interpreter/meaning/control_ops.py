@@ -103,7 +103,6 @@ def _first_argument(site: Site) -> str:
     'tl.pdl_trigger',
     'tl.prefetch_tma_descriptor',
     'tl.warpgroup_arrive',
-    'tl.warpgroup_commit_batch',
     'tl.warpgroup_fence_operand',
     'tl.ptx_fence_barrier_init',
     'tl.tma_store_arrive',
@@ -193,6 +192,7 @@ def _extern_argument(compiler: Compiler, node: Any) -> Closure:
     if compiler.buffer(load.buffer).scope == 'barrier':
         operand = BarrierOperand(compiler, node)
         operand.storage.counts_bytes = True
+        compiler.whole_cluster = True
         return lambda frame: RemoteBarrier(frame, operand, compiler.cluster_dims)
     access = compiler.access(load.buffer, list(load.indices))
     return lambda frame: Pointer(frame, access.moved, compiler.cluster_dims)

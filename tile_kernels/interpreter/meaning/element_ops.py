@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from tile_kernels.interpreter.checks.flags import note_order
 from tile_kernels.interpreter.engine.frame import Frame
 from tile_kernels.interpreter.engine.lanes import both
 from tile_kernels.interpreter.engine.translate import Closure, Compiler, op
@@ -47,9 +48,12 @@ def _atomic(compiler: Compiler, call: Any) -> Closure:
     convert = caster(dtype_of(compiler.dtype(call.args[1]).name), dtype_of(dtype.name))
     inside = compiler.depth > 0
 
+    order = _order(call, 2)
+
     def run(frame: Frame) -> Any:
         threads = 1 if inside else frame.threads
         given = convert(value(frame))
+        note_order(frame, access, order)
         if not returns:
             contribute(frame, access, given, name, frame.mask, threads)
             return None
@@ -71,7 +75,19 @@ def _atomic_load(compiler: Compiler, call: Any) -> Closure:
     load = pointed(compiler, call.args[0])
     access = compiler.access(load.buffer, list(load.indices))
     access.atomic = True
-    return lambda frame: access.load(frame, frame.mask)
+    order = _order(call, 1)
+
+    def run(frame: Frame) -> Any:
+        note_order(frame, access, order)
+        return access.load(frame, frame.mask)
+
+    return run
+
+
+def _order(call: Any, position: int) -> int:
+    """The number of an atomic's memory order; relaxed if it has none."""
+    given = call.args[position] if len(call.args) > position else None
+    return int(given) if type(given).__name__ == 'IntImm' else 0
 
 
 @op('tl.atomic_store_elem_op')
@@ -82,7 +98,13 @@ def _atomic_store(compiler: Compiler, call: Any) -> Closure:
     access.atomic = True
     value = compiler.expr(call.args[1])
     convert = caster(dtype_of(compiler.dtype(call.args[1]).name), dtype_of(access.buffer.dtype.name))
-    return lambda frame: access.store(frame, convert(value(frame)), frame.mask)
+    order = _order(call, 2)
+
+    def run(frame: Frame) -> None:
+        note_order(frame, access, order)
+        access.store(frame, convert(value(frame)), frame.mask)
+
+    return run
 
 
 @op('tl.atomic_addx2_elem_op', 'tl.atomic_addx4_elem_op', 'tl.atomic_addx2_ret_elem_op', 'tl.atomic_addx4_ret_elem_op')

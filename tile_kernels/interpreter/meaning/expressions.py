@@ -11,7 +11,16 @@ import numpy as np
 from tile_kernels.interpreter.engine.frame import Frame
 from tile_kernels.interpreter.engine.lanes import both, select
 from tile_kernels.interpreter.engine.translate import OPS, Closure, Compiler, expression, op
-from tile_kernels.interpreter.memory.dtypes import DType, caster, constant, dtype_of, rounder, wrap_int
+from tile_kernels.interpreter.memory.dtypes import (
+    FP4_PAIR,
+    DType,
+    caster,
+    constant,
+    dtype_of,
+    pair_of_numbers,
+    rounder,
+    wrap_int,
+)
 
 
 @expression('IntImm', 'FloatImm')
@@ -286,6 +295,8 @@ def _load(compiler: Compiler, node: Any) -> Closure:
     compiler.read_local(node.buffer)
     if lanes == 1:
         access = compiler.access(node.buffer, indices)
+        if access.buffer.dtype is FP4_PAIR:
+            return lambda frame: pair_of_numbers(access.load(frame, frame.mask))
         return lambda frame: access.load(frame, frame.mask)
     parts = [
         compiler.access(node.buffer, vector_element(compiler, node.buffer, indices, lane)) for lane in range(lanes)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tile_kernels.interpreter.engine.frame import Frame, cluster_rank
+from tile_kernels.interpreter.engine.frame import Frame, cluster_distance
 
 _MODELS: dict[str, Callable[..., Any]] = {}
 
@@ -35,7 +35,7 @@ class Pointer:
     def send(self, offset: int, value: Any, rank: Any) -> None:
         """Store to the element at `offset` in the shared memory of block `rank` of the cluster (DSMEM)."""
         access = self._accesses(offset)
-        away = np.asarray(rank) - cluster_rank(self._frame, self._cluster_dims).reshape(-1, 1)
+        away = cluster_distance(self._frame, self._cluster_dims, rank)
         access.row_shift = lambda frame: away
         access.atomic = True  # `send` of the marks checks it instead
         access.store(self._frame, value, self._frame.mask)
@@ -56,7 +56,7 @@ class RemoteBarrier:
     def send(self, bytes_: int, rank: Any) -> None:
         """Count bytes of every active thread at this barrier of block `rank` of the cluster."""
         frame, operand = self._frame, self._operand
-        away = np.asarray(rank) - cluster_rank(frame, self._cluster_dims).reshape(-1, 1)
+        away = cluster_distance(frame, self._cluster_dims, rank)
         frame.memory[operand.slot].send(frame, operand.index(frame), away, bytes_, operand.slot)
 
 

@@ -163,6 +163,7 @@ def _wait(compiler: Compiler, call: Any) -> Closure:
     operand = BarrierOperand(compiler, call.args[0])
     parity = compiler.expr(call.args[1]) if len(call.args) > 1 else (lambda frame: 0)
     site = compiler.site
+    pairs = compiler.cluster_dims if operand.storage.of_cluster and int(np.prod(compiler.cluster_dims)) == 2 else None
 
     def run(frame: Frame) -> Generator[Waiting, None, None]:
         index, phase = operand.number(frame), parity(frame)
@@ -186,7 +187,7 @@ def _wait(compiler: Compiler, call: Any) -> Closure:
 
         yield from wait_until(frame, complete, site, describe)
         if frame.async_groups is not None:
-            frame.async_groups.barrier_passed(frame, operand.slot, numbers)
+            frame.async_groups.barrier_passed(frame, operand.slot, numbers, pairs)
         if frame.clock is not None:
             frame.clock.acquire(operand.slot, index, frame.mask)
 

@@ -19,7 +19,7 @@ from tile_kernels.interpreter.errors import Deadlock, InterpreterError
 from tile_kernels.interpreter.meaning.expressions import is_vector_index, vector_element, vector_lanes
 from tile_kernels.interpreter.meaning.independent import as_array, is_independent
 from tile_kernels.interpreter.memory.buffers import workspace
-from tile_kernels.interpreter.memory.dtypes import narrower
+from tile_kernels.interpreter.memory.dtypes import FP4_PAIR, narrower, pair_of_bits
 
 Run = Callable[[Frame], Any]
 VECTORIZED = 2  # loop type of TIR
@@ -108,6 +108,10 @@ def _bind(compiler: Compiler, node: Any) -> Run:
     if is_vector_index(compiler, node.value):
         compiler.macros[node.var] = node.value
         return marked(lambda frame: None)
+    if type(node.value).__name__ == 'Call' and str(node.value.op.name) == 'tirx.tvm_access_ptr':
+        compiler.pointers[node.var] = node.value.args[1]
+        offset, place = compiler.expr(node.value.args[2]), compiler.new_slot(node.var)
+        return marked(lambda frame: frame.env.__setitem__(place, offset(frame)))
     unread = type(node.value).__name__ == 'BufferLoad' and node.var not in compiler.used
     if unread and vector_lanes(compiler, list(node.value.indices)) > 1:
         return marked(lambda frame: None)  # the name of a region, for tile operators
@@ -202,6 +206,8 @@ def _plain_store(compiler: Compiler, node: Any) -> Run:
         access = compiler.access(node.buffer, indices)
         if access.buffer.scope == 'shared':
             compiler.generic.add(access.path)
+        if access.buffer.dtype is FP4_PAIR:
+            return marked(lambda frame: access.store(frame, pair_of_bits(value(frame)), frame.mask))
         return marked(lambda frame: access.store(frame, value(frame), frame.mask))
     parts = [
         compiler.access(node.buffer, vector_element(compiler, node.buffer, indices, lane)) for lane in range(lanes)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from tile_kernels.interpreter.engine.frame import Frame, active_threads, agreed, cluster_rank
+from tile_kernels.interpreter.engine.frame import Frame, active_threads, agreed, cluster_distance
 from tile_kernels.interpreter.engine.lanes import Mask, expand
 from tile_kernels.interpreter.engine.translate import Closure, Compiler, is_const, op
 from tile_kernels.interpreter.errors import ReducerMisuse, TypeMismatch
 from tile_kernels.interpreter.meaning.accumulate import contribute, identity, pair, reduce_axes
 from tile_kernels.interpreter.meaning.async_ops import async_copy_hook, async_gemm_hook
-from tile_kernels.interpreter.meaning.cluster_ops import multicast, signal_after_copy
+from tile_kernels.interpreter.meaning.cluster_ops import Pair, multicast, signal_after_copy
 from tile_kernels.interpreter.memory.access import Access, Dim
-from tile_kernels.interpreter.memory.dtypes import DType, caster, dtype_of, rounder
+from tile_kernels.interpreter.memory.dtypes import FP4_PAIR, DType, caster, dtype_of, rounder
 
 # Annotations of copies that select an instruction and do not change the result.
 COPY_HINTS = {
@@ -46,6 +47,8 @@ class Region:
         if not reducer:
             forbid_plain_use(compiler, buffer)
         view = compiler.buffer(buffer)
+        if view.dtype is FP4_PAIR and guard is None:
+            raise compiler.unsupported(f'a tile operation other than a copy on {view.dtype.name}')
         depth = compiler.depth
         self.wide = [position for position, extent in enumerate(extents) if not (is_const(extent) and int(extent) == 1)]
         self.extents: tuple[Closure, ...] = tuple(compiler.expr(extents[position]) for position in self.wide)
@@ -66,10 +69,18 @@ class Region:
         self.buffer = view
         self.node = buffer
         self.replicated = buffer.data in compiler.storages and compiler.storages[buffer.data].replicated
+        self.pair: Pair | None = None  # two blocks use this rectangle as the first of them says
 
     def _together(self, base: Closure) -> Closure:
         """A coordinate of the rectangle, the same for all participating threads."""
-        return lambda frame: base(frame) if self.access.private else agreed(frame, base(frame))
+
+        def run(frame: Frame) -> Any:
+            if self.access.private:
+                return base(frame)
+            start = agreed(frame, base(frame))
+            return start if self.pair is None else self.pair.of_first(frame, start)
+
+        return run
 
     def follow(self, other: Region) -> None:
         """Use the loop extents of another region; a copy iterates over one of its two regions."""
@@ -132,11 +143,15 @@ def collective(frame: Frame, mask: Mask, axes: int) -> Mask:
 def _copy(compiler: Compiler, call: Any) -> Closure:
     """dst[...] = src[...], converted; outside a buffer, loads give the safe value and stores are dropped."""
     notes = {str(key): value for key, value in dict(call.annotations or {}).items()}
+    if int(notes.get('is_gather4', 0)) or int(notes.get('is_scatter4', 0)):
+        return _four_rows(compiler, call, notes)
     if set(notes) - COPY_HINTS - {'barrier', 'dst_block', 'cluster_mask'}:
         raise compiler.unsupported(f'copy annotation {sorted(set(notes) - COPY_HINTS)}')
     source, target = (Region(compiler, call.args[0], 'both'), Region(compiler, call.args[1], 'both'))
     if len(source.wide) != len(target.wide):
         raise compiler.unsupported('a copy between regions of different rank')
+    if FP4_PAIR in (source.buffer.dtype, target.buffer.dtype) and source.buffer.dtype != target.buffer.dtype:
+        raise compiler.unsupported(f'a copy from {source.buffer.dtype.name} to {target.buffer.dtype.name}')
     if _level(source) >= _level(target):
         target.follow(source)
     else:
@@ -180,13 +195,49 @@ def _copy(compiler: Compiler, call: Any) -> Closure:
     return run
 
 
+def _four_rows(compiler: Compiler, call: Any, notes: dict[str, Any]) -> Closure:
+    """Copy between four rows of a tensor and a tile; rows outside the tensor load 0 and store nothing."""
+    from tvm.ir import Range
+    from tvm.tirx import BufferRegion
+
+    known = {'is_gather4', 'is_scatter4', 'gather4_rows', 'gather4_col', 'barrier'}
+    if set(notes) - COPY_HINTS - known:
+        raise compiler.unsupported(f'copy annotation {sorted(set(notes) - COPY_HINTS - known)}')
+    gathers = bool(int(notes.get('is_gather4', 0)))
+    ends = [region_parts(compiler, argument) for argument in call.args[:2]]
+    (tensor, _, _), (tile, _, extents) = ends if gathers else reversed(ends)
+    width = extents[1]
+    moves = []
+    for position, row in enumerate(notes['gather4_rows']):
+        away = BufferRegion(tensor, [Range.from_min_extent(row, 1), Range.from_min_extent(notes['gather4_col'], width)])
+        here = BufferRegion(tile, [Range.from_min_extent(position, 1), Range.from_min_extent(0, width)])
+        pair = [Region(compiler, end, 'both') for end in ((away, here) if gathers else (here, away))]
+        for end in pair:
+            if end.buffer.scope == 'global':
+                end.access.dims = [replace(dim, guard='both') for dim in end.access.dims]
+        source, target = pair
+        (target if gathers else source).access.asynchronous = 'tma'
+        moves.append((source, target, async_copy_hook(compiler, 'tl.tileop.tma_copy', notes, target.access)))
+    compiler.overwrites = compiler.overwrites or gathers
+    convert = caster(dtype_of(moves[0][0].buffer.dtype.name), dtype_of(moves[0][1].buffer.dtype.name))
+
+    def run(frame: Frame) -> None:
+        mask = collective(frame, frame.mask, 1)
+        for source, target, launch in moves:
+            target.access.store(frame, convert(source.access.load(frame, mask)), mask)
+            if launch is not None:
+                launch(frame, mask)
+
+    return run
+
+
 def other_block(compiler: Compiler, rank: Any) -> Callable[[Frame], np.ndarray]:
     """The distance, in rows of shared memory, to the block of a given cluster rank."""
-    compiler.whole_grid = True
+    compiler.whole_cluster = True
     wanted = compiler.expr(rank)
 
     def run(frame: Frame) -> np.ndarray:
-        return np.asarray(wanted(frame)) - cluster_rank(frame, compiler.cluster_dims).reshape(-1, 1)
+        return cluster_distance(frame, compiler.cluster_dims, wanted(frame))
 
     return run
 
@@ -226,9 +277,31 @@ def _fill(compiler: Compiler, call: Any) -> Closure:
 @op('tl.tileop.gemm', 'tl.tileop.wgmma_gemm')
 def _gemm(compiler: Compiler, call: Any) -> Closure:
     """C += A @ B (operands may be transposed), accumulated in the type of C."""
-    left, right, out = (Region(compiler, call.args[position]) for position in range(3))
+    return matrix_product(compiler, call)
+
+
+Scaling = Callable[[Frame, Mask, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
+
+
+def matrix_product(
+    compiler: Compiler,
+    call: Any,
+    pair: Pair | None = None,
+    scaling: Scaling | None = None,
+    hints: frozenset[str] = frozenset(),
+    slots: tuple[int, ...] = (0, 1, 2, 3, 4, 9),
+) -> Closure:
+    """A product of tiles; `pair` combines the right operands of two blocks, `scaling` changes both operands.
+
+    `slots` are the arguments with A, B, C, whether A and B are transposed, and whether C starts at 0.
+    """
+    arguments = [call.args[slot] for slot in slots]
+    left, right, out = (Region(compiler, argument) for argument in arguments[:3])
+    for region in (left, right, out):
+        region.pair = pair
+        region.access.atomic = pair is not None and region is not out  # races between two blocks are not checked
     left.access.everyone = right.access.everyone = True
-    if str(call.op.name) == 'tl.tileop.wgmma_gemm':
+    if str(call.op.name).startswith('tl.tileop.wgmma_gemm'):
         left.access.asynchronous = right.access.asynchronous = 'gemm'
     notes = {str(key) for key in dict(call.annotations or {})}
     kinds = left.buffer.dtype, right.buffer.dtype
@@ -239,10 +312,10 @@ def _gemm(compiler: Compiler, call: Any) -> Closure:
     ):
         text = f'a product of {kinds[0].name} ({left.buffer.name}) and {kinds[1].name} ({right.buffer.name})'
         raise TypeMismatch(f'{text}: both operands must have one type', compiler.site, buffer=right.buffer.name)
-    if notes - GEMM_HINTS:
-        raise compiler.unsupported(f'gemm annotation {sorted(notes - GEMM_HINTS)}')
-    transpose_left, transpose_right = bool(call.args[3]), bool(call.args[4])
-    clear = compiler.expr(call.args[9])
+    if notes - GEMM_HINTS - hints:
+        raise compiler.unsupported(f'gemm annotation {sorted(notes - GEMM_HINTS - hints)}')
+    transpose_left, transpose_right = bool(arguments[3]), bool(arguments[4])
+    clear = compiler.expr(arguments[5])
     dtype = out.buffer.dtype
     exact = np.float64 if dtype.is_int or dtype.name == 'float64' else np.float32
     round_out = rounder(dtype)
@@ -251,13 +324,23 @@ def _gemm(compiler: Compiler, call: Any) -> Closure:
 
     def run(frame: Frame) -> None:
         mask = collective(frame, frame.mask, 2)
+        if pair is not None and mask is not None:
+            mask = pair.of_first(frame, mask)
+            if not mask.any():
+                return
         a = left.load_matrix(frame, mask).astype(exact, copy=False)
         b = right.load_matrix(frame, mask).astype(exact, copy=False)
         a, b = a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:])
         a = a.swapaxes(-1, -2) if transpose_left else a
         b = b.swapaxes(-1, -2) if transpose_right else b
+        if pair is not None:
+            b = pair.side_by_side(frame, b)
+        if scaling is not None:
+            a, b = scaling(frame, mask, a, b)
         product = _matmul(a, b)
-        cleared = clear(frame)
+        cleared = agreed(frame, clear(frame))
+        if pair is not None:
+            cleared = pair.of_first(frame, cleared)
         if not isinstance(cleared, np.ndarray) and cleared:
             total: Any = product
         else:
@@ -475,6 +558,8 @@ def _atomic_tile(compiler: Compiler, call: Any) -> Closure:
     """dst[...] = op(dst[...], value[...]), each element atomically and once."""
     name = {'add': 'sum', 'max': 'max', 'min': 'min'}[str(call.op.name)[-3:]]
     target = Region(compiler, call.args[1], 'both')
+    if target.buffer.dtype is FP4_PAIR:
+        raise compiler.unsupported(f'atomics on {FP4_PAIR.name}')
     target.access.atomic = True
     kind = type(call.args[0]).__name__
     is_tile = kind == 'BufferRegion' or (kind == 'Call' and str(call.args[0].op.name) == 'tl.region')

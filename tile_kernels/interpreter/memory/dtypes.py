@@ -24,6 +24,7 @@ _SMALL_FLOATS: dict[str, tuple[int, Any, torch.dtype]] = {
     'float8_e4m3': (8, 448.0, torch.float8_e4m3fn),
     'float8_e5m2': (8, 57344.0, torch.float8_e5m2),
 }
+_E2M1 = ('float4_e2m1fn', 'float4_e2m1_unpacked')
 _E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
 # Midpoints between adjacent values; a tie goes to the even code, so every second threshold is exclusive.
 _E2M1_MIDPOINTS = (_E2M1_VALUES[1:] + _E2M1_VALUES[:-1]) / 2
@@ -86,6 +87,10 @@ def dtype_of(name: str) -> DType:
         return DType(base, 'float', 8, np.dtype(np.uint8), np.dtype(np.float32), lanes)
     if base == 'float4_e2m1fn':
         return DType(base, 'float', 4, np.dtype(np.uint8), np.dtype(np.float32), lanes)
+    if base in ('float4_e2m1_unpacked', 'custom[float4_e2m1_unpacked]'):  # in shared memory, one byte each
+        return DType('float4_e2m1_unpacked', 'float', 8, np.dtype(np.uint8), np.dtype(np.float32), lanes)
+    if base in ('int4', 'uint4'):
+        return DType(base, base[:-1], 4, np.dtype(np.uint8), np.dtype(np.int32), lanes)
     for kind in ('uint', 'int'):
         width = base.removeprefix(kind)
         if base.startswith(kind) and width in ('8', '16', '32', '64'):
@@ -93,6 +98,22 @@ def dtype_of(name: str) -> DType:
             value = storage if storage.itemsize >= 4 else np.dtype(np.int32)
             return DType(base, kind, storage.itemsize * 8, storage, value, lanes)
     raise KeyError(name)
+
+
+# Two fp4 numbers in a byte of memory (`float4_e2m1fnx2`); its value is the byte.
+FP4_PAIR = DType('float4_e2m1fnx2', 'pair', 8, np.dtype(np.uint8), np.dtype(np.uint8))
+
+
+def pair_of_numbers(byte: Value) -> tuple[Value, Value]:
+    """The two numbers of an `FP4_PAIR`."""
+    table = _decode_table(dtype_of('float4_e2m1fn'))
+    return table.take(np.asarray(byte) & 15), table.take(np.asarray(byte) >> 4)
+
+
+def pair_of_bits(numbers: Value) -> np.ndarray:
+    """The byte of two numbers (or of one number twice)."""
+    low, high = numbers if isinstance(numbers, tuple) else (numbers, numbers)
+    return _encode_e2m1(low) | (_encode_e2m1(high) << np.uint8(4))
 
 
 @cache
@@ -107,6 +128,8 @@ def decoder(dtype: DType) -> Callable[[np.ndarray], np.ndarray]:
         return lambda raw: table.take(raw)
     if dtype.kind == 'bool':
         return lambda raw: raw != 0
+    if dtype.name == 'int4':
+        return lambda raw: (raw.astype(np.int32) ^ 8) - 8
     if dtype.value != dtype.storage:
         return lambda raw: raw.astype(dtype.value)
     return lambda raw: raw
@@ -124,10 +147,12 @@ def encoder(dtype: DType) -> Callable[[Value], np.ndarray]:
         return lambda value: torch.from_numpy(_float32(value)).to(target).view(torch.uint8).numpy()
     if dtype.name == 'float8_e8m0fnu':
         return _encode_e8m0
-    if dtype.name == 'float4_e2m1fn':
+    if dtype.name in _E2M1:
         return _encode_e2m1
     if dtype.kind == 'bool':
         return lambda value: np.asarray(value).astype(np.bool_).view(np.uint8)
+    if dtype.is_int and dtype.packed:
+        return lambda value: (np.asarray(value).astype(np.int64) & 15).astype(np.uint8)
     if dtype.is_int:
         return lambda value: _wrap_array(value, dtype.storage)
     return lambda value: np.asarray(value, dtype=dtype.storage)
@@ -155,7 +180,7 @@ def rounder(dtype: DType) -> Callable[[Value], Value] | None:
     if dtype.name == 'float8_e8m0fnu':
         table = _decode_table(dtype)
         return lambda value: _like(value, table.take(_encode_e8m0(value)))
-    if dtype.name == 'float4_e2m1fn':
+    if dtype.name in _E2M1:
         table = _decode_table(dtype)
         return lambda value: _like(value, table.take(_encode_e2m1(value)))
     return None
@@ -294,7 +319,7 @@ def _encode_e2m1(value: Value) -> np.ndarray:
 @cache
 def _decode_table(dtype: DType) -> np.ndarray:
     codes = np.arange(16 if dtype.packed else 256, dtype=np.uint8)
-    if dtype.name == 'float4_e2m1fn':
+    if dtype.name in _E2M1:
         return np.where(codes & 8, -_E2M1_VALUES[codes & 7], _E2M1_VALUES[codes & 7]).astype(np.float32)
     if dtype.name == 'float8_e8m0fnu':
         table = np.ldexp(1.0, np.minimum(codes, 254).astype(np.int32) - 127).astype(np.float32)
@@ -312,6 +337,8 @@ def _wrap_array(value: Value, storage: np.dtype) -> np.ndarray:
 
 
 def _wrap(value: Value, dtype: DType) -> Value:
+    if isinstance(value, np.ndarray) and dtype.packed:
+        return decoder(dtype)(encoder(dtype)(value))
     if isinstance(value, np.ndarray):
         return value.astype(dtype.storage).astype(dtype.value, copy=False)
     value = int(value)
