@@ -83,8 +83,8 @@ def test_splits_are_parts_of_the_keys():
 
 
 def test_shapes_choose_the_splits():
-    assert automatic_splits(1, 1024) == 4 and automatic_splits(264, 1 << 20) == 1 and automatic_splits(8, 1 << 20) == 33
-    assert automatic_splits(1, 100) == 1
+    assert [automatic_splits(256, 4096, 16), automatic_splits(4, 1024, 16), automatic_splits(4, 1 << 17, 16)] == [2, 16, 132]
+    assert [automatic_splits(8, 1 << 20, 64), automatic_splits(1, 100, 16), automatic_splits(600, 1 << 20, 16)] == [33, 1, 1]
 
 
 def test_wrong_pages_and_lengths_give_nan_in_their_sequence_alone():

@@ -1,8 +1,8 @@
 """Attention of few queries over long keys: dense and paged caches, fp8 caches, split keys.
 
-The formula is that of `attend`; so is the kernel, in which query heads of a kv head share the loads of its keys. If few
-thread blocks would run, keys are split: parts start at multiples of a block of the own sequence, and `combine` merges
-them. Memory bound: the floor is reading the used part of the cache once.
+The formula is that of `attend`. Queries and the heads of a kv head share a tile of 16, 32 or 64 rows, and its loads of
+keys. If few thread blocks would run, keys are split: parts start at multiples of a block of the own sequence, and
+`combine` merges them. Memory bound: the floor is reading the used part of the cache once.
 """
 
 import math
@@ -28,8 +28,8 @@ from tile_kernels.attention._checks import (
 )
 from tile_kernels.attention._macros import CACHE, DENSE, PACKED, PAGED
 from tile_kernels.attention._samples import SUMS, random_cache
-from tile_kernels.attention.attend_kernels import BLOCK_M, LOG2E, attend_kernel
 from tile_kernels.attention.combine import combine_kernel
+from tile_kernels.attention.decode_kernels import LOG2E, decode_kernel
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.gpus import SUM_SMS
@@ -40,11 +40,19 @@ MAX_SPLITS = 256
 PAGE_MULTIPLE = 16
 
 
-def automatic_splits(num_blocks: Any, most_keys: Any) -> int:
-    """Parts of the keys that give every SM work, each of 256 keys or more; a function of shapes alone."""
+def tile_rows(rows: Any) -> int:
+    """Rows of a tile, for that many rows of a sequence and a kv head."""
+    return 16 if rows <= 16 else 32 if rows <= 32 else 64
+
+
+def automatic_splits(num_blocks: Any, most_keys: Any, block_m: int) -> int:
+    """Parts of the keys that fill the SMs, each of 64 keys or more; a function of shapes alone.
+
+    Of the smallest tile an SM holds four thread blocks, of one warp each; all of them are needed to hide latency.
+    """
     if not isinstance(num_blocks, int) or not isinstance(most_keys, int) or num_blocks == 0:
         return 1  # fake tensors: nothing is launched
-    return max(1, min(2 * SUM_SMS // num_blocks, most_keys // 256, 64))
+    return max(1, min((4 if block_m == 16 else 2) * SUM_SMS // num_blocks, most_keys // 64, MAX_SPLITS))
 
 
 # Op -----------------------------------------------------------------------------------------
@@ -157,10 +165,12 @@ def decode(
         o.zero_()
         lse.fill_(-math.inf)
         return o, lse
-    rows = tokens * (q_heads // kv_heads)
-    blocks = rows // BLOCK_M + number + 1 if packed else -(-rows // BLOCK_M) * number
+    group = q_heads // kv_heads
+    rows = tokens * group
+    block_m = tile_rows(-(-rows // max(number, 1)) if packed else rows)
+    blocks = rows // block_m + number + 1 if packed else -(-rows // block_m) * number
     most_keys = k_cache.shape[0 if keys == PACKED else 1] * most_pages
-    splits = num_splits or automatic_splits(blocks * kv_heads, most_keys)
+    splits = num_splits or automatic_splits(blocks * kv_heads, most_keys, block_m)
     q_lead, k_lead = (None,) if packed else (), (None,) if keys == PACKED else ()
     if splits > 1:
         out_part = torch.empty(splits, *o.shape, dtype=torch.float32, device=q.device)
@@ -168,11 +178,11 @@ def decode(
     else:
         out_part, lse_part = o[None], lse[None]
     own_sink = sink if splits == 1 else None
-    static: tuple = (dim, value_dim, q.dtype, k_cache.dtype, packed, seqused_q is not None, keys)
+    static: tuple = (dim, value_dim, q.dtype, k_cache.dtype, block_m, packed, seqused_q is not None, keys)
     static += (cache_seqlens is not None, left >= 0 or right >= 0, softcap > 0)
     static += (None if own_sink is None else own_sink.dtype, splits > 1)
     launch(
-        attend_kernel,
+        decode_kernel,
         static,
         q[q_lead],
         k_cache[k_lead],
@@ -315,26 +325,38 @@ def flash_attn_with_kvcache(
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 D64 = (64, 64)
+CAUSAL = (-1, 0)
 SMOKE = (
     grid(queries=[0, 1], lengths=[(0, 5, 64)], heads=[(2, 1)], dims=[D64])
     + grid(queries=[1], lengths=[(70, 3)], heads=[(8, 1)], dims=[D64], splits=[2], sink=[BF16], softcap=[2.0])
-    + grid(
-        queries=[3], lengths=[(40, 17, 0)], heads=[(3, 1)], dims=[D64], page=[16], band=[(-1, 0), (3, 0)], sink=[F32]
-    )
+    + grid(queries=[3], lengths=[(40, 17, 0)], heads=[(3, 1)], dims=[D64], page=[16], band=[CAUSAL, (3, 0)], sink=[F32])
     + grid(
         queries=[2], lengths=[(140, 33)], heads=[(2, 2)], dims=[D64], page=[16], splits=[3], holes=[True], dtype=[F16]
     )
     + grid(queries=[1], lengths=[(20, 300, 9)], heads=[(2, 1)], dims=[D64], page=[16], wrong=[True], splits=[1, 2])
     + grid(queries=[1], lengths=[(33, 50)], heads=[(4, 2)], dims=[(64, 32)], page=[48, 0], fp8=[True], splits=[0])
-    + grid(queries=[(3, 0, 2)], lengths=[(30, 4, 17)], heads=[(2, 1)], dims=[(72, 72)], page=[16], band=[(-1, 0)])
+    + grid(queries=[(3, 0, 2)], lengths=[(30, 4, 17)], heads=[(2, 1)], dims=[(72, 72)], page=[16], band=[CAUSAL])
     + grid(queries=[(3, 0, 2)], lengths=[(30, 4, 17)], heads=[(2, 1)], dims=[D64], packed=[True], splits=[2])
+    + grid(queries=[3, 9], lengths=[(5, 70)], heads=[(8, 1)], dims=[(192, 128)], page=[32], band=[(-1, 0), (0, 2)])
+    + grid(queries=[5], lengths=[(64, 1)], heads=[(8, 1)], dims=[D64], fp8=[True], band=[(9, 0)], splits=[2])
 )
 BENCH = (
-    grid(queries=[1], lengths=[(4096,) * 32], heads=[(32, 8)], dims=[(128, 128)], page=[16, 64], fp8=[False, True])
-    + grid(queries=[1], lengths=[(1024,)], heads=[(32, 8)], dims=[(128, 128)], page=[64])
-    + grid(queries=[4], lengths=[(8001,) * 33], heads=[(24, 8)], dims=[(128, 128)], page=[0], band=[(-1, 0)])
+    grid(
+        queries=[1],
+        lengths=[(4096,) * 32],
+        heads=[(32, 8)],
+        dims=[(128, 128)],
+        page=[16, 64],
+        fp8=[False, True],
+        splits=[0],
+    )
+    + grid(queries=[1], lengths=[(1024,)], heads=[(32, 4)], dims=[(128, 128)], page=[64], splits=[0])
+    + grid(queries=[1], lengths=[(131_072,)], heads=[(32, 4)], dims=[(128, 128)], page=[64], fp8=[False, True], splits=[0])
+    + grid(queries=[1], lengths=[(4000,) * 16], heads=[(32, 32)], dims=[(128, 128)], page=[16], splits=[0])
+    + grid(queries=[4], lengths=[(8001,) * 33], heads=[(24, 8)], dims=[(128, 128)], page=[0], band=[CAUSAL], splits=[0])
+    + grid(queries=[16], lengths=[(8192,) * 8], heads=[(32, 8)], dims=[(128, 128)], page=[256], band=[CAUSAL], splits=[0])
 )
 FULL = grid(
-    queries=[1, 16], lengths=[(1, 127, 8191, 100_000)], heads=[(8, 1)], dims=[(128, 128)], page=[16, 64]
+    queries=[1, 16], lengths=[(1, 127, 8191, 100_000)], heads=[(8, 1)], dims=[(128, 128)], page=[16, 64], splits=[0]
 ) + grid(queries=[1], lengths=[(3, 257)], heads=[(6, 2)], dims=[(40, 40), (256, 256)], page=[64], splits=[0, 1, 7])
 decode.cases(make=random_cache, match=SUMS, smoke=SMOKE, full=FULL, bench=BENCH)
