@@ -28,7 +28,7 @@ from tile_kernels.attention._checks import (
 )
 from tile_kernels.attention._macros import CACHE, DENSE, PACKED, PAGED
 from tile_kernels.attention._samples import SUMS, random_cache
-from tile_kernels.attention.combine import combine_kernel
+from tile_kernels.attention.combine import merge
 from tile_kernels.attention.decode_kernels import LOG2E, decode_kernel
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
@@ -207,10 +207,7 @@ def decode(
         size=blocks if q.numel() else 0,
     )
     if splits > 1:
-        static = (value_dim, torch.float32, q.dtype, None if sink is None else sink.dtype)
-        every = lse.numel()
-        parts = out_part.view(splits, every, value_dim), lse_part.view(splits, every)
-        launch(combine_kernel, static, *parts, sink, o.view(every, value_dim), lse.view(every), size=every)
+        merge(out_part, lse_part, sink, o, lse)
     return o, lse
 
 

@@ -233,6 +233,8 @@ def decode_kernel(
         right: T.int32,
     ):
         with T.Kernel(num_blocks * kv_heads, num_splits, threads=threads) as (pid, part):
+            if split:
+                T.pdl_trigger()  # thread blocks of `combine` may start; they wait for the end of this kernel
             for stride in q_strides:
                 T.assume(stride % 8 == 0)
             for stride in k_strides + v_strides:
