@@ -28,6 +28,7 @@ from tile_kernels.attention._checks import (
 )
 from tile_kernels.attention._macros import CACHE, DENSE, PACKED, PAGED
 from tile_kernels.attention._samples import SUMS, random_cache
+from tile_kernels.attention.append import PAGE_MULTIPLE, append
 from tile_kernels.attention.combine import merge
 from tile_kernels.attention.decode_kernels import LOG2E, decode_kernel
 from tile_kernels.core import check
@@ -37,7 +38,6 @@ from tile_kernels.core.launch import launch
 from tile_kernels.core.op import empty, op
 
 MAX_SPLITS = 256
-PAGE_MULTIPLE = 16
 
 
 def tile_rows(rows: Any) -> int:
@@ -71,6 +71,8 @@ def decode(
     sink: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
     scale: float = 1.0,
     left: int = -1,
     right: int = -1,
@@ -92,6 +94,8 @@ def decode(
         sink: (heads,) logits that join the denominator.
         k_descale: (sequences, kv_heads) float32, factors of fp8 keys.
         v_descale: the same of values.
+        cache_batch_idx: (sequences,) int32, the row of a dense cache of every sequence; its own number unless given.
+        cache_leftpad: (sequences,) int32, tokens at the start of a dense cache that do not count.
         scale: factor of the scores.
         left: keys before the own position that a query sees; -1 is all.
         right: keys behind it.
@@ -111,7 +115,7 @@ def decode(
     if keys == DENSE and cache_seqlens is not None:
         keys = CACHE
     lead = 'pages page_size ' if keys == PAGED else 'tokens ' if keys == PACKED else 'batch tokens '
-    same = dict(batch=number) if keys in (DENSE, CACHE) else {}
+    same = dict(batch=number) if keys in (DENSE, CACHE) and cache_batch_idx is None else {}
     dtypes = (q.dtype, FP8)
     *_, kv_heads, _ = check.shape(k_cache, 'k_cache', f'{lead}heads dim', dtype=dtypes, dim=dim, **same)
     value_dim = check.shape(v_cache, 'v_cache', f'{lead}heads dim', dtype=k_cache.dtype)[-1]
@@ -131,6 +135,10 @@ def decode(
         check.packed(x, name, 'sequences+1', torch.int32, **{'sequences+1': number + 1})
     for name, x in (('cache_seqlens', cache_seqlens), ('seqused_q', seqused_q)):
         check.packed(x, name, 'sequences', torch.int32, sequences=number)
+    for name, x in (('cache_batch_idx', cache_batch_idx), ('cache_leftpad', cache_leftpad)):
+        check.packed(x, name, 'sequences', torch.int32, sequences=number)
+        if x is not None and keys != CACHE:
+            check.fail(name, 'must come with a dense cache and its lengths', check.describe(x))
     check.packed(block_table, 'block_table', 'sequences most_pages', torch.int32, sequences=number)
     if keys == PAGED:
         check.multiple(k_cache.shape[1], PAGE_MULTIPLE, 'page_size')
@@ -155,6 +163,8 @@ def decode(
         sink=sink,
         k_descale=k_descale,
         v_descale=v_descale,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
     )
     o = empty('o', (*q.shape[:-1], value_dim), q.dtype, q.device)
     lse = empty('lse', q.shape[:-1], torch.float32, q.device)
@@ -180,7 +190,8 @@ def decode(
     own_sink = sink if splits == 1 else None
     static: tuple = (dim, value_dim, q.dtype, k_cache.dtype, block_m, packed, seqused_q is not None, keys)
     static += (cache_seqlens is not None, left >= 0 or right >= 0, softcap > 0)
-    static += (None if own_sink is None else own_sink.dtype, splits > 1)
+    static += (None if own_sink is None else own_sink.dtype, splits > 1, cache_batch_idx is not None)
+    static += (cache_leftpad is not None,)
     launch(
         decode_kernel,
         static,
@@ -194,6 +205,8 @@ def decode(
         block_table,
         k_descale,
         v_descale,
+        cache_batch_idx,
+        cache_leftpad,
         own_sink,
         out_part.unsqueeze(1) if packed else out_part,
         lse_part.unsqueeze(1) if packed else lse_part,
@@ -254,13 +267,13 @@ def flash_attn_with_kvcache(
         k_cache: (batch, keys, kv_heads, dim), or (pages, page_size, kv_heads, dim) with `block_table`; of q's dtype or
             float8_e4m3fn. page_size is a multiple of 16.
         v_cache: the same with a dim of its own.
-        k: must be None; keys are not appended.
-        v: must be None.
-        cache_seqlens: (batch,) int32, the keys of every sequence, or one number for all.
+        k: (batch, new, kv_heads, dim), keys that are first written behind those of the cache.
+        v: the same of values.
+        cache_seqlens: (batch,) int32, the keys of every sequence without the new ones, or one number for all.
         block_table: (batch, most_pages) int32, also `page_table`. Entries behind the length are not read. A negative
             one is a hole, whose keys nobody sees.
-        cache_batch_idx: must be None.
-        cache_leftpad: must be None.
+        cache_batch_idx: (batch,) int32, which row of a dense cache belongs to a sequence.
+        cache_leftpad: (batch,) int32, tokens at the start of a dense cache that do not count.
         softmax_scale: factor of the scores, 1 / sqrt(dim) unless given.
         causal: a query sees no key behind its own position; the last query stands at the last key.
         window_size: keys before and behind its own position that a query sees; -1 or None is no bound.
@@ -280,10 +293,6 @@ def flash_attn_with_kvcache(
     sink = take(foreign, sink, None, *SINKS)
     block_table = take(foreign, block_table, None, 'page_table')
     refuse(foreign)
-    absent = dict(k=k, v=v, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
-    for name, value in absent.items():
-        if value is not None:
-            check.fail(name, 'must be None, since it is not offered yet', check.describe(value))
     batch, _, _, dim = check.shape(q, 'q', 'batch tokens heads dim')
     check.tensor(k_cache, 'k_cache')
     if isinstance(cache_seqlens, Tensor):
@@ -298,17 +307,28 @@ def flash_attn_with_kvcache(
     if softmax_scale is not None:
         check.number(softmax_scale, 'softmax_scale')
     kv_heads = k_cache.shape[2]
-    given: dict[str, Any] = dict(
-        cache_seqlens=lengths,
-        block_table=lengths_int32(block_table, 'block_table'),
-        sink=sink,
+    factors = dict(
         k_descale=spread_scale(k_descale, 'k_descale', batch, kv_heads, k_cache),
         v_descale=spread_scale(v_descale, 'v_descale', batch, kv_heads, k_cache),
+    )
+    pages, rows = lengths_int32(block_table, 'block_table'), lengths_int32(cache_batch_idx, 'cache_batch_idx')
+    if k is not None or v is not None:
+        for name, x in (('k', k), ('v', v)):
+            check.shape(x, name, 'batch tokens heads dim', batch=batch)
+        append(k, v, k_cache, v_cache, lengths, None, pages, rows, **factors)
+        lengths = lengths + k.shape[1]
+    given: dict[str, Any] = dict(
+        cache_seqlens=lengths,
+        block_table=pages,
+        sink=sink,
+        cache_batch_idx=rows,
+        cache_leftpad=lengths_int32(cache_leftpad, 'cache_leftpad'),
         scale=max(dim, 1) ** -0.5 if softmax_scale is None else softmax_scale,
         left=left,
         right=right,
         softcap=softcap,
         num_splits=num_splits,
+        **factors,
     )
     if out is None:
         out, lse = decode(q, k_cache, v_cache, **given)

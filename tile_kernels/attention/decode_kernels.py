@@ -187,13 +187,15 @@ def decode_kernel(
     capped: bool,
     sink_dtype: torch.dtype | None,
     split: bool,
+    indexed: bool,
+    left_padded: bool,
 ):
     """`keys` says how keys are stored; codes of `key_dtype` are widened to `dtype` in shared memory."""
     q_batch, q_tokens, q_heads = T.dynamic('q_batch'), T.dynamic('q_tokens'), T.dynamic('q_heads')
     k_batch, k_tokens, kv_heads = T.dynamic('k_batch'), T.dynamic('k_tokens'), T.dynamic('kv_heads')
     num_q, num_k, num_used_q, num_used_k = (T.dynamic(name) for name in ('num_q', 'num_k', 'num_used_q', 'num_used_k'))
     num_tables, num_pages, num_scales = T.dynamic('num_tables'), T.dynamic('num_pages'), T.dynamic('num_scales')
-    num_splits = T.dynamic('num_splits')
+    num_splits, num_index, num_pads = T.dynamic('num_splits'), T.dynamic('num_index'), T.dynamic('num_pads')
     elem, key_elem = T.dtype(dtype), T.dtype(key_dtype)
     fp8 = key_dtype is not dtype
     threads = 2 * block_m
@@ -221,6 +223,8 @@ def decode_kernel(
         block_table: T.Tensor((num_tables, num_pages), T.int32),
         k_descale: T.Tensor((num_scales, kv_heads), T.float32),
         v_descale: T.Tensor((num_scales, kv_heads), T.float32),
+        cache_batch_idx: T.Tensor((num_index,), T.int32),
+        cache_leftpad: T.Tensor((num_pads,), T.int32),
         sink: T.Tensor((q_heads,), T.dtype(sink_dtype or torch.float32)),
         o: T.Tensor((num_splits, q_batch, q_tokens, q_heads, value_dim), T.float32 if split else elem),
         lse: T.Tensor((num_splits, q_batch, q_tokens, q_heads), T.float32),
@@ -274,10 +278,16 @@ def decode_kernel(
                     if sequence < num_sequences:
                         key_batch = sequence
                         num_keys = T.max(seqused_k[sequence], 0)
+                        if indexed:
+                            key_batch = cache_batch_idx[sequence]
                     capacity = num_pages * k_tokens if keys == PAGED else k_tokens
-                    if num_keys > capacity:
+                    if T.Or(num_keys > capacity, T.Or(key_batch < 0, indexed and key_batch >= k_batch)):
                         wrong = 1
                         num_keys = 0
+                        key_batch = 0
+                    if left_padded:
+                        key_start = T.max(T.min(cache_leftpad[T.min(sequence, num_pads - 1)], num_keys), 0)
+                        num_keys = num_keys - key_start
                 if keys == PAGED:
                     # Every part looks at its share of the table; its rows become NaN, and so does what `combine` makes.
                     ids = T.alloc_fragment((threads,), T.int32)
