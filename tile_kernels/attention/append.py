@@ -2,8 +2,8 @@
 
     k_cache[token cache_seqlens[b] + i of sequence b] = k[b, i]        the same for v
 
-A cache of fp8 gets k / k_descale, saturated. A sequence whose cache would overflow is left as it was, and so are pages that
-do not exist. A thread block copies the heads of one token, 16 bytes at a time. Memory bound.
+A cache of fp8 gets k / k_descale, saturated. A sequence whose cache would overflow is left as it was, and tokens of
+pages that do not exist are dropped. A thread block copies the heads of one token, 16 bytes at a time. Memory bound.
 """
 
 from typing import Any
@@ -153,7 +153,7 @@ def append(
     """
     packed, paged = cu_seqlens is not None, block_table is not None
     lead = 'tokens' if packed else 'batch tokens'
-    *batch, tokens, heads, dim = check.shape(k, 'k', f'{lead} heads dim', dtype=HALVES)
+    *batch, _, heads, dim = check.shape(k, 'k', f'{lead} heads dim', dtype=HALVES)
     value_dim = check.shape(v, 'v', f'{lead} heads dim', dtype=k.dtype)[-1]
     if v.shape[:-1] != k.shape[:-1]:
         check.fail('v', f'must be {(*k.shape[:-1], "dim")}', check.describe(v))

@@ -5,9 +5,9 @@
     o[r]   = sum_n w[n] * out_partial[n, r] / (sum_n w[n] + exp(sink[h] - m))
     lse[r] = m + log sum_n w[n]                       without the sink
 
-A part with lse = -inf counts for nothing, whatever its output holds. A row without any part is 0 and has lse = -inf. A
-thread owns a 16-byte vector of a row and adds the parts in their order. Of more than eight parts, several threads share a
-vector: each adds adjacent parts, and their sums are added in order. Memory bound: the floor is reading every part.
+A part with lse = -inf counts for nothing, whatever its output holds. A row without any part is 0 and has lse = -inf.
+A thread owns a 16-byte vector of a row and adds the parts in their order. Of more than eight parts, several threads
+own a vector: each adds adjacent parts, and their sums are added in order. Memory bound: the floor is reading the parts.
 """
 
 import math
@@ -100,7 +100,7 @@ def combine_many_kernel(value_dim: int, dtype: torch.dtype, out_dtype: torch.dty
     width = 16 // dtype.itemsize
     lanes = value_dim // width
     threads = 128 if lanes <= 32 else 256 if lanes <= 64 else 512
-    sharers = threads // lanes  # threads that share a vector
+    owners = threads // lanes  # threads of a vector
     elem, out_elem = T.dtype(dtype), T.dtype(out_dtype)
     inf = math.inf
 
@@ -114,7 +114,7 @@ def combine_many_kernel(value_dim: int, dtype: torch.dtype, out_dtype: torch.dty
     ):
         with T.Kernel(num_rows, threads=threads) as row:
             thread = T.get_thread_binding()
-            sharer = T.truncdiv(thread, lanes)
+            owner = T.truncdiv(thread, lanes)
             column = T.truncmod(thread, lanes) * width
             x = T.alloc_local((AHEAD * width,), elem)
             acc = T.alloc_local((width,), T.float32)
@@ -124,8 +124,8 @@ def combine_many_kernel(value_dim: int, dtype: torch.dtype, out_dtype: torch.dty
             weight = T.alloc_var(T.float32)
             factor = T.alloc_var(T.float32)
             top_shared = T.alloc_shared((threads // 32,), T.float32)
-            total_shared = T.alloc_shared((sharers,), T.float32)
-            acc_shared = T.alloc_shared((sharers, value_dim), T.float32)
+            total_shared = T.alloc_shared((owners,), T.float32)
+            acc_shared = T.alloc_shared((owners, value_dim), T.float32)
             T.pdl_sync()
             for step in T.serial(T.ceildiv(num_parts, threads)):
                 if step * threads + thread < num_parts:
@@ -140,9 +140,9 @@ def combine_many_kernel(value_dim: int, dtype: torch.dtype, out_dtype: torch.dty
                 top = 0.0  # every part is empty, or NaN
             for e in T.unroll(width):
                 acc[e] = 0.0
-            every = T.ceildiv(num_parts, sharers)
-            first, last = sharer * every, T.min((sharer + 1) * every, num_parts)
-            if sharer < sharers:
+            every = T.ceildiv(num_parts, owners)
+            first, last = owner * every, T.min((owner + 1) * every, num_parts)
+            if owner < owners:
                 for step in T.serial(T.ceildiv(T.max(last - first, 0), AHEAD)):
                     for i in T.unroll(AHEAD):
                         for e in T.vectorized(width):
@@ -155,12 +155,12 @@ def combine_many_kernel(value_dim: int, dtype: torch.dtype, out_dtype: torch.dty
                                 for e in T.unroll(width):
                                     acc[e] += weight * T.cast(x[i * width + e], T.float32)
                 for e in T.vectorized(width):
-                    acc_shared[sharer, column + e] = acc[e]
+                    acc_shared[owner, column + e] = acc[e]
                 if column == 0:
-                    total_shared[sharer] = total
+                    total_shared[owner] = total
             T.sync_threads()
-            if sharer == 0:
-                for other in T.unroll(1, sharers):
+            if owner == 0:
+                for other in T.unroll(1, owners):
                     total += total_shared[other]
                     for e in T.unroll(width):
                         acc[e] += acc_shared[other, column + e]

@@ -55,7 +55,101 @@ def automatic_splits(num_blocks: Any, most_keys: Any, block_m: int) -> int:
     return max(1, min((4 if block_m == 16 else 2) * SUM_SMS // num_blocks, most_keys // 64, MAX_SPLITS))
 
 
+def spread_lengths(lengths: Tensor, cu_seqlens_q: Tensor | None, q: Tensor) -> Tensor:
+    """The keys of the sequence of every token, 0 behind the last sequence."""
+    if cu_seqlens_q is None:
+        return lengths[:, None].expand(q.shape[:2])
+    index = torch.arange(q.shape[0], dtype=torch.int32, device=q.device)
+    sequence = torch.searchsorted(cu_seqlens_q, index, right=True) - 1
+    return torch.cat((lengths, lengths.new_zeros(1)))[sequence]
+
+
 # Op -----------------------------------------------------------------------------------------
+
+
+def check_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_q: Tensor | None,
+    block_table: Tensor | None,
+    sink: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    left: int,
+    right: int,
+    softcap: float,
+    num_splits: int,
+) -> tuple[int, str]:
+    """What the arguments of `decode` must be; the number of sequences, and how keys are stored."""
+    packed = cu_seqlens_q is not None
+    *batch, tokens, q_heads, dim = check.shape(q, 'q', ('' if packed else 'batch ') + 'tokens heads dim', dtype=HALVES)
+    number = check.shape(cu_seqlens_q, 'cu_seqlens_q', 'sequences+1')[0] - 1 if cu_seqlens_q is not None else batch[0]
+    check.at_least(number, 0, 'the number of sequences')
+    if block_table is not None and cu_seqlens_k is not None:
+        check.fail('cu_seqlens_k', 'must be None with pages', check.describe(cu_seqlens_k))
+    keys = PAGED if block_table is not None else PACKED if cu_seqlens_k is not None else DENSE
+    if keys == DENSE and cache_seqlens is not None:
+        keys = CACHE
+    lead = 'pages page_size ' if keys == PAGED else 'tokens ' if keys == PACKED else 'batch tokens '
+    same = dict(batch=number) if keys in (DENSE, CACHE) and cache_batch_idx is None else {}
+    dtypes = (q.dtype, FP8)
+    *_, kv_heads, _ = check.shape(k_cache, 'k_cache', f'{lead}heads dim', dtype=dtypes, dim=dim, **same)
+    value_dim = check.shape(v_cache, 'v_cache', f'{lead}heads dim', dtype=k_cache.dtype)[-1]
+    if v_cache.shape[:-1] != k_cache.shape[:-1]:
+        check.fail('v_cache', f'must be {(*k_cache.shape[:-1], "dim")}', check.describe(v_cache))
+    check_dim(dim, 'the last extent of q')
+    check_dim(value_dim, 'the last extent of v_cache')
+    check_heads(q_heads, kv_heads, 'k_cache')
+    check_vectors(q=q, k_cache=k_cache, v_cache=v_cache)
+    check_sink(sink, q_heads, q.dtype)
+    check_band(left, right)
+    check.number(softcap, 'softcap')
+    check.at_least(softcap, 0.0, 'softcap')
+    check.at_least(num_splits, 0, 'num_splits')
+    check.at_most(num_splits, MAX_SPLITS, 'num_splits')
+    check.at_most(tokens * q_heads, (1 << 31) - (1 << 17), 'tokens times heads of q')
+    for name, x in (('cu_seqlens_q', cu_seqlens_q), ('cu_seqlens_k', cu_seqlens_k)):
+        check.packed(x, name, 'sequences+1', torch.int32, **{'sequences+1': number + 1})
+    for name, x in (('cache_seqlens', cache_seqlens), ('seqused_q', seqused_q)):
+        check.packed(x, name, 'sequences', torch.int32, sequences=number)
+    for name, x in (('cache_batch_idx', cache_batch_idx), ('cache_leftpad', cache_leftpad)):
+        check.packed(x, name, 'sequences', torch.int32, sequences=number)
+        if x is not None and keys != CACHE:
+            check.fail(name, 'must come with a dense cache and its lengths', check.describe(x))
+    check.packed(block_table, 'block_table', 'sequences most_pages', torch.int32, sequences=number)
+    if keys == PAGED:
+        check.multiple(k_cache.shape[1], PAGE_MULTIPLE, 'page_size')
+        if cache_seqlens is None:
+            check.fail('cache_seqlens', 'must come with block_table', 'None')
+    fp8 = k_cache.dtype is FP8
+    for name, x in (('k_descale', k_descale), ('v_descale', v_descale)):
+        if fp8 and x is None:
+            check.fail(name, 'must come with a cache of fp8', 'None')
+        if not fp8 and x is not None:
+            check.fail(name, f'must be None with a cache of {k_cache.dtype}', check.describe(x))
+        check.packed(x, name, 'sequences kv_heads', torch.float32, sequences=number, kv_heads=kv_heads)
+    check.same_device(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        cache_seqlens=cache_seqlens,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_q=seqused_q,
+        block_table=block_table,
+        sink=sink,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+    )
+    return number, keys
 
 
 @op(outputs='o lse', out=True)
@@ -105,75 +199,38 @@ def decode(
     Returns:
         o of q's dtype, and lse (batch, tokens, heads) or (tokens, heads) float32.
     """
-    packed = cu_seqlens_q is not None
-    *batch, tokens, q_heads, dim = check.shape(q, 'q', ('' if packed else 'batch ') + 'tokens heads dim', dtype=HALVES)
-    number = check.shape(cu_seqlens_q, 'cu_seqlens_q', 'sequences+1')[0] - 1 if cu_seqlens_q is not None else batch[0]
-    check.at_least(number, 0, 'the number of sequences')
-    if block_table is not None and cu_seqlens_k is not None:
-        check.fail('cu_seqlens_k', 'must be None with pages', check.describe(cu_seqlens_k))
-    keys = PAGED if block_table is not None else PACKED if cu_seqlens_k is not None else DENSE
-    if keys == DENSE and cache_seqlens is not None:
-        keys = CACHE
-    lead = 'pages page_size ' if keys == PAGED else 'tokens ' if keys == PACKED else 'batch tokens '
-    same = dict(batch=number) if keys in (DENSE, CACHE) and cache_batch_idx is None else {}
-    dtypes = (q.dtype, FP8)
-    *_, kv_heads, _ = check.shape(k_cache, 'k_cache', f'{lead}heads dim', dtype=dtypes, dim=dim, **same)
-    value_dim = check.shape(v_cache, 'v_cache', f'{lead}heads dim', dtype=k_cache.dtype)[-1]
-    if v_cache.shape[:-1] != k_cache.shape[:-1]:
-        check.fail('v_cache', f'must be {(*k_cache.shape[:-1], "dim")}', check.describe(v_cache))
-    check_dim(dim, 'the last extent of q')
-    check_dim(value_dim, 'the last extent of v_cache')
-    check_heads(q_heads, kv_heads, 'k_cache')
-    check_vectors(q=q, k_cache=k_cache, v_cache=v_cache)
-    check_sink(sink, q_heads, q.dtype)
-    check_band(left, right)
-    check.at_least(softcap, 0.0, 'softcap')
-    check.at_least(num_splits, 0, 'num_splits')
-    check.at_most(num_splits, MAX_SPLITS, 'num_splits')
-    check.at_most(tokens * q_heads, (1 << 31) - (1 << 17), 'tokens times heads of q')
-    for name, x in (('cu_seqlens_q', cu_seqlens_q), ('cu_seqlens_k', cu_seqlens_k)):
-        check.packed(x, name, 'sequences+1', torch.int32, **{'sequences+1': number + 1})
-    for name, x in (('cache_seqlens', cache_seqlens), ('seqused_q', seqused_q)):
-        check.packed(x, name, 'sequences', torch.int32, sequences=number)
-    for name, x in (('cache_batch_idx', cache_batch_idx), ('cache_leftpad', cache_leftpad)):
-        check.packed(x, name, 'sequences', torch.int32, sequences=number)
-        if x is not None and keys != CACHE:
-            check.fail(name, 'must come with a dense cache and its lengths', check.describe(x))
-    check.packed(block_table, 'block_table', 'sequences most_pages', torch.int32, sequences=number)
-    if keys == PAGED:
-        check.multiple(k_cache.shape[1], PAGE_MULTIPLE, 'page_size')
-        if cache_seqlens is None:
-            check.fail('cache_seqlens', 'must come with block_table', 'None')
-    fp8 = k_cache.dtype is FP8
-    for name, x in (('k_descale', k_descale), ('v_descale', v_descale)):
-        if fp8 and x is None:
-            check.fail(name, 'must come with a cache of fp8', 'None')
-        if not fp8 and x is not None:
-            check.fail(name, f'must be None with a cache of {k_cache.dtype}', check.describe(x))
-        check.packed(x, name, 'sequences kv_heads', torch.float32, sequences=number, kv_heads=kv_heads)
-    check.same_device(
-        q=q,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        cache_seqlens=cache_seqlens,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        seqused_q=seqused_q,
-        block_table=block_table,
-        sink=sink,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad,
+    number, keys = check_decode(
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_q,
+        block_table,
+        sink,
+        k_descale,
+        v_descale,
+        cache_batch_idx,
+        cache_leftpad,
+        left,
+        right,
+        softcap,
+        num_splits,
     )
+    packed = cu_seqlens_q is not None
+    tokens, q_heads, dim = q.shape[-3:]
+    kv_heads, value_dim = k_cache.shape[-2], v_cache.shape[-1]
     o = empty('o', (*q.shape[:-1], value_dim), q.dtype, q.device)
     lse = empty('lse', q.shape[:-1], torch.float32, q.device)
     most_pages = 1 if block_table is None else block_table.shape[1]
     if k_cache.numel() == 0 or most_pages == 0:
-        if keys in (CACHE, PAGED) and q.numel():  # lengths are not known here
-            check.fail('k_cache', 'must hold at least one key', check.describe(k_cache))
         o.zero_()
         lse.fill_(-math.inf)
+        if keys in (CACHE, PAGED) and cache_seqlens is not None:  # any key is one too many
+            wrong = spread_lengths(cache_seqlens, cu_seqlens_q, q) > 0
+            o.masked_fill_(wrong[..., None, None], math.nan)
+            lse.masked_fill_(wrong[..., None], math.nan)
         return o, lse
     group = q_heads // kv_heads
     rows = tokens * group
@@ -312,11 +369,6 @@ def flash_attn_with_kvcache(
         v_descale=spread_scale(v_descale, 'v_descale', batch, kv_heads, k_cache),
     )
     pages, rows = lengths_int32(block_table, 'block_table'), lengths_int32(cache_batch_idx, 'cache_batch_idx')
-    if k is not None or v is not None:
-        for name, x in (('k', k), ('v', v)):
-            check.shape(x, name, 'batch tokens heads dim', batch=batch)
-        append(k, v, k_cache, v_cache, lengths, None, pages, rows, **factors)
-        lengths = lengths + k.shape[1]
     given: dict[str, Any] = dict(
         cache_seqlens=lengths,
         block_table=pages,
@@ -330,6 +382,13 @@ def flash_attn_with_kvcache(
         num_splits=num_splits,
         **factors,
     )
+    if k is not None or v is not None:
+        for name, x in (('k', k), ('v', v)):
+            check.shape(x, name, 'batch tokens heads dim', batch=batch, heads=kv_heads)
+        none = dict(cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None)
+        check_decode(q, k_cache, v_cache, **{name: x for name, x in given.items() if name != 'scale'}, **none)
+        append(k, v, k_cache, v_cache, lengths, None, pages, rows, **factors)
+        given['cache_seqlens'] = lengths + k.shape[1]
     if out is None:
         out, lse = decode(q, k_cache, v_cache, **given)
     else:
@@ -341,7 +400,7 @@ def flash_attn_with_kvcache(
 # Cases --------------------------------------------------------------------------------------
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-D64 = (64, 64)
+D64, D128 = (64, 64), (128, 128)
 CAUSAL = (-1, 0)
 SMOKE = (
     grid(queries=[0, 1], lengths=[(0, 5, 64)], heads=[(2, 1)], dims=[D64])
@@ -355,23 +414,18 @@ SMOKE = (
     + grid(queries=[(3, 0, 2)], lengths=[(30, 4, 17)], heads=[(2, 1)], dims=[(72, 72)], page=[16], band=[CAUSAL])
     + grid(queries=[(3, 0, 2)], lengths=[(30, 4, 17)], heads=[(2, 1)], dims=[D64], packed=[True], splits=[2])
     + grid(queries=[3, 9], lengths=[(5, 70)], heads=[(8, 1)], dims=[(192, 128)], page=[32], band=[(-1, 0), (0, 2)])
+    + grid(queries=[2], lengths=[(9, 70, 5)], heads=[(2, 1)], dims=[D64], padding=[(0, 3, 7)], band=[(-1, -1), CAUSAL])
     + grid(queries=[5], lengths=[(64, 1)], heads=[(8, 1)], dims=[D64], fp8=[True], band=[(9, 0)], splits=[2])
 )
 BENCH = (
     grid(
-        queries=[1],
-        lengths=[(4096,) * 32],
-        heads=[(32, 8)],
-        dims=[(128, 128)],
-        page=[16, 64],
-        fp8=[False, True],
-        splits=[0],
+        queries=[1], lengths=[(4096,) * 32], heads=[(32, 8)], dims=[D128], page=[16, 64], fp8=[False, True], splits=[0]
     )
-    + grid(queries=[1], lengths=[(1024,)], heads=[(32, 4)], dims=[(128, 128)], page=[64], splits=[0])
-    + grid(queries=[1], lengths=[(131_072,)], heads=[(32, 4)], dims=[(128, 128)], page=[64], fp8=[False, True], splits=[0])
-    + grid(queries=[1], lengths=[(4000,) * 16], heads=[(32, 32)], dims=[(128, 128)], page=[16], splits=[0])
-    + grid(queries=[4], lengths=[(8001,) * 33], heads=[(24, 8)], dims=[(128, 128)], page=[0], band=[CAUSAL], splits=[0])
-    + grid(queries=[16], lengths=[(8192,) * 8], heads=[(32, 8)], dims=[(128, 128)], page=[256], band=[CAUSAL], splits=[0])
+    + grid(queries=[1], lengths=[(1024,)], heads=[(32, 4)], dims=[D128], page=[64], splits=[0])
+    + grid(queries=[1], lengths=[(131_072,)], heads=[(32, 4)], dims=[D128], page=[64], fp8=[False, True], splits=[0])
+    + grid(queries=[1], lengths=[(4000,) * 16], heads=[(32, 32)], dims=[D128], page=[16], splits=[0])
+    + grid(queries=[4], lengths=[(8001,) * 33], heads=[(24, 8)], dims=[D128], page=[0], band=[CAUSAL], splits=[0])
+    + grid(queries=[16], lengths=[(8192,) * 8], heads=[(32, 8)], dims=[D128], page=[256], band=[CAUSAL], splits=[0])
 )
 FULL = grid(
     queries=[1, 16], lengths=[(1, 127, 8191, 100_000)], heads=[(8, 1)], dims=[(128, 128)], page=[16, 64], splits=[0]

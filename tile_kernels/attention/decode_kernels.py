@@ -1,14 +1,15 @@
 """The kernel of attention over a cache. See `decode` for the formula.
 
-A thread block owns 16, 32 or 64 rows of one kv head (see `_macros`), 16 for each warp, and a part of the keys. Blocks of
-keys and values pass through a ring in shared memory, filled by cp.async 16 bytes at a time. Copies of later blocks are in
-flight while one is multiplied. Pages hold multiples of 16 tokens, so 16 keys need one entry of the table. Scores, softmax
-and weights stay in the registers of a warp: warps wait for the ring alone.
+A thread block owns 16, 32 or 64 rows of one kv head (see `_macros`), 16 for each warp, and a part of the keys. Blocks
+of keys and values pass through a ring in shared memory, filled by cp.async 16 bytes at a time. Copies of later blocks
+are in flight while one is multiplied. Pages hold multiples of 16 tokens, so 16 keys need one entry of the table.
+Scores, softmax and weights stay in the registers of a warp: warps wait for the ring alone.
 
 A row has the same bits in tiles of every size: blocks of keys depend on head dimensions alone.
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,9 +50,16 @@ def strided(name: str, shape: tuple, elem: Any) -> Any:
     return T.StridedTensor(shape, (*strides, 1), elem), strides
 
 
+def vector_size(dim: int, size: int) -> int:
+    """Elements of a copy; rows of eight bits may end in the middle of 16 bytes."""
+    return 16 // size if dim % (16 // size) == 0 else 8
+
+
 @macro
-def copy_chunk(x, x_shared, slot, chunk, batch, token, number, head, width: int, count: int, threads: int):
+def copy_chunk(x, x_shared, slot, chunk, batch, token, number, head, threads: int):
     """Start to copy 16 keys or values, of which `number` exist; the others, and columns behind the last, become 0."""
+    width = x.shape[3]
+    count = vector_size(width, x.dtype.bits // 8)
     vectors = x_shared.shape[2] // count
     for i in T.unroll(-(-CHUNK * vectors // threads)):
         index = i * threads + T.get_thread_binding()
@@ -69,7 +77,7 @@ def copy_chunk(x, x_shared, slot, chunk, batch, token, number, head, width: int,
 def narrow_rows(x, batch, start, rows, row, num_rows, x_shared, unit_shared, width: int):
     """Load rows of queries as float16: every row is divided by a power of two, its unit, so that none overflows.
 
-    Codes of eight bits are exact in float16, for which there is one conversion. What a row loses is 2^-25 of its maximum.
+    Codes of eight bits are exact in float16, for which there is one conversion. A row loses 2^-25 of its maximum.
     """
     size, columns = x_shared.shape
     wide = T.alloc_fragment((size, columns), T.float32)
@@ -90,53 +98,65 @@ def narrow_rows(x, batch, start, rows, row, num_rows, x_shared, unit_shared, wid
         x_shared[i, d] = T.cast(wide[i, d] / unit[i], x_shared.dtype)
 
 
-@macro
-def find_chunks(key, num_keys, batch, start, block_table, page_size, page, token, keys: str):
-    """Page and token of the chunks of the block from `key` on; page -1 is a hole, or a chunk behind the last key."""
-    for c in T.unroll(page.shape[0]):
-        page[c] = batch
-        token[c] = start + key + c * CHUNK
-        if keys == PAGED:
-            index = T.truncdiv(key + c * CHUNK, page_size)
-            token[c] = key + c * CHUNK - index * page_size
-            page[c] = -1
-            if key + c * CHUNK < num_keys:
-                page[c] = block_table[batch, index]
+@dataclass(frozen=True)
+class Source:
+    """The keys of a thread block: where they are, and the chunks that are copied next."""
+
+    k: Any
+    v: Any
+    block_table: Any
+    page_size: Any
+    batch: Any
+    start: Any
+    number: Any  # of keys
+    head: Any
+    first: Any  # the first key of the part
+    steps: Any  # blocks of the part
+    page: Any  # of every chunk, -1 for a hole and behind the last key
+    token: Any
+    paged: bool
+    threads: int
 
 
 @macro
-def copy_block(
-    k,
-    v,
-    k_ring,
-    v_ring,
-    page,
-    token,
-    step,
-    steps,
-    first,
-    num_keys,
-    head,
-    head_dim: int,
-    value_dim: int,
-    k_count: int,
-    v_count: int,
-    threads: int,
-):
-    """Start to copy a block, keys before values: two groups of copies, empty behind the last block."""
-    block_n = k_ring.shape[1]
-    slot = T.truncmod(step, k_ring.shape[0])
-    key = first + step * block_n
-    if step < steps:
-        for c in T.unroll(page.shape[0]):
-            number = T.if_then_else(page[c] >= 0, num_keys - key - c * CHUNK, 0)
-            copy_chunk(k, k_ring, slot, c, T.max(page[c], 0), token[c], number, head, head_dim, k_count, threads)
+def find_chunks(source, step):
+    """Page and token of the chunks of a block."""
+    key = source.first + step * source.page.shape[0] * CHUNK
+    for c in T.unroll(source.page.shape[0]):
+        source.page[c] = source.batch
+        source.token[c] = source.start + key + c * CHUNK
+        if source.paged:
+            index = T.truncdiv(key + c * CHUNK, source.page_size)
+            source.token[c] = key + c * CHUNK - index * source.page_size
+            source.page[c] = -1
+            if key + c * CHUNK < source.number:
+                source.page[c] = source.block_table[source.batch, index]
+
+
+@macro
+def copy_chunks(source, x, ring, step):
+    """Start to copy the chunks of a block as one group of copies, which is empty behind the last block."""
+    stages, block_n, _ = ring.shape
+    slot = T.truncmod(step, stages)
+    left = source.number - source.first - step * block_n
+    if step < source.steps:
+        for c in T.unroll(source.page.shape[0]):
+            number = T.if_then_else(source.page[c] >= 0, left - c * CHUNK, 0)
+            copy_chunk(x, ring, slot, c, T.max(source.page[c], 0), source.token[c], number, source.head, source.threads)
     T.ptx_commit_group()
-    if step < steps:
-        for c in T.unroll(page.shape[0]):
-            number = T.if_then_else(page[c] >= 0, num_keys - key - c * CHUNK, 0)
-            copy_chunk(v, v_ring, slot, c, T.max(page[c], 0), token[c], number, head, value_dim, v_count, threads)
-    T.ptx_commit_group()
+
+
+@macro
+def copy_block(source, k_ring, v_ring, step, holes):
+    """Start to copy a block, keys before values, and find the next. `holes` gets a bit for every chunk."""
+    chunks = source.page.shape[0]
+    if source.paged:
+        holes[0] = T.bitwise_and(T.shift_left(holes[0], chunks), (1 << chunks * k_ring.shape[0]) - 1)
+        for c in T.unroll(chunks):
+            holes[0] = T.bitwise_or(holes[0], T.if_then_else(source.page[c] < 0, T.shift_left(1, c), 0))
+    copy_chunks(source, source.k, k_ring, step)
+    copy_chunks(source, source.v, v_ring, step)
+    find_chunks(source, step + 1)
 
 
 @macro
@@ -205,7 +225,6 @@ def decode_kernel(
     stages = 4 if fp8 else 3  # of eight bits more blocks are to be in flight
     wide_elem = T.float16 if fp8 else elem
     vector = 16 // key_dtype.itemsize
-    k_count, v_count = (vector if dim % vector == 0 else 8 for dim in (head_dim, value_dim))
     q_type, q_strides = strided('q', (q_batch, q_tokens, q_heads, head_dim), elem)
     k_type, k_strides = strided('k', (k_batch, k_tokens, kv_heads, head_dim), key_elem)
     v_type, v_strides = strided('v', (k_batch, k_tokens, kv_heads, value_dim), key_elem)
@@ -334,39 +353,19 @@ def decode_kernel(
                 T.clear(total)
                 T.clear(acc)
                 steps = T.max(last - first, 0)
-                page = T.alloc_local((chunks,), T.int32)  # of the chunks that are copied next
-                token = T.alloc_local((chunks,), T.int32)
-                holes = T.alloc_var(T.int32, init=0)  # a bit for every chunk in the ring, the latest block lowest
-
-                find_chunks(first * block_n, num_keys, key_batch, key_start, block_table, k_tokens, page, token, keys)
+                page, token = T.alloc_local((chunks,), T.int32), T.alloc_local((chunks,), T.int32)
+                holes = T.alloc_local((1,), T.int32)  # a bit for every chunk in the ring, the latest block lowest
+                own_keys = (block_table, k_tokens, key_batch, key_start, num_keys, head, first * block_n, steps)
+                source = Source(k, v, *own_keys, page, token, keys == PAGED, threads)
+                holes[0] = 0
+                find_chunks(source, 0)
                 for step in T.unroll(stages - 1):
-                    if keys == PAGED:
-                        holes = T.bitwise_and(T.shift_left(holes, chunks), (1 << chunks * stages) - 1)
-                        for c in T.unroll(chunks):
-                            holes = T.bitwise_or(holes, T.if_then_else(page[c] < 0, T.shift_left(1, c), 0))
-                    copy_block(
-                        k, v, k_ring, v_ring, page, token, step, steps, first * block_n, num_keys, head,
-                        head_dim, value_dim, k_count, v_count, threads
-                    )
-                    find_chunks(
-                        (first + step + 1) * block_n, num_keys, key_batch, key_start, block_table, k_tokens, page, token, keys
-                    )
+                    copy_block(source, k_ring, v_ring, step, holes)
                 key_scale = scale * k_descale[T.min(sequence, num_scales - 1), head] if fp8 else scale
                 for step in T.serial(steps):
                     key = (first + step) * block_n
                     slot = T.truncmod(step, stages)
-                    if keys == PAGED:
-                        holes = T.bitwise_and(T.shift_left(holes, chunks), (1 << chunks * stages) - 1)
-                        for c in T.unroll(chunks):
-                            holes = T.bitwise_or(holes, T.if_then_else(page[c] < 0, T.shift_left(1, c), 0))
-                    copy_block(
-                        k, v, k_ring, v_ring, page, token, step + stages - 1, steps, first * block_n, num_keys,
-                        head, head_dim, value_dim, k_count, v_count, threads
-                    )
-                    find_chunks(
-                        (first + step + stages) * block_n, num_keys, key_batch, key_start, block_table, k_tokens, page, token,
-                        keys
-                    )
+                    copy_block(source, k_ring, v_ring, step + stages - 1, holes)
                     T.ptx_wait_group(2 * stages - 1)
                     T.sync_threads()
                     if fp8:
@@ -379,9 +378,9 @@ def decode_kernel(
                         unit = key_scale * unit_shared[i] if fp8 else key_scale
                         scores[i, j] = cap * T.tanh(scores[i, j] * unit) if capped else scores[i, j] * unit
                     if keys == PAGED:  # noqa: SIM102 - known when the kernel is built
-                        if T.shift_right(holes, chunks * (stages - 1)) != 0:
+                        if T.shift_right(holes[0], chunks * (stages - 1)) != 0:
                             for i, j in T.Parallel(block_m, block_n):
-                                bit = T.shift_right(holes, chunks * (stages - 1) + T.truncdiv(j, CHUNK))
+                                bit = T.shift_right(holes[0], chunks * (stages - 1) + T.truncdiv(j, CHUNK))
                                 scores[i, j] = T.if_then_else(T.bitwise_and(bit, 1) == 0, scores[i, j], -inf)
                     if key + block_n > num_keys:
                         for i, j in T.Parallel(block_m, block_n):
