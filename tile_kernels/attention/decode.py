@@ -15,6 +15,7 @@ from tile_kernels.attention._checks import (
     FP8,
     HALVES,
     SINKS,
+    autocast,
     bound,
     check_band,
     check_dim,
@@ -42,6 +43,8 @@ MAX_SPLITS = 256
 
 def tile_rows(rows: Any) -> int:
     """Rows of a tile, for that many rows of a sequence and a kv head."""
+    if not isinstance(rows, int):
+        return 64  # fake tensors: nothing is launched
     return 16 if rows <= 16 else 32 if rows <= 32 else 64
 
 
@@ -351,6 +354,8 @@ def flash_attn_with_kvcache(
     block_table = take(foreign, block_table, None, 'page_table')
     refuse(foreign)
     batch, _, _, dim = check.shape(q, 'q', 'batch tokens heads dim')
+    if q.dtype not in HALVES:
+        q, k, v = autocast(q, k, v)
     check.tensor(k_cache, 'k_cache')
     if isinstance(cache_seqlens, Tensor):
         lengths = lengths_int32(cache_seqlens, 'cache_seqlens')
