@@ -44,6 +44,14 @@ def check_sink(sink: Tensor | None, q_heads: int, dtype: torch.dtype) -> None:
     check.packed(sink, 'sink', 'heads', dict.fromkeys((torch.float32, dtype)), heads=q_heads)
 
 
+def check_table(block_table: Tensor | None, number: int) -> None:
+    """The pages of every sequence; rows may be slices of longer ones."""
+    if block_table is not None:
+        names = 'sequences most_pages'
+        check.shape(block_table, 'block_table', names, dtype=torch.int32, sequences=number)
+        check.unit_stride(block_table, 'block_table')
+
+
 def check_band(left: int, right: int) -> None:
     """Sides of the band: -1 is unbounded."""
     for name, side in (('left', left), ('right', right)):

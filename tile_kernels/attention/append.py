@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tile_kernels.attention._checks import FP8, HALVES, check_dim, check_vectors
+from tile_kernels.attention._checks import FP8, HALVES, check_dim, check_table, check_vectors
 from tile_kernels.attention._samples import starts
 from tile_kernels.attention.decode_kernels import strided
 from tile_kernels.core import check
@@ -59,6 +59,7 @@ def append_kernel(
     k_batch, k_tokens = T.dynamic('k_batch'), T.dynamic('k_tokens')
     num_starts, num_lengths, num_scales = T.dynamic('num_starts'), T.dynamic('num_lengths'), T.dynamic('num_scales')
     num_tables, num_pages, num_index = T.dynamic('num_tables'), T.dynamic('num_pages'), T.dynamic('num_index')
+    table_stride = T.dynamic('table_stride')
     elem, key_elem = T.dtype(dtype), T.dtype(key_dtype)
     k_type, k_strides = strided('k', (batch, tokens, heads, head_dim), elem)
     v_type, v_strides = strided('v', (batch, tokens, heads, value_dim), elem)
@@ -73,7 +74,7 @@ def append_kernel(
         v_cache: v_cache_type,
         cache_seqlens: T.Tensor((num_lengths,), T.int32),
         cu_seqlens: T.Tensor((num_starts,), T.int32),
-        block_table: T.Tensor((num_tables, num_pages), T.int32),
+        block_table: T.StridedTensor((num_tables, num_pages), (table_stride, 1), T.int32),
         cache_batch_idx: T.Tensor((num_index,), T.int32),
         k_descale: T.Tensor((num_scales, heads), T.float32),
         v_descale: T.Tensor((num_scales, heads), T.float32),
@@ -171,7 +172,7 @@ def append(
     check_vectors(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
     check.packed(cache_seqlens, 'cache_seqlens', 'sequences', torch.int32, sequences=number)
     check.packed(cu_seqlens, 'cu_seqlens', 'sequences+1', torch.int32)
-    check.packed(block_table, 'block_table', 'sequences most_pages', torch.int32, sequences=number)
+    check_table(block_table, number)
     check.packed(cache_batch_idx, 'cache_batch_idx', 'sequences', torch.int32, sequences=number)
     if paged:
         check.multiple(k_cache.shape[1], PAGE_MULTIPLE, 'page_size')

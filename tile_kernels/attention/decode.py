@@ -21,6 +21,7 @@ from tile_kernels.attention._checks import (
     check_dim,
     check_heads,
     check_sink,
+    check_table,
     check_vectors,
     lengths_int32,
     refuse,
@@ -125,7 +126,7 @@ def check_decode(
         check.packed(x, name, 'sequences', torch.int32, sequences=number)
         if x is not None and keys != CACHE:
             check.fail(name, 'must come with a dense cache and its lengths', check.describe(x))
-    check.packed(block_table, 'block_table', 'sequences most_pages', torch.int32, sequences=number)
+    check_table(block_table, number)
     if keys == PAGED:
         check.multiple(k_cache.shape[1], PAGE_MULTIPLE, 'page_size')
         if cache_seqlens is None:

@@ -215,6 +215,7 @@ def decode_kernel(
     k_batch, k_tokens, kv_heads = T.dynamic('k_batch'), T.dynamic('k_tokens'), T.dynamic('kv_heads')
     num_q, num_k, num_used_q, num_used_k = (T.dynamic(name) for name in ('num_q', 'num_k', 'num_used_q', 'num_used_k'))
     num_tables, num_pages, num_scales = T.dynamic('num_tables'), T.dynamic('num_pages'), T.dynamic('num_scales')
+    table_stride = T.dynamic('table_stride')
     num_splits, num_index, num_pads = T.dynamic('num_splits'), T.dynamic('num_index'), T.dynamic('num_pads')
     elem, key_elem = T.dtype(dtype), T.dtype(key_dtype)
     fp8 = key_dtype is not dtype
@@ -239,7 +240,7 @@ def decode_kernel(
         cu_seqlens_k: T.Tensor((num_k,), T.int32),
         seqused_q: T.Tensor((num_used_q,), T.int32),
         seqused_k: T.Tensor((num_used_k,), T.int32),
-        block_table: T.Tensor((num_tables, num_pages), T.int32),
+        block_table: T.StridedTensor((num_tables, num_pages), (table_stride, 1), T.int32),
         k_descale: T.Tensor((num_scales, kv_heads), T.float32),
         v_descale: T.Tensor((num_scales, kv_heads), T.float32),
         cache_batch_idx: T.Tensor((num_index,), T.int32),

@@ -129,12 +129,10 @@ class LayerCache:
         new = [tokens] * cache.batch
         if starts is not None and max(counts) + tokens > cache.capacity and not _is_capturing(starts):
             counts, new = self.lengths.tolist(), starts.diff().tolist()
-        most = max(count + number for count, number in zip(counts, new, strict=True))
-        if most > cache.capacity and (starts is None or not _is_capturing(starts)):
-            taken = max(counts)
-            check.fail(
-                'cache', f'must have capacity for {most - taken} more tokens', f'{taken} of {cache.capacity} taken'
-            )
+        for count, number in zip(counts, new, strict=True):
+            if count + number > cache.capacity and (starts is None or not _is_capturing(starts)):
+                fact = f'{count} of {cache.capacity} taken'
+                check.fail('cache', f'must have capacity for {number} more tokens', fact)
         cache._counts[self.index] = [count + number for count, number in zip(counts, new, strict=True)]
 
     def attend(
