@@ -359,7 +359,8 @@ def flash_attn_with_kvcache(
         q, k, v = autocast(q, k, v)
     check.tensor(k_cache, 'k_cache')
     if isinstance(cache_seqlens, Tensor):
-        lengths = lengths_int32(cache_seqlens, 'cache_seqlens')
+        check.dtype(cache_seqlens, 'cache_seqlens', (torch.int32, torch.int64))
+        lengths = cache_seqlens.to(torch.int32)
     else:
         check.integer(cache_seqlens, 'cache_seqlens', least=0)
         lengths = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
@@ -388,11 +389,14 @@ def flash_attn_with_kvcache(
         num_splits=num_splits,
         **factors,
     )
-    if k is not None or v is not None:
+    if k is not None or v is not None:  # everything is checked before the cache is changed
+        k, v = check.tensor(k, 'k'), check.tensor(v, 'v')
         for name, x in (('k', k), ('v', v)):
             check.shape(x, name, 'batch tokens heads dim', batch=batch, heads=kv_heads)
-        none = dict(cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None)
-        check_decode(q, k_cache, v_cache, **{name: x for name, x in given.items() if name != 'scale'}, **none)
+        packed: dict[str, Any] = dict(cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None)
+        check_decode(q, k_cache, v_cache, **{name: x for name, x in given.items() if name != 'scale'}, **packed)
+        if out is not None:
+            check.shape(out, 'out', 'batch tokens heads dim', dtype=q.dtype, dim=v_cache.shape[-1], batch=batch)
         append(k, v, k_cache, v_cache, lengths, None, pages, rows, **factors)
         given['cache_seqlens'] = lengths + k.shape[1]
     if out is None:
