@@ -258,8 +258,8 @@ def test_results_do_not_depend_on_other_sequences():
 
 
 PLANTED = [  # mistakes in the kernel that the comparison above must find
-    ('- index * source.page_size', '- (index - 1) * source.page_size'),
-    ('source.block_table[source.batch, index]', 'source.block_table[source.batch, T.max(index - 1, 0)]'),
+    ('- source.page[c] * source.page_size', '- (source.page[c] - 1) * source.page_size'),
+    ('block_table[source.batch, source.page[c]]', 'block_table[source.batch, T.max(source.page[c] - 1, 0)]'),
     ('left - c * CHUNK, 0)', 'CHUNK, 0)'),
 ]
 

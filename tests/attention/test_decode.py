@@ -149,7 +149,7 @@ def test_out_is_written():
 @pytest.mark.parametrize(
     ('given', 'sentence'),
     [
-        (dict(k=torch.zeros(1)), r'k must be \(batch, tokens, heads, dim\)'),
+        (dict(k=torch.zeros(1), v=torch.zeros(1)), r'k must be \(batch, tokens, heads, dim\)'),
         (dict(k=torch.zeros(2, 1, 1, 16).to(BF16)), 'v must be a tensor'),
         (dict(cache_leftpad=torch.zeros(2)), 'cache_leftpad must be int32 or int64'),
         (dict(cache_batch_idx=ints(0).cpu()), r'cache_batch_idx must be \(sequences\) with sequences = 2'),

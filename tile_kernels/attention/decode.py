@@ -49,14 +49,16 @@ def tile_rows(rows: Any) -> int:
     return 16 if rows <= 16 else 32 if rows <= 32 else 64
 
 
-def automatic_splits(num_blocks: Any, most_keys: Any, block_m: int) -> int:
+def automatic_splits(num_blocks: Any, most_keys: Any, block_m: int, fp8: bool = False) -> int:
     """Parts of the keys that fill the SMs, each of 64 keys or more; a function of shapes alone.
 
-    Of the smallest tile an SM holds four thread blocks, of one warp each; all of them are needed to hide latency.
+    Of the smallest tile an SM holds four thread blocks of one warp each, of eight bits six. All are needed to hide
+    latency.
     """
     if not isinstance(num_blocks, int) or not isinstance(most_keys, int) or num_blocks == 0:
         return 1  # fake tensors: nothing is launched
-    return max(1, min((4 if block_m == 16 else 2) * SUM_SMS // num_blocks, most_keys // 64, MAX_SPLITS))
+    resident = 2 if block_m > 16 else 6 if fp8 else 4
+    return max(1, min(resident * SUM_SMS // num_blocks, most_keys // 64, MAX_SPLITS))
 
 
 def spread_lengths(lengths: Tensor, cu_seqlens_q: Tensor | None, q: Tensor) -> Tensor:
@@ -241,7 +243,7 @@ def decode(
     block_m = tile_rows(-(-rows // max(number, 1)) if packed else rows)
     blocks = rows // block_m + number + 1 if packed else -(-rows // block_m) * number
     most_keys = k_cache.shape[0 if keys == PACKED else 1] * most_pages
-    splits = num_splits or automatic_splits(blocks * kv_heads, most_keys, block_m)
+    splits = num_splits or automatic_splits(blocks * kv_heads, most_keys, block_m, k_cache.dtype is FP8)
     q_lead, k_lead = (None,) if packed else (), (None,) if keys == PACKED else ()
     if splits > 1:
         out_part = torch.empty(splits, *o.shape, dtype=torch.float32, device=q.device)

@@ -126,11 +126,12 @@ def find_chunks(source, step):
         source.page[c] = source.batch
         source.token[c] = source.start + key + c * CHUNK
         if source.paged:
-            index = T.truncdiv(key + c * CHUNK, source.page_size)
-            source.token[c] = key + c * CHUNK - index * source.page_size
-            source.page[c] = -1
+            source.page[c] = T.truncdiv(key + c * CHUNK, source.page_size)  # kept, lest the division be repeated
+            source.token[c] = key + c * CHUNK - source.page[c] * source.page_size
             if key + c * CHUNK < source.number:
-                source.page[c] = source.block_table[source.batch, index]
+                source.page[c] = source.block_table[source.batch, source.page[c]]
+            else:
+                source.page[c] = -1
 
 
 @macro
@@ -223,7 +224,7 @@ def decode_kernel(
     wide, wide_v = padded(head_dim), padded(value_dim)
     block_n = block_keys(head_dim, value_dim)
     chunks = block_n // CHUNK
-    stages = 4 if fp8 else 3  # of eight bits more blocks are to be in flight
+    stages = 3
     wide_elem = T.float16 if fp8 else elem
     vector = 16 // key_dtype.itemsize
     q_type, q_strides = strided('q', (q_batch, q_tokens, q_heads, head_dim), elem)
@@ -267,7 +268,9 @@ def decode_kernel(
             k_ring = T.alloc_shared((stages, block_n, wide), key_elem)
             v_ring = T.alloc_shared((stages, block_n, wide_v), key_elem)
             k_wide = T.alloc_shared((1, block_n, wide), wide_elem) if fp8 else k_ring
-            v_wide = T.alloc_shared((1, block_n, wide_v), wide_elem) if fp8 else v_ring
+            v_wide = v_ring
+            if fp8:
+                v_wide = k_wide if wide == wide_v else T.alloc_shared((1, block_n, wide_v), wide_elem)
             scores = T.alloc_fragment((block_m, block_n), T.float32)
             weights = T.alloc_fragment((block_m, block_n), wide_elem)
             acc = T.alloc_fragment((block_m, wide_v), T.float32)
@@ -275,11 +278,13 @@ def decode_kernel(
             factor = T.alloc_fragment((block_m,), T.float32)
             block_top, block_sum = T.alloc_fragment((block_m,), T.float32), T.alloc_fragment((block_m,), T.float32)
 
-            index, head = T.truncdiv(pid, kv_heads), T.truncmod(pid, kv_heads)
             rows = make_rows(block_m)
             unit_shared = T.alloc_shared((block_m,), T.float32)  # of rows that were scaled
-            group = T.alloc_var(T.int32)  # a variable, lest its division be repeated
+            group = T.alloc_var(T.int32)  # variables, lest their divisions be repeated
             group = T.truncdiv(q_heads, kv_heads)
+            index, head = T.alloc_var(T.int32), T.alloc_var(T.int32)
+            index = T.truncdiv(pid, kv_heads)
+            head = pid - index * kv_heads
             block = find_block(cu_seqlens_q, index, num_sequences, bits, q_tokens, group, block_m, q_packed)
             sequence, start, row = block.sequence, block.start, block.row
             num_rows = block.length * group
