@@ -83,8 +83,10 @@ def test_splits_are_parts_of_the_keys():
 
 
 def test_shapes_choose_the_splits():
-    assert automatic_splits(1, 1024) == 4 and automatic_splits(264, 1 << 20) == 1 and automatic_splits(8, 1 << 20) == 33
-    assert automatic_splits(1, 100) == 1
+    few = [automatic_splits(256, 4096, 16), automatic_splits(4, 1024, 16), automatic_splits(4, 1 << 17, 16)]
+    assert few == [2, 16, 132]
+    many = [automatic_splits(8, 1 << 20, 64), automatic_splits(1, 100, 16), automatic_splits(600, 1 << 20, 16)]
+    assert many == [33, 1, 1]
 
 
 def test_wrong_pages_and_lengths_give_nan_in_their_sequence_alone():
@@ -147,8 +149,11 @@ def test_out_is_written():
 @pytest.mark.parametrize(
     ('given', 'sentence'),
     [
-        (dict(k=torch.zeros(1)), 'k must be None, since it is not offered yet'),
-        (dict(cache_leftpad=torch.zeros(1)), 'cache_leftpad must be None, since it is not offered yet'),
+        (dict(k=torch.zeros(1), v=torch.zeros(1)), r'k must be \(batch, tokens, heads, dim\)'),
+        (dict(k=torch.zeros(2, 1, 1, 16).to(BF16)), 'v must be a tensor'),
+        (dict(cache_leftpad=torch.zeros(2)), 'cache_leftpad must be int32 or int64'),
+        (dict(cache_batch_idx=ints(0).cpu()), r'cache_batch_idx must be \(sequences\) with sequences = 2'),
+        (dict(rotary_cos=torch.zeros(2, 2)), 'rotary_cos must be None'),
         (dict(scheduler_metadata=1), 'scheduler_metadata must be None'),
         (dict(cache_seqlens=ints(1).cpu()), r'cache_seqlens must be \(sequences\) with sequences = 2'),
         (dict(cache_seqlens=-1), 'cache_seqlens must be at least 0'),

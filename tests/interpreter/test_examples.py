@@ -35,7 +35,8 @@ CASES = [
 
 
 def test_every_example_is_listed():
-    assert {path.stem for path in EXAMPLES.glob('[!_]*.py')} == set(SHAPES) | PROGRAMS
+    found = {path.stem for path in EXAMPLES.glob('[!_]*.py') if '\ndef example(' in path.read_text()}
+    assert found == set(SHAPES)  # programs without a kernel of their own are run by the tests of their family
 
 
 @pytest.mark.parametrize('name', sorted(PROGRAMS))

@@ -93,6 +93,27 @@ def test_decode_equals_prefill(dtype):
         torch.testing.assert_close(again[0], whole[0, :5], rtol=bound, atol=bound)
 
 
+@pytest.mark.parametrize('dtype', [BF16, 'e4m3'])
+def test_packed_tokens_of_some_sequences_join_a_cache(dtype):
+    layer = make(softcap=3.0)
+    x = torch.randn(3, 9, 32, device=DEVICE).to(BF16)
+    cache = KVCache(1, 3, 20, 2, 16, page=16, dtype=dtype, device=DEVICE)
+    part = cache.layer(0)
+    with torch.no_grad():
+        whole = layer(x)
+        first = layer(
+            torch.cat((x[0, :4], x[2, :7])), cu_seqlens=torch.tensor([0, 4, 4, 11], device=DEVICE), cache=part
+        )
+        second = layer(
+            torch.cat((x[0, 4:5], x[1, :2], x[2, 7:])), cu_seqlens=torch.tensor([0, 1, 3, 5], device=DEVICE), cache=part
+        )
+    assert cache.lengths.tolist() == [5, 2, 9]
+    bound = 1e-2 if dtype is BF16 else 0.1
+    torch.testing.assert_close(first, torch.cat((whole[0, :4], whole[2, :7])), rtol=bound, atol=bound)
+    expected = torch.cat((whole[0, 4:5], whole[1, :2], whole[2, 7:]))
+    torch.testing.assert_close(second, expected, rtol=bound, atol=bound)
+
+
 def test_a_full_cache_is_told_and_not_overwritten():
     layer, cache = make(), KVCache(1, 2, 16, 2, 16, page=16, device=DEVICE)
     x = torch.randn(2, 16, 32, device=DEVICE).to(BF16)
@@ -103,7 +124,14 @@ def test_a_full_cache_is_told_and_not_overwritten():
             layer(x[:, :1], cache=cache.layer(0))
         cache._counts = [[0, 0]]  # as in the replay of a graph
         assert layer(x[:, :1], cache=cache.layer(0)).isnan().all()
-        assert torch.equal(cache.pages[:, :, :2], before[:, :, :2])
+        assert torch.equal(cache.pages, before)
+        cache = KVCache(1, 2, 16, 2, 16, page=16, device=DEVICE)
+        cuts = torch.tensor([0, 1, 10], device=DEVICE)
+        layer(x[0, :10], cu_seqlens=cuts, cache=cache.layer(0))
+        layer(x[0, :10], cu_seqlens=torch.tensor([0, 10, 10], device=DEVICE), cache=cache.layer(0))
+        with pytest.raises(ArgumentError, match='cache must have capacity for 9 more tokens, got 9 of 16 taken'):
+            layer(x[0, :10], cu_seqlens=cuts, cache=cache.layer(0))
+        assert cache.lengths.tolist() == [11, 9]
 
 
 def test_bad_arguments_are_told():

@@ -3,6 +3,7 @@
 Nothing of this family has run on a GPU yet: kernels are checked in the interpreter, lowered and compiled.
 """
 
+from tile_kernels.attention.append import append
 from tile_kernels.attention.attend import attend, attend_bwd, flash_attn_func, flash_attn_varlen_func
 from tile_kernels.attention.combine import combine, flash_attn_combine
 from tile_kernels.attention.decode import decode, flash_attn_with_kvcache
@@ -11,6 +12,7 @@ from tile_kernels.attention.scaled_dot_product_attention import scaled_dot_produ
 
 __all__ = [
     'KVCache',
+    'append',
     'attend',
     'attend_bwd',
     'combine',

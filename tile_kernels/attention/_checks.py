@@ -44,6 +44,14 @@ def check_sink(sink: Tensor | None, q_heads: int, dtype: torch.dtype) -> None:
     check.packed(sink, 'sink', 'heads', dict.fromkeys((torch.float32, dtype)), heads=q_heads)
 
 
+def check_table(block_table: Tensor | None, number: int) -> None:
+    """The pages of every sequence; rows may be slices of longer ones."""
+    if block_table is not None:
+        names = 'sequences most_pages'
+        check.shape(block_table, 'block_table', names, dtype=torch.int32, sequences=number)
+        check.unit_stride(block_table, 'block_table')
+
+
 def check_band(left: int, right: int) -> None:
     """Sides of the band: -1 is unbounded."""
     for name, side in (('left', left), ('right', right)):
@@ -62,6 +70,15 @@ def lengths_int32(x: Tensor | None, name: str) -> Tensor | None:
         return None
     check.dtype(x, name, (torch.int32, torch.int64))
     return x.to(torch.int32)
+
+
+def autocast(*tensors: Any) -> tuple:
+    """Operands in the dtype of autocast, where it is on."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in tensors)
 
 
 # Foreign signatures -------------------------------------------------------------------------

@@ -88,10 +88,13 @@ def random_cache(
     splits: int = 1,
     holes: bool = False,
     wrong: bool = False,
+    padding: tuple = (),
 ) -> dict:
     """Arguments of `decode`. Whatever no sequence uses holds NaN: tails, spare pages, holes.
 
     Pages are shuffled. With `wrong`, the first sequence has a page that does not exist and the second is too long.
+    With `padding`, sequences start behind as many tokens and own the rows of a larger cache in reverse order; the first
+    has none.
     """
     number = len(lengths)
     together = isinstance(queries, tuple)
@@ -127,6 +130,13 @@ def random_cache(
     else:
         shape = (number, max(lengths) + 5)
         used = torch.arange(shape[1], device='cpu') < torch.tensor(lengths, device='cpu')[:, None]
+        if padding:
+            used &= torch.arange(shape[1], device='cpu') >= torch.tensor(padding, device='cpu')[:, None]
+            used = torch.cat((used, used[:1])).flip(0)
+            shape = (number + 1, shape[1])
+            rows = torch.arange(number, 0, -1)
+            rows[0] = shape[0]
+            made |= dict(cache_batch_idx=rows.int(), cache_leftpad=torch.tensor(padding).int())
     if not packed:
         given = torch.tensor(lengths)
         if wrong:

@@ -5,8 +5,9 @@
     o[r]   = sum_n w[n] * out_partial[n, r] / (sum_n w[n] + exp(sink[h] - m))
     lse[r] = m + log sum_n w[n]                       without the sink
 
-A part with lse = -inf counts for nothing, whatever its output holds. A row without any part is 0 and has lse = -inf. A
-thread owns a 16-byte vector of a row and adds the parts in their order. Memory bound: the floor is reading every part.
+A part with lse = -inf counts for nothing, whatever its output holds. A row without any part is 0 and has lse = -inf.
+A thread owns a 16-byte vector of a row and adds the parts in their order. Of more than eight parts, several threads
+own a vector: each adds adjacent parts, and their sums are added in order. Memory bound: the floor is reading the parts.
 """
 
 import math
@@ -23,6 +24,9 @@ from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
 
 THREADS = 128
+AHEAD = 4  # parts that a thread loads before it adds them
+MANY = 8
+LN2, LOG2E = math.log(2), math.log2(math.e)
 DTYPES = (torch.float32, *HALVES)
 
 # Kernel -------------------------------------------------------------------------------------
@@ -35,7 +39,7 @@ def combine_kernel(value_dim: int, dtype: torch.dtype, out_dtype: torch.dtype, s
     width = 16 // dtype.itemsize
     lanes = value_dim // width
     elem, out_elem = T.dtype(dtype), T.dtype(out_dtype)
-    log2e, ln2, inf = math.log2(math.e), math.log(2), math.inf
+    inf = math.inf
 
     @T.prim_func
     def combine(
@@ -49,13 +53,14 @@ def combine_kernel(value_dim: int, dtype: torch.dtype, out_dtype: torch.dtype, s
             index = pid * THREADS + T.get_thread_binding()
             row = T.truncdiv(index, lanes)
             column = T.truncmod(index, lanes) * width
-            x = T.alloc_local((width,), elem)
+            x = T.alloc_local((AHEAD * width,), elem)
             acc = T.alloc_local((width,), T.float32)
             y = T.alloc_local((width,), out_elem)
             top = T.alloc_var(T.float32, init=-inf)
             total = T.alloc_var(T.float32, init=0.0)
             weight = T.alloc_var(T.float32)
             factor = T.alloc_var(T.float32)
+            T.pdl_sync()
             if row < num_rows:
                 for n in T.serial(num_parts):
                     top = T.max(top, lse_partial[n, row])
@@ -63,26 +68,130 @@ def combine_kernel(value_dim: int, dtype: torch.dtype, out_dtype: torch.dtype, s
                     top = 0.0  # every part is empty, or NaN
                 for e in T.unroll(width):
                     acc[e] = 0.0
-                for n in T.serial(num_parts):
-                    if lse_partial[n, row] != -inf:
-                        weight = T.exp2((lse_partial[n, row] - top) * log2e)
-                        total += weight
+                for step in T.serial(T.ceildiv(num_parts, AHEAD)):
+                    for i in T.unroll(AHEAD):
                         for e in T.vectorized(width):
-                            x[e] = out_partial[n, row, column + e]
-                        for e in T.unroll(width):
-                            acc[e] += weight * T.cast(x[e], T.float32)
+                            x[i * width + e] = out_partial[T.min(step * AHEAD + i, num_parts - 1), row, column + e]
+                    for i in T.unroll(AHEAD):
+                        if step * AHEAD + i < num_parts:  # noqa: SIM102 - the second condition reads
+                            if lse_partial[step * AHEAD + i, row] != -inf:
+                                weight = T.exp2((lse_partial[step * AHEAD + i, row] - top) * LOG2E)
+                                total += weight
+                                for e in T.unroll(width):
+                                    acc[e] += weight * T.cast(x[i * width + e], T.float32)
                 factor = total
                 if sink_dtype is not None:
-                    factor += T.exp2((T.cast(sink[T.truncmod(row, num_heads)], T.float32) - top) * log2e)
+                    factor += T.exp2((T.cast(sink[T.truncmod(row, num_heads)], T.float32) - top) * LOG2E)
                 factor = T.if_then_else(total == 0.0, T.float32(0.0), 1.0 / factor)
                 for e in T.unroll(width):
                     y[e] = T.cast(acc[e] * factor, out_elem)
                 for e in T.vectorized(width):
                     o[row, column + e] = y[e]
                 if column == 0:
-                    lse[row] = T.if_then_else(total == 0.0, T.float32(-inf), top + T.log2(total) * ln2)
+                    lse[row] = T.if_then_else(total == 0.0, T.float32(-inf), top + T.log2(total) * LN2)
 
     return combine
+
+
+@kernel()
+def combine_many_kernel(value_dim: int, dtype: torch.dtype, out_dtype: torch.dtype, sink_dtype: torch.dtype | None):
+    """One thread block for a row of many parts."""
+    num_parts, num_rows, num_heads = T.dynamic('num_parts'), T.dynamic('num_rows'), T.dynamic('num_heads')
+    width = 16 // dtype.itemsize
+    lanes = value_dim // width
+    threads = 128 if lanes <= 32 else 256 if lanes <= 64 else 512
+    owners = threads // lanes  # threads of a vector
+    elem, out_elem = T.dtype(dtype), T.dtype(out_dtype)
+    inf = math.inf
+
+    @T.prim_func
+    def combine_many(
+        out_partial: T.Tensor((num_parts, num_rows, value_dim), elem),
+        lse_partial: T.Tensor((num_parts, num_rows), T.float32),
+        sink: T.Tensor((num_heads,), T.dtype(sink_dtype or torch.float32)),
+        o: T.Tensor((num_rows, value_dim), out_elem),
+        lse: T.Tensor((num_rows,), T.float32),
+    ):
+        with T.Kernel(num_rows, threads=threads) as row:
+            thread = T.get_thread_binding()
+            owner = T.truncdiv(thread, lanes)
+            column = T.truncmod(thread, lanes) * width
+            x = T.alloc_local((AHEAD * width,), elem)
+            acc = T.alloc_local((width,), T.float32)
+            y = T.alloc_local((width,), out_elem)
+            top = T.alloc_var(T.float32, init=-inf)
+            total = T.alloc_var(T.float32, init=0.0)
+            weight = T.alloc_var(T.float32)
+            factor = T.alloc_var(T.float32)
+            top_shared = T.alloc_shared((threads // 32,), T.float32)
+            total_shared = T.alloc_shared((owners,), T.float32)
+            acc_shared = T.alloc_shared((owners, value_dim), T.float32)
+            T.pdl_sync()
+            for step in T.serial(T.ceildiv(num_parts, threads)):
+                if step * threads + thread < num_parts:
+                    top = T.max(top, lse_partial[step * threads + thread, row])
+            top = T.warp_reduce_max(top)
+            if T.truncmod(thread, 32) == 0:
+                top_shared[T.truncdiv(thread, 32)] = top
+            T.sync_threads()
+            for i in T.unroll(threads // 32):
+                top = T.max(top, top_shared[i])
+            if top == -inf:
+                top = 0.0  # every part is empty, or NaN
+            for e in T.unroll(width):
+                acc[e] = 0.0
+            every = T.ceildiv(num_parts, owners)
+            first, last = owner * every, T.min((owner + 1) * every, num_parts)
+            if owner < owners:
+                for step in T.serial(T.ceildiv(T.max(last - first, 0), AHEAD)):
+                    for i in T.unroll(AHEAD):
+                        for e in T.vectorized(width):
+                            x[i * width + e] = out_partial[T.min(first + step * AHEAD + i, last - 1), row, column + e]
+                    for i in T.unroll(AHEAD):
+                        if first + step * AHEAD + i < last:  # noqa: SIM102 - the second condition reads
+                            if lse_partial[first + step * AHEAD + i, row] != -inf:
+                                weight = T.exp2((lse_partial[first + step * AHEAD + i, row] - top) * LOG2E)
+                                total += weight
+                                for e in T.unroll(width):
+                                    acc[e] += weight * T.cast(x[i * width + e], T.float32)
+                for e in T.vectorized(width):
+                    acc_shared[owner, column + e] = acc[e]
+                if column == 0:
+                    total_shared[owner] = total
+            T.sync_threads()
+            if owner == 0:
+                for other in T.unroll(1, owners):
+                    total += total_shared[other]
+                    for e in T.unroll(width):
+                        acc[e] += acc_shared[other, column + e]
+                factor = total
+                if sink_dtype is not None:
+                    factor += T.exp2((T.cast(sink[T.truncmod(row, num_heads)], T.float32) - top) * LOG2E)
+                factor = T.if_then_else(total == 0.0, T.float32(0.0), 1.0 / factor)
+                for e in T.unroll(width):
+                    y[e] = T.cast(acc[e] * factor, out_elem)
+                for e in T.vectorized(width):
+                    o[row, column + e] = y[e]
+                if column == 0:
+                    lse[row] = T.if_then_else(total == 0.0, T.float32(-inf), top + T.log2(total) * LN2)
+
+    return combine_many
+
+
+def merge(out_partial: Tensor, lse_partial: Tensor, sink: Tensor | None, o: Tensor, lse: Tensor) -> None:
+    """Launch the kernel for that many parts: (parts, ..., value_dim) and (parts, ...), all contiguous."""
+    parts, value_dim, num_rows = out_partial.shape[0], o.shape[-1], lse.numel()
+    many = parts > MANY and value_dim * out_partial.element_size() <= 512 * 16
+    launch(
+        combine_many_kernel if many else combine_kernel,
+        (value_dim, out_partial.dtype, o.dtype, None if sink is None else sink.dtype),
+        out_partial.view(parts, num_rows, value_dim),
+        lse_partial.view(parts, num_rows),
+        sink,
+        o.view(num_rows, value_dim),
+        lse.view(num_rows),
+        size=num_rows,
+    )
 
 
 # Op -----------------------------------------------------------------------------------------
@@ -117,18 +226,7 @@ def combine(
     check.same_device(out_partial=out_partial, lse_partial=lse_partial, sink=sink)
     o = torch.empty(*rows, value_dim, dtype=out_dtype or out_partial.dtype, device=out_partial.device)
     lse = torch.empty(rows, dtype=torch.float32, device=out_partial.device)
-    static = (value_dim, out_partial.dtype, o.dtype, None if sink is None else sink.dtype)
-    num_rows = lse.numel()
-    launch(
-        combine_kernel,
-        static,
-        out_partial.view(parts, num_rows, value_dim),
-        lse_partial.view(parts, num_rows),
-        sink,
-        o.view(num_rows, value_dim),
-        lse.view(num_rows),
-        size=num_rows,
-    )
+    merge(out_partial, lse_partial, sink, o, lse)
     return o, lse
 
 
@@ -175,7 +273,8 @@ combine.cases(
     smoke=grid(rows=[(0, 2), (1, 1), (5, 3)], value_dim=[64], dtype=[F32], parts=[1, 3])
     + grid(rows=[(7,)], value_dim=[72], dtype=[BF16], parts=[4], sink=[BF16])
     + grid(rows=[(2, 3, 4)], value_dim=[8], dtype=[F32], parts=[5], sink=[F32], half=[True])
-    + grid(rows=[(2, 9)], value_dim=[136], dtype=[F16], parts=[2], sink=[F32]),
+    + grid(rows=[(2, 9)], value_dim=[136], dtype=[F16], parts=[2, 9], sink=[F32])
+    + grid(rows=[(1, 2)], value_dim=[64, 72, 320], dtype=[F32], parts=[40], sink=[F32], half=[True]),
     full=grid(rows=[(33, 1, 24)], value_dim=[80, 512], dtype=[F32, BF16], parts=[1, 17, 200], sink=[F32])
     + grid(rows=[(300_000, 32)], value_dim=[128], dtype=[BF16], parts=[2]),  # past 2^31 elements
     bench=grid(rows=[(32, 1, 32), (64, 1, 128)], value_dim=[128], dtype=[F32], parts=[4, 16], half=[True])

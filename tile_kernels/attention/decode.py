@@ -1,8 +1,8 @@
 """Attention of few queries over long keys: dense and paged caches, fp8 caches, split keys.
 
-The formula is that of `attend`; so is the kernel, in which query heads of a kv head share the loads of its keys. If few
-thread blocks would run, keys are split: parts start at multiples of a block of the own sequence, and `combine` merges
-them. Memory bound: the floor is reading the used part of the cache once.
+The formula is that of `attend`. Queries and the heads of a kv head share a tile of 16, 32 or 64 rows, and its loads of
+keys. If few thread blocks would run, keys are split: parts start at multiples of a block of the own sequence, and
+`combine` merges them. Memory bound: the floor is reading the used part of the cache once.
 """
 
 import math
@@ -15,11 +15,13 @@ from tile_kernels.attention._checks import (
     FP8,
     HALVES,
     SINKS,
+    autocast,
     bound,
     check_band,
     check_dim,
     check_heads,
     check_sink,
+    check_table,
     check_vectors,
     lengths_int32,
     refuse,
@@ -28,8 +30,9 @@ from tile_kernels.attention._checks import (
 )
 from tile_kernels.attention._macros import CACHE, DENSE, PACKED, PAGED
 from tile_kernels.attention._samples import SUMS, random_cache
-from tile_kernels.attention.attend_kernels import BLOCK_M, LOG2E, attend_kernel
-from tile_kernels.attention.combine import combine_kernel
+from tile_kernels.attention.append import PAGE_MULTIPLE, append
+from tile_kernels.attention.combine import merge
+from tile_kernels.attention.decode_kernels import LOG2E, decode_kernel
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.gpus import SUM_SMS
@@ -37,62 +40,59 @@ from tile_kernels.core.launch import launch
 from tile_kernels.core.op import empty, op
 
 MAX_SPLITS = 256
-PAGE_MULTIPLE = 16
 
 
-def automatic_splits(num_blocks: Any, most_keys: Any) -> int:
-    """Parts of the keys that give every SM work, each of 256 keys or more; a function of shapes alone."""
+def tile_rows(rows: Any) -> int:
+    """Rows of a tile, for that many rows of a sequence and a kv head."""
+    if not isinstance(rows, int):
+        return 64  # fake tensors: nothing is launched
+    return 16 if rows <= 16 else 32 if rows <= 32 else 64
+
+
+def automatic_splits(num_blocks: Any, most_keys: Any, block_m: int, fp8: bool = False) -> int:
+    """Parts of the keys that fill the SMs, each of 64 keys or more; a function of shapes alone.
+
+    Of the smallest tile an SM holds four thread blocks of one warp each, of eight bits six. All are needed to hide
+    latency.
+    """
     if not isinstance(num_blocks, int) or not isinstance(most_keys, int) or num_blocks == 0:
         return 1  # fake tensors: nothing is launched
-    return max(1, min(2 * SUM_SMS // num_blocks, most_keys // 256, 64))
+    resident = 2 if block_m > 16 else 6 if fp8 else 4
+    return max(1, min(resident * SUM_SMS // num_blocks, most_keys // 64, MAX_SPLITS))
+
+
+def spread_lengths(lengths: Tensor, cu_seqlens_q: Tensor | None, q: Tensor) -> Tensor:
+    """The keys of the sequence of every token, 0 behind the last sequence."""
+    if cu_seqlens_q is None:
+        return lengths[:, None].expand(q.shape[:2])
+    index = torch.arange(q.shape[0], dtype=torch.int32, device=q.device)
+    sequence = torch.searchsorted(cu_seqlens_q, index, right=True) - 1
+    return torch.cat((lengths, lengths.new_zeros(1)))[sequence]
 
 
 # Op -----------------------------------------------------------------------------------------
 
 
-@op(outputs='o lse', out=True)
-def decode(
+def check_decode(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    cache_seqlens: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    seqused_q: Tensor | None = None,
-    block_table: Tensor | None = None,
-    sink: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    scale: float = 1.0,
-    left: int = -1,
-    right: int = -1,
-    softcap: float = 0.0,
-    num_splits: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """Attention without gradient over keys that are dense, packed or in pages; see `flash_attn_with_kvcache`.
-
-    Args:
-        q: (batch, tokens, heads, dim), or (tokens, heads, dim) with `cu_seqlens_q`.
-        k_cache: (batch, keys, kv_heads, dim), (keys, kv_heads, dim) with `cu_seqlens_k`, or
-            (pages, page_size, kv_heads, dim) with `block_table`.
-        v_cache: the same with a dim of its own.
-        cache_seqlens: (sequences,) int32, the keys of every sequence; all of them unless given.
-        cu_seqlens_q: (sequences + 1,) int32, where packed sequences of queries start, and the end of the last.
-        cu_seqlens_k: the same of keys.
-        seqused_q: (sequences,) int32, the queries of a sequence that count.
-        block_table: (sequences, most_pages) int32, the pages of every sequence; a negative one is a hole.
-        sink: (heads,) logits that join the denominator.
-        k_descale: (sequences, kv_heads) float32, factors of fp8 keys.
-        v_descale: the same of values.
-        scale: factor of the scores.
-        left: keys before the own position that a query sees; -1 is all.
-        right: keys behind it.
-        softcap: bound of the scores, 0 for none.
-        num_splits: into how many parts keys are split; 0 chooses.
-
-    Returns:
-        o of q's dtype, and lse (batch, tokens, heads) or (tokens, heads) float32.
-    """
+    cache_seqlens: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_q: Tensor | None,
+    block_table: Tensor | None,
+    sink: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    left: int,
+    right: int,
+    softcap: float,
+    num_splits: int,
+) -> tuple[int, str]:
+    """What the arguments of `decode` must be; the number of sequences, and how keys are stored."""
     packed = cu_seqlens_q is not None
     *batch, tokens, q_heads, dim = check.shape(q, 'q', ('' if packed else 'batch ') + 'tokens heads dim', dtype=HALVES)
     number = check.shape(cu_seqlens_q, 'cu_seqlens_q', 'sequences+1')[0] - 1 if cu_seqlens_q is not None else batch[0]
@@ -103,7 +103,7 @@ def decode(
     if keys == DENSE and cache_seqlens is not None:
         keys = CACHE
     lead = 'pages page_size ' if keys == PAGED else 'tokens ' if keys == PACKED else 'batch tokens '
-    same = dict(batch=number) if keys in (DENSE, CACHE) else {}
+    same = dict(batch=number) if keys in (DENSE, CACHE) and cache_batch_idx is None else {}
     dtypes = (q.dtype, FP8)
     *_, kv_heads, _ = check.shape(k_cache, 'k_cache', f'{lead}heads dim', dtype=dtypes, dim=dim, **same)
     value_dim = check.shape(v_cache, 'v_cache', f'{lead}heads dim', dtype=k_cache.dtype)[-1]
@@ -115,6 +115,7 @@ def decode(
     check_vectors(q=q, k_cache=k_cache, v_cache=v_cache)
     check_sink(sink, q_heads, q.dtype)
     check_band(left, right)
+    check.number(softcap, 'softcap')
     check.at_least(softcap, 0.0, 'softcap')
     check.at_least(num_splits, 0, 'num_splits')
     check.at_most(num_splits, MAX_SPLITS, 'num_splits')
@@ -123,7 +124,11 @@ def decode(
         check.packed(x, name, 'sequences+1', torch.int32, **{'sequences+1': number + 1})
     for name, x in (('cache_seqlens', cache_seqlens), ('seqused_q', seqused_q)):
         check.packed(x, name, 'sequences', torch.int32, sequences=number)
-    check.packed(block_table, 'block_table', 'sequences most_pages', torch.int32, sequences=number)
+    for name, x in (('cache_batch_idx', cache_batch_idx), ('cache_leftpad', cache_leftpad)):
+        check.packed(x, name, 'sequences', torch.int32, sequences=number)
+        if x is not None and keys != CACHE:
+            check.fail(name, 'must come with a dense cache and its lengths', check.describe(x))
+    check_table(block_table, number)
     if keys == PAGED:
         check.multiple(k_cache.shape[1], PAGE_MULTIPLE, 'page_size')
         if cache_seqlens is None:
@@ -147,20 +152,98 @@ def decode(
         sink=sink,
         k_descale=k_descale,
         v_descale=v_descale,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
     )
+    return number, keys
+
+
+@op(outputs='o lse', out=True)
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    block_table: Tensor | None = None,
+    sink: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    scale: float = 1.0,
+    left: int = -1,
+    right: int = -1,
+    softcap: float = 0.0,
+    num_splits: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Attention without gradient over keys that are dense, packed or in pages; see `flash_attn_with_kvcache`.
+
+    Args:
+        q: (batch, tokens, heads, dim), or (tokens, heads, dim) with `cu_seqlens_q`.
+        k_cache: (batch, keys, kv_heads, dim), (keys, kv_heads, dim) with `cu_seqlens_k`, or
+            (pages, page_size, kv_heads, dim) with `block_table`.
+        v_cache: the same with a dim of its own.
+        cache_seqlens: (sequences,) int32, the keys of every sequence; all of them unless given.
+        cu_seqlens_q: (sequences + 1,) int32, where packed sequences of queries start, and the end of the last.
+        cu_seqlens_k: the same of keys.
+        seqused_q: (sequences,) int32, the queries of a sequence that count.
+        block_table: (sequences, most_pages) int32, the pages of every sequence; a negative one is a hole.
+        sink: (heads,) logits that join the denominator.
+        k_descale: (sequences, kv_heads) float32, factors of fp8 keys.
+        v_descale: the same of values.
+        cache_batch_idx: (sequences,) int32, the row of a dense cache of every sequence; its own number unless given.
+        cache_leftpad: (sequences,) int32, tokens at the start of a dense cache that do not count.
+        scale: factor of the scores.
+        left: keys before the own position that a query sees; -1 is all.
+        right: keys behind it.
+        softcap: bound of the scores, 0 for none.
+        num_splits: into how many parts keys are split; 0 chooses.
+
+    Returns:
+        o of q's dtype, and lse (batch, tokens, heads) or (tokens, heads) float32.
+    """
+    number, keys = check_decode(
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_q,
+        block_table,
+        sink,
+        k_descale,
+        v_descale,
+        cache_batch_idx,
+        cache_leftpad,
+        left,
+        right,
+        softcap,
+        num_splits,
+    )
+    packed = cu_seqlens_q is not None
+    tokens, q_heads, dim = q.shape[-3:]
+    kv_heads, value_dim = k_cache.shape[-2], v_cache.shape[-1]
     o = empty('o', (*q.shape[:-1], value_dim), q.dtype, q.device)
     lse = empty('lse', q.shape[:-1], torch.float32, q.device)
     most_pages = 1 if block_table is None else block_table.shape[1]
     if k_cache.numel() == 0 or most_pages == 0:
-        if keys in (CACHE, PAGED) and q.numel():  # lengths are not known here
-            check.fail('k_cache', 'must hold at least one key', check.describe(k_cache))
         o.zero_()
         lse.fill_(-math.inf)
+        if keys in (CACHE, PAGED) and cache_seqlens is not None:  # any key is one too many
+            wrong = spread_lengths(cache_seqlens, cu_seqlens_q, q) > 0
+            o.masked_fill_(wrong[..., None, None], math.nan)
+            lse.masked_fill_(wrong[..., None], math.nan)
         return o, lse
-    rows = tokens * (q_heads // kv_heads)
-    blocks = rows // BLOCK_M + number + 1 if packed else -(-rows // BLOCK_M) * number
+    group = q_heads // kv_heads
+    rows = tokens * group
+    block_m = tile_rows(-(-rows // max(number, 1)) if packed else rows)
+    blocks = rows // block_m + number + 1 if packed else -(-rows // block_m) * number
     most_keys = k_cache.shape[0 if keys == PACKED else 1] * most_pages
-    splits = num_splits or automatic_splits(blocks * kv_heads, most_keys)
+    splits = num_splits or automatic_splits(blocks * kv_heads, most_keys, block_m, k_cache.dtype is FP8)
     q_lead, k_lead = (None,) if packed else (), (None,) if keys == PACKED else ()
     if splits > 1:
         out_part = torch.empty(splits, *o.shape, dtype=torch.float32, device=q.device)
@@ -168,11 +251,12 @@ def decode(
     else:
         out_part, lse_part = o[None], lse[None]
     own_sink = sink if splits == 1 else None
-    static: tuple = (dim, value_dim, q.dtype, k_cache.dtype, packed, seqused_q is not None, keys)
+    static: tuple = (dim, value_dim, q.dtype, k_cache.dtype, block_m, packed, seqused_q is not None, keys)
     static += (cache_seqlens is not None, left >= 0 or right >= 0, softcap > 0)
-    static += (None if own_sink is None else own_sink.dtype, splits > 1)
+    static += (None if own_sink is None else own_sink.dtype, splits > 1, cache_batch_idx is not None)
+    static += (cache_leftpad is not None,)
     launch(
-        attend_kernel,
+        decode_kernel,
         static,
         q[q_lead],
         k_cache[k_lead],
@@ -184,6 +268,8 @@ def decode(
         block_table,
         k_descale,
         v_descale,
+        cache_batch_idx,
+        cache_leftpad,
         own_sink,
         out_part.unsqueeze(1) if packed else out_part,
         lse_part.unsqueeze(1) if packed else lse_part,
@@ -197,10 +283,7 @@ def decode(
         size=blocks if q.numel() else 0,
     )
     if splits > 1:
-        static = (value_dim, torch.float32, q.dtype, None if sink is None else sink.dtype)
-        every = lse.numel()
-        parts = out_part.view(splits, every, value_dim), lse_part.view(splits, every)
-        launch(combine_kernel, static, *parts, sink, o.view(every, value_dim), lse.view(every), size=every)
+        merge(out_part, lse_part, sink, o, lse)
     return o, lse
 
 
@@ -247,13 +330,13 @@ def flash_attn_with_kvcache(
         k_cache: (batch, keys, kv_heads, dim), or (pages, page_size, kv_heads, dim) with `block_table`; of q's dtype or
             float8_e4m3fn. page_size is a multiple of 16.
         v_cache: the same with a dim of its own.
-        k: must be None; keys are not appended.
-        v: must be None.
-        cache_seqlens: (batch,) int32, the keys of every sequence, or one number for all.
+        k: (batch, new, kv_heads, dim), keys that are first written behind those of the cache.
+        v: the same of values.
+        cache_seqlens: (batch,) int32, the keys of every sequence without the new ones, or one number for all.
         block_table: (batch, most_pages) int32, also `page_table`. Entries behind the length are not read. A negative
             one is a hole, whose keys nobody sees.
-        cache_batch_idx: must be None.
-        cache_leftpad: must be None.
+        cache_batch_idx: (batch,) int32, which row of a dense cache belongs to a sequence.
+        cache_leftpad: (batch,) int32, tokens at the start of a dense cache that do not count.
         softmax_scale: factor of the scores, 1 / sqrt(dim) unless given.
         causal: a query sees no key behind its own position; the last query stands at the last key.
         window_size: keys before and behind its own position that a query sees; -1 or None is no bound.
@@ -273,14 +356,13 @@ def flash_attn_with_kvcache(
     sink = take(foreign, sink, None, *SINKS)
     block_table = take(foreign, block_table, None, 'page_table')
     refuse(foreign)
-    absent = dict(k=k, v=v, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
-    for name, value in absent.items():
-        if value is not None:
-            check.fail(name, 'must be None, since it is not offered yet', check.describe(value))
     batch, _, _, dim = check.shape(q, 'q', 'batch tokens heads dim')
+    if q.dtype not in HALVES:
+        q, k, v = autocast(q, k, v)
     check.tensor(k_cache, 'k_cache')
     if isinstance(cache_seqlens, Tensor):
-        lengths = lengths_int32(cache_seqlens, 'cache_seqlens')
+        check.dtype(cache_seqlens, 'cache_seqlens', (torch.int32, torch.int64))
+        lengths = cache_seqlens.to(torch.int32)
     else:
         check.integer(cache_seqlens, 'cache_seqlens', least=0)
         lengths = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
@@ -291,18 +373,34 @@ def flash_attn_with_kvcache(
     if softmax_scale is not None:
         check.number(softmax_scale, 'softmax_scale')
     kv_heads = k_cache.shape[2]
-    given: dict[str, Any] = dict(
-        cache_seqlens=lengths,
-        block_table=lengths_int32(block_table, 'block_table'),
-        sink=sink,
+    factors = dict(
         k_descale=spread_scale(k_descale, 'k_descale', batch, kv_heads, k_cache),
         v_descale=spread_scale(v_descale, 'v_descale', batch, kv_heads, k_cache),
+    )
+    pages, rows = lengths_int32(block_table, 'block_table'), lengths_int32(cache_batch_idx, 'cache_batch_idx')
+    given: dict[str, Any] = dict(
+        cache_seqlens=lengths,
+        block_table=pages,
+        sink=sink,
+        cache_batch_idx=rows,
+        cache_leftpad=lengths_int32(cache_leftpad, 'cache_leftpad'),
         scale=max(dim, 1) ** -0.5 if softmax_scale is None else softmax_scale,
         left=left,
         right=right,
         softcap=softcap,
         num_splits=num_splits,
+        **factors,
     )
+    if k is not None or v is not None:  # everything is checked before the cache is changed
+        k, v = check.tensor(k, 'k'), check.tensor(v, 'v')
+        for name, x in (('k', k), ('v', v)):
+            check.shape(x, name, 'batch tokens heads dim', batch=batch, heads=kv_heads)
+        packed: dict[str, Any] = dict(cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None)
+        check_decode(q, k_cache, v_cache, **{name: x for name, x in given.items() if name != 'scale'}, **packed)
+        if out is not None:
+            check.shape(out, 'out', 'batch tokens heads dim', dtype=q.dtype, dim=v_cache.shape[-1], batch=batch)
+        append(k, v, k_cache, v_cache, lengths, None, pages, rows, **factors)
+        given['cache_seqlens'] = lengths + k.shape[1]
     if out is None:
         out, lse = decode(q, k_cache, v_cache, **given)
     else:
@@ -314,27 +412,34 @@ def flash_attn_with_kvcache(
 # Cases --------------------------------------------------------------------------------------
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-D64 = (64, 64)
+D64, D128 = (64, 64), (128, 128)
+CAUSAL = (-1, 0)
 SMOKE = (
     grid(queries=[0, 1], lengths=[(0, 5, 64)], heads=[(2, 1)], dims=[D64])
     + grid(queries=[1], lengths=[(70, 3)], heads=[(8, 1)], dims=[D64], splits=[2], sink=[BF16], softcap=[2.0])
-    + grid(
-        queries=[3], lengths=[(40, 17, 0)], heads=[(3, 1)], dims=[D64], page=[16], band=[(-1, 0), (3, 0)], sink=[F32]
-    )
+    + grid(queries=[3], lengths=[(40, 17, 0)], heads=[(3, 1)], dims=[D64], page=[16], band=[CAUSAL, (3, 0)], sink=[F32])
     + grid(
         queries=[2], lengths=[(140, 33)], heads=[(2, 2)], dims=[D64], page=[16], splits=[3], holes=[True], dtype=[F16]
     )
     + grid(queries=[1], lengths=[(20, 300, 9)], heads=[(2, 1)], dims=[D64], page=[16], wrong=[True], splits=[1, 2])
     + grid(queries=[1], lengths=[(33, 50)], heads=[(4, 2)], dims=[(64, 32)], page=[48, 0], fp8=[True], splits=[0])
-    + grid(queries=[(3, 0, 2)], lengths=[(30, 4, 17)], heads=[(2, 1)], dims=[(72, 72)], page=[16], band=[(-1, 0)])
+    + grid(queries=[(3, 0, 2)], lengths=[(30, 4, 17)], heads=[(2, 1)], dims=[(72, 72)], page=[16], band=[CAUSAL])
     + grid(queries=[(3, 0, 2)], lengths=[(30, 4, 17)], heads=[(2, 1)], dims=[D64], packed=[True], splits=[2])
+    + grid(queries=[3, 9], lengths=[(5, 70)], heads=[(8, 1)], dims=[(192, 128)], page=[32], band=[(-1, 0), (0, 2)])
+    + grid(queries=[2], lengths=[(9, 70, 5)], heads=[(2, 1)], dims=[D64], padding=[(0, 3, 7)], band=[(-1, -1), CAUSAL])
+    + grid(queries=[5], lengths=[(64, 1)], heads=[(8, 1)], dims=[D64], fp8=[True], band=[(9, 0)], splits=[2])
 )
 BENCH = (
-    grid(queries=[1], lengths=[(4096,) * 32], heads=[(32, 8)], dims=[(128, 128)], page=[16, 64], fp8=[False, True])
-    + grid(queries=[1], lengths=[(1024,)], heads=[(32, 8)], dims=[(128, 128)], page=[64])
-    + grid(queries=[4], lengths=[(8001,) * 33], heads=[(24, 8)], dims=[(128, 128)], page=[0], band=[(-1, 0)])
+    grid(
+        queries=[1], lengths=[(4096,) * 32], heads=[(32, 8)], dims=[D128], page=[16, 64], fp8=[False, True], splits=[0]
+    )
+    + grid(queries=[1], lengths=[(1024,)], heads=[(32, 4)], dims=[D128], page=[64], splits=[0])
+    + grid(queries=[1], lengths=[(131_072,)], heads=[(32, 4)], dims=[D128], page=[64], fp8=[False, True], splits=[0])
+    + grid(queries=[1], lengths=[(4000,) * 16], heads=[(32, 32)], dims=[D128], page=[16], splits=[0])
+    + grid(queries=[4], lengths=[(8001,) * 33], heads=[(24, 8)], dims=[D128], page=[0], band=[CAUSAL], splits=[0])
+    + grid(queries=[16], lengths=[(8192,) * 8], heads=[(32, 8)], dims=[D128], page=[256], band=[CAUSAL], splits=[0])
 )
 FULL = grid(
-    queries=[1, 16], lengths=[(1, 127, 8191, 100_000)], heads=[(8, 1)], dims=[(128, 128)], page=[16, 64]
+    queries=[1, 16], lengths=[(1, 127, 8191, 100_000)], heads=[(8, 1)], dims=[(128, 128)], page=[16, 64], splits=[0]
 ) + grid(queries=[1], lengths=[(3, 257)], heads=[(6, 2)], dims=[(40, 40), (256, 256)], page=[64], splits=[0, 1, 7])
 decode.cases(make=random_cache, match=SUMS, smoke=SMOKE, full=FULL, bench=BENCH)

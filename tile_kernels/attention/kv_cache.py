@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tile_kernels.attention._checks import FP8, HALVES
-from tile_kernels.attention.decode import PAGE_MULTIPLE, flash_attn_with_kvcache
+from tile_kernels.attention._checks import FP8, HALVES, SINKS, lengths_int32, take, window_of
+from tile_kernels.attention.append import PAGE_MULTIPLE, append
+from tile_kernels.attention.decode import decode
 from tile_kernels.core import check
 
 
@@ -17,7 +18,8 @@ class KVCache:
 
     Every sequence owns the pages of `max_tokens` tokens. Lengths advance on the device, so steps may be captured in a
     CUDA graph and replayed. A step beyond the capacity is refused; in a replay, which nobody can refuse, nothing is
-    overwritten and the result of that sequence is NaN.
+    overwritten and the result of that sequence is NaN. The host counts tokens to refuse without a look at the device;
+    tokens of replays are not among them.
     """
 
     def __init__(
@@ -51,21 +53,14 @@ class KVCache:
         stored = FP8 if dtype in ('e4m3', FP8) else dtype
         if stored not in (*HALVES, FP8):
             check.fail('dtype', "must be bfloat16, float16 or 'e4m3'", repr(dtype))
-        self.batch, self.page = batch, page
         pages = -(-max_tokens // page)
-        self.capacity = pages * page
-        shape = (
-            num_layers,
-            2,
-            batch * pages + 1,
-            page,
-            num_kv_heads,
-            head_dim,
-        )  # the last page is spare
+        self.batch, self.page, self.capacity = batch, page, pages * page
+        shape = (num_layers, 2, batch * pages, page, num_kv_heads, head_dim)
         self.pages = torch.zeros(shape, dtype=stored, device=device)
         self.block_table = torch.arange(batch * pages, dtype=torch.int32, device=device).view(batch, pages)
         self._lengths = torch.zeros(num_layers, batch, dtype=torch.int32, device=device)
-        self._counts = [[0] * batch for _ in range(num_layers)]
+        self._counts = [[0] * batch for _ in range(num_layers)]  # at most so many tokens, replays aside
+        self._factor = torch.ones(batch, num_kv_heads, device=device) if stored is FP8 else None
 
     @property
     def lengths(self) -> Tensor:
@@ -100,34 +95,90 @@ class LayerCache:
         """Tokens of every sequence that this layer has seen."""
         return self.cache._lengths[self.index]
 
-    def append(self, k: Tensor, v: Tensor) -> None:
-        """Append keys and values, (batch, tokens, num_kv_heads, head_dim) each, and advance the lengths."""
+    def append(self, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> None:
+        """Append keys and values, and advance the lengths.
+
+        Args:
+            k: (batch, tokens, num_kv_heads, head_dim), or (tokens, num_kv_heads, head_dim) with `cu_seqlens`.
+            v: the same.
+            cu_seqlens: (batch + 1,) int32 or int64: where the new tokens of every sequence start, and the end of the
+                last. Sequences may get no token.
+        """
         cache = self.cache
         heads, dim = cache.pages.shape[-2:]
-        known: dict[str, Any] = dict(batch=cache.batch, heads=heads, dim=dim)
-        _, tokens, _, _ = check.shape(k, 'k', 'batch tokens heads dim', **known)
-        check.shape(v, 'v', 'batch tokens heads dim', tokens=tokens, **known)
-        counts = cache._counts[self.index]
-        if max(counts) + tokens > cache.capacity:
-            check.fail(
-                'cache', f'must have capacity for {tokens} more tokens', f'{max(counts)} of {cache.capacity} taken'
-            )
-        cache._counts[self.index] = [count + tokens for count in counts]
-        own = self.lengths[:, None].long() + torch.arange(tokens, device=k.device)
-        first = torch.arange(cache.batch, device=k.device)[:, None] * cache.capacity
-        slots = torch.where(own < cache.capacity, first + own, cache.batch * cache.capacity).flatten()
-        for part, x in enumerate((k, v)):
-            rows = cache.pages[self.index, part].flatten(0, 1)
-            values = x.detach().flatten(0, 1)
-            if cache.pages.dtype is FP8:
-                values = values.float().clamp(-448.0, 448.0).to(FP8).view(torch.uint8)
-                rows = rows.view(torch.uint8)
-            rows.index_copy_(0, slots, values.to(rows.dtype))
-        self.lengths.add_(tokens)
+        known: dict[str, Any] = dict(heads=heads, dim=dim)
+        starts = lengths_int32(cu_seqlens, 'cu_seqlens')
+        if starts is None:
+            tokens = check.shape(k, 'k', 'batch tokens heads dim', batch=cache.batch, **known)[1]
+            check.shape(v, 'v', 'batch tokens heads dim', batch=cache.batch, tokens=tokens, **known)
+        else:
+            tokens = check.shape(k, 'k', 'tokens heads dim', **known)[0]
+            check.shape(v, 'v', 'tokens heads dim', tokens=tokens, **known)
+            check.packed(starts, 'cu_seqlens', 'sequences+1', torch.int32, **{'sequences+1': cache.batch + 1})
+        self._reserve(tokens, starts)
+        k_pages, v_pages = cache.pages[self.index]
+        given: dict[str, Any] = dict(cu_seqlens=starts, block_table=cache.block_table)
+        given |= dict(k_descale=cache._factor, v_descale=cache._factor)
+        append(k.detach(), v.detach(), k_pages, v_pages, self.lengths, **given)
+        self.lengths.add_(tokens if starts is None else starts.diff())
 
-    def attend(self, q: Tensor, **options: Any) -> Tensor:
-        """Attention of the last tokens, (batch, tokens, heads, head_dim), over all that was appended."""
+    def _reserve(self, tokens: int, starts: Tensor | None) -> None:
+        """Count new tokens; the device is asked only if packed ones might be too many."""
         cache = self.cache
-        k, v = cache.pages[self.index]
-        given: dict[str, Any] = dict(cache_seqlens=self.lengths, block_table=cache.block_table, causal=True)
-        return cast('Tensor', flash_attn_with_kvcache(q, k, v, **given | options))
+        counts = cache._counts[self.index]
+        new = [tokens] * cache.batch
+        if starts is not None and max(counts) + tokens > cache.capacity and not _is_capturing(starts):
+            counts, new = self.lengths.tolist(), starts.diff().tolist()
+        for count, number in zip(counts, new, strict=True):
+            if count + number > cache.capacity and (starts is None or not _is_capturing(starts)):
+                fact = f'{count} of {cache.capacity} taken'
+                check.fail('cache', f'must have capacity for {number} more tokens', fact)
+        cache._counts[self.index] = [count + number for count, number in zip(counts, new, strict=True)]
+
+    def attend(
+        self,
+        q: Tensor,
+        cu_seqlens: Tensor | None = None,
+        *,
+        softmax_scale: float | None = None,
+        window_size: tuple[int | None, int | None] = (-1, -1),
+        softcap: float = 0.0,
+        sink: Tensor | None = None,
+        num_splits: int = 0,
+        **aliases: Any,
+    ) -> Tensor:
+        """Causal attention of the tokens that were appended last over all that was appended.
+
+        Args:
+            q: (batch, tokens, heads, head_dim), or (tokens, heads, head_dim) with `cu_seqlens`.
+            cu_seqlens: as in `append`.
+            softmax_scale: as in `flash_attn_with_kvcache`.
+            window_size: as there.
+            softcap: as there.
+            sink: as there.
+            num_splits: as there.
+            aliases: other names of `sink`.
+        """
+        cache = self.cache
+        left, right = window_of(True, window_size)
+        k_pages, v_pages = cache.pages[self.index]
+        return decode(
+            q,
+            k_pages,
+            v_pages,
+            self.lengths,
+            cu_seqlens_q=lengths_int32(cu_seqlens, 'cu_seqlens'),
+            block_table=cache.block_table,
+            sink=take(aliases, sink, None, *SINKS),
+            k_descale=cache._factor,
+            v_descale=cache._factor,
+            scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+            left=left,
+            right=right,
+            softcap=softcap,
+            num_splits=num_splits,
+        )[0]
+
+
+def _is_capturing(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -90,7 +90,8 @@ class Attention(nn.Module):
             x: (batch, tokens, hidden_size), or (tokens, hidden_size) with `cu_seqlens`.
             positions: positions of the tokens for the rotary embedding, the shape of x without its last extent; counted
                 from the start of the sequence unless given.
-            cu_seqlens: (sequences + 1,) int32 or int64: 0, and where every packed sequence ends.
+            cu_seqlens: (sequences + 1,) int32 or int64: 0, and where every packed sequence ends. With a cache, its
+                sequences in their order; some may get no token.
             cache: the part of this layer of a `KVCache`: new tokens are appended to it and see all of it.
 
         Returns:
@@ -98,24 +99,21 @@ class Attention(nn.Module):
         """
         dims = 'batch tokens hidden_size' if cu_seqlens is None else 'tokens hidden_size'
         rows = check.shape(x, 'x', dims, hidden_size=self.q_proj.in_features)[:-1]
-        if cache is not None:
-            if cu_seqlens is not None:
-                check.fail('cu_seqlens', 'must be None with a cache', check.describe(cu_seqlens))
-            if needs_gradient(x, *self.parameters()):
-                check.fail('cache', 'must come without gradients', 'a call that records them', hint='use torch.no_grad')
+        if cache is not None and needs_gradient(x, *self.parameters()):
+            check.fail('cache', 'must come without gradients', 'a call that records them', hint='use torch.no_grad')
         q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
         q, k = self._rotate(q, k, self._positions(x, positions, rows, cu_seqlens, cache))
         window = (-1 if self.window is None else self.window - 1, 0)
-        options: dict[str, Any] = dict(window_size=window, causal=True, softcap=self.softcap, sink=self.sinks)
+        options: dict[str, Any] = dict(window_size=window, softcap=self.softcap, sink=self.sinks)
         if cache is not None:
-            cache.append(k, v)
-            o = cache.attend(q, **options)
+            cache.append(k, v, cu_seqlens)
+            o = cache.attend(q, cu_seqlens, **options)
         elif cu_seqlens is not None:
-            o = cast('Tensor', flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, **options))
+            o = cast('Tensor', flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, causal=True, **options))
         else:
-            o = cast('Tensor', flash_attn_func(q, k, v, **options))
+            o = cast('Tensor', flash_attn_func(q, k, v, causal=True, **options))
         return self.o_proj(o.flatten(-2))
 
     def _positions(
@@ -133,7 +131,10 @@ class Attention(nn.Module):
         counted = torch.arange(rows[-1], device=x.device)
         if cu_seqlens is not None:
             sequence = torch.searchsorted(cu_seqlens, counted.to(cu_seqlens.dtype), right=True) - 1
-            return counted - cu_seqlens[sequence]
+            own = counted - cu_seqlens[sequence]
+            if cache is not None:
+                own = own + cache.lengths[sequence.clamp(max=cache.lengths.shape[0] - 1)]
+            return own
         if cache is not None:
             return counted + cache.lengths[:, None]
         return counted.expand(rows)

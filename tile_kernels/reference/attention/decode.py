@@ -20,6 +20,8 @@ def decode(
     sink: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
     scale: float = 1.0,
     left: int = -1,
     right: int = -1,
@@ -52,8 +54,10 @@ def decode(
             stop = stop if length is None else min(stop, start + length)
             k, v = k_cache[start:stop], v_cache[start:stop]
         else:
-            wrong = length is not None and length > k_cache.shape[1]
-            k, v = k_cache[i, :length], v_cache[i, :length]
+            row = i if cache_batch_idx is None else int(cache_batch_idx[i])
+            wrong = (length is not None and length > k_cache.shape[1]) or not 0 <= row < k_cache.shape[0]
+            pad = 0 if cache_leftpad is None else max(int(cache_leftpad[i]), 0)
+            k, v = (x[min(max(row, 0), len(x) - 1), pad:length] for x in (k_cache, v_cache))
         if wrong:
             o[first:end], lse[first:end] = math.nan, math.nan
             continue

@@ -1,6 +1,6 @@
 """Train a tiny transformer with `modeling.Attention` and with PyTorch's attention, then generate with a cache.
 
-    python examples/training/attention.py
+    python examples/attention.py
 
 Both models start from the same weights and see the same data, so their losses agree. On a CPU the ops run as plain
 PyTorch. The last lines generate greedily, once with a cache of keys and values and once without.
