@@ -38,6 +38,7 @@ ALLOWED = {
     'attention': {'core', 'attention', 'device'},
     'engram': {'core', 'engram'},
     'gemm': {'core', 'gemm'},
+    'linear_attention': {'core', 'device', 'linear_attention'},
     'distributed': {'core', 'distributed', 'moe', 'quant'},
     'modeling': {
         'activation',
@@ -48,6 +49,7 @@ ALLOWED = {
         'distributed',
         'engram',
         'gemm',
+        'linear_attention',
         'mhc',
         'modeling',
         'moe',

@@ -1,0 +1,1 @@
+"""Linear attention in plain PyTorch: sequential recurrences in float32."""
