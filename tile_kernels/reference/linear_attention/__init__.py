@@ -1,1 +1,12 @@
 """Linear attention in plain PyTorch: sequential recurrences in float32."""
+
+from tile_kernels.reference.linear_attention.chunk_simple_gla import chunk_simple_gla, chunk_simple_gla_bwd
+
+__all__ = [
+    'chunk_simple_gla',
+    'chunk_simple_gla_bwd',
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
