@@ -78,3 +78,44 @@ def decay_flops(q: Tensor, k: Tensor, v: Tensor, **others: object) -> int:
     """Operations of the four products of a chunk of 64 tokens."""
     rows, dim = math.prod(v.shape[:-1]), q.shape[-1]
     return 2 * rows * (64 * (dim + v.shape[-1]) + 2 * dim * v.shape[-1])
+
+
+def random_recurrent(
+    tokens: Any,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    gate: str,
+    dtype: torch.dtype = torch.bfloat16,
+    batch: int = 1,
+    weighted: bool = False,
+    state: torch.dtype | None = None,
+    pool: torch.dtype | None = None,
+    final: bool = False,
+    v_first: bool = False,
+    behind: int = 0,
+) -> dict:
+    """Arguments of `fused_recurrent_gla.call`; every second sequence is not in the pool, and slots are shuffled."""
+    made = random_decay(
+        tokens,
+        heads,
+        dims,
+        'random' if gate == 'head' else '',
+        dtype,
+        batch,
+        weighted,
+        state,
+        final,
+        v_first,
+        behind,
+    )
+    del made['segment']
+    if gate == 'channel':
+        made['g'] = -torch.rand(*made['v'].shape[:3], dims[0])
+    number = len(tokens) if isinstance(tokens, tuple) else batch
+    rows = (dims[1], dims[0]) if v_first else dims
+    made |= dict(pool=None, state_indices=None)
+    if pool is not None:
+        made['pool'] = torch.randn(number + 2, heads[1], *rows).to(pool)
+        indices = torch.arange(number).flip(0) + 1
+        made['state_indices'] = torch.where(torch.arange(number) % 3 == 2, -1, indices).int()
+    return made
