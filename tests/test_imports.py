@@ -38,7 +38,7 @@ ALLOWED = {
     'attention': {'core', 'attention', 'device'},
     'engram': {'core', 'engram'},
     'gemm': {'core', 'gemm'},
-    'linear_attention': {'core', 'device', 'linear_attention'},
+    'linear_attention': {'core', 'device', 'engram', 'linear_attention'},
     'distributed': {'core', 'distributed', 'moe', 'quant'},
     'modeling': {
         'activation',

@@ -93,6 +93,7 @@ def random_recurrent(
     final: bool = False,
     v_first: bool = False,
     behind: int = 0,
+    indexed: bool = True,
 ) -> dict:
     """Arguments of `fused_recurrent_gla.call`; every second sequence is not in the pool, and slots are shuffled."""
     made = random_decay(
@@ -117,5 +118,6 @@ def random_recurrent(
     if pool is not None:
         made['pool'] = torch.randn(number + 2, heads[1], *rows).to(pool)
         indices = torch.arange(number).flip(0) + 1
+    if pool is not None and indexed:
         made['state_indices'] = torch.where(torch.arange(number) % 3 == 2, -1, indices).int()
     return made

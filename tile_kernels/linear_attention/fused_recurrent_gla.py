@@ -53,6 +53,7 @@ def recurrent_gla_kernel(
     begin_dtype: torch.dtype | None,
     end_dtype: torch.dtype | None,
     pooled: bool,
+    indexed: bool,
     v_first: bool,
 ):
     """`gate_dims` is 0 without a gate, 3 for one of each head, 4 for one of each channel. A pool is `end`."""
@@ -113,8 +114,9 @@ def recurrent_gla_kernel(
                 stop = num_tokens
             if sequence < num_sequences:
                 slot = sequence
-                if pooled:
+                if indexed:
                     slot = indices[sequence]
+                if pooled:  # noqa: SIM102 - known when the kernel is built
                     if slot >= num_end:
                         slot = -1
             if slot < 0:  # no sequence, or one to skip
@@ -196,7 +198,8 @@ def _fused_recurrent_gla(
         weight: (batch, tokens, value_heads) float32, factors of what a token adds to the state.
         initial_state: (sequences, value_heads, dim, value_dim) float32 or bfloat16.
         pool: (slots, value_heads, dim, value_dim), states that are read and written in place instead.
-        state_indices: (sequences,) int32, the slot of every sequence in the pool; -1 skips a sequence.
+        state_indices: (sequences,) int32, the slot of every sequence in the pool, its own number unless given; -1 skips
+            a sequence.
         cu_seqlens: (sequences + 1,) int32, where packed sequences start, and the end of the last; batch is then 1.
         scale: factor of o.
         output_final_state: whether to return the final state; not with a pool.
@@ -216,7 +219,8 @@ def _fused_recurrent_gla(
     check_gate(weight, 'weight', 'batch tokens heads', q, **known)
     if weight is not None:
         check.dtype(weight, 'weight', torch.float32)
-    check.together(pool=pool, state_indices=state_indices)
+    if pool is None and state_indices is not None:
+        check.fail('pool', 'must be given with state_indices', 'None')
     check_state(initial_state, number, heads, dim, value_dim, state_v_first)
     if pool is not None:
         slots = check.tensor(pool, 'pool').shape[0] if pool.dim() else 0
@@ -236,7 +240,7 @@ def _fused_recurrent_gla(
     end = pool if pool is not None else final if output_final_state else None
     static: tuple = (dim, value_dim, q.dtype, 0 if g is None else g.dim(), torch.float32 if g is None else g.dtype)
     static += (weight is not None, cu_seqlens is not None, None if initial_state is None else initial_state.dtype)
-    static += (None if end is None else end.dtype, pool is not None, state_v_first)
+    static += (None if end is None else end.dtype, pool is not None, state_indices is not None, state_v_first)
     operands = (q, k, v, g, weight, cu_seqlens, initial_state, state_indices, end, o)
     launch(recurrent_gla_kernel, static, *operands, number, scale, size=batch * tokens * heads)
     return o, final
@@ -332,6 +336,7 @@ fused_recurrent_gla.cases(
     + grid(tokens=[3], heads=[(1, 2)], dims=[(48, 80)], gate=['head', 'channel'], batch=[2], state=[F32], final=[True])
     + grid(tokens=[2], heads=[(2, 2)], dims=[(32, 16)], gate=['channel'], dtype=[F16], state=[BF16], v_first=[True])
     + grid(tokens=[1], heads=[(1, 2)], dims=[(16, 48)], gate=['head'], batch=[4], pool=[F32, BF16], weighted=[True])
+    + grid(tokens=[1], heads=[(1, 1)], dims=[(16, 16)], gate=['head'], batch=[2], pool=[F32], indexed=[False])
     + grid(tokens=[(0, 2, 0, 1)], heads=[(1, 1)], dims=[(16, 32)], gate=['head'], pool=[F32], v_first=[True], behind=[2])
     + grid(tokens=[(1, 0)], heads=[(1, 1)], dims=[(16, 16)], gate=['channel'], state=[F32], final=[True], behind=[1]),
     full=grid(tokens=[1, 8, 65], heads=[(2, 4)], dims=[(128, 128), (256, 64)], gate=['head', 'channel'], batch=[3])

@@ -21,8 +21,10 @@ def fused_recurrent_gla(
     state_v_first: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The recurrence in float32; states of a pool are gathered before and scattered after it."""
-    if pool is None or state_indices is None:
+    if pool is None:
         return run(q, k, v, g, weight, initial_state, cu_seqlens, scale, output_final_state, state_v_first)
+    if state_indices is None:
+        state_indices = torch.arange(q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1, device=q.device)
     taken = [i for i, slot in enumerate(state_indices.tolist()) if 0 <= slot < len(pool)]
     slots = state_indices.long().clamp(0, max(len(pool) - 1, 0))
     states = pool[slots] if len(pool) else pool.new_zeros(len(slots), *pool.shape[1:])
