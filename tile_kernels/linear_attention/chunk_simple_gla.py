@@ -127,7 +127,7 @@ class _Plan:
         by_slot: bool = False,
         backwards: bool = False,
     ) -> None:
-        """Launch the kernel; states have the order of k and v, and without o only the states of segments are computed."""
+        """Launch the kernel; without o it computes only states. States have the order of k and v."""
         dim, out_dim = k.shape[3], v.shape[3]
         static: tuple = (dim, out_dim, self.dtype, g is not None, weights if weight is not None else UNWEIGHTED)
         static += (self.packed, backwards, None if begin is None else begin.dtype, by_slot, o is None)
@@ -234,6 +234,8 @@ def chunk_simple_gla_bwd(
         if initial_state is not None:
             dbegin.copy_(dfinal_state) if output_final_state else dbegin.zero_()
         return _sum_groups(dq, qk_heads), _sum_groups(dk, qk_heads), dv, dg, dweight, dbegin
+    if not isinstance(batch * tokens, int):  # symbolic: nothing runs, and a comparison would be a guard
+        return _sum_groups(dq, qk_heads), _sum_groups(dk, qk_heads), dv, dg, dweight, dbegin
 
     blocks = heads * min(num_tiles(dim, value_dim), num_tiles(value_dim, dim))
     most = MOST_GATED if g is not None else 1 << 30
@@ -310,6 +312,8 @@ def _chunk_simple_gla(
         if output_final_state:
             final.zero_() if initial_state is None else final.copy_(initial_state)
         return o, final
+    if not isinstance(batch * tokens, int):  # symbolic: nothing runs, and a comparison would be a guard
+        return o, final
     size = segment or segment_size(batch, tokens, heads * num_tiles(dim, value_dim))
     plan = _Plan(q, v, cu_seqlens, number, size, scale)
     begin = _state_view(initial_state, state_v_first)
@@ -359,7 +363,8 @@ def chunk_simple_gla(
     if chunk_size is not None:
         check.one_of(chunk_size, CHUNK_SIZES, 'chunk_size')
     q, k, v = autocast(q, k, v)
-    batch, tokens, _, heads, dim, _ = check_qkv(q, k, v)
+    dim = check.shape(q, 'q', 'batch tokens heads dim')[3]
+    batch, tokens, heads, _ = check.shape(v, 'v', 'batch tokens heads dim')
     check_gate(g, 'g', 'batch tokens heads', q, batch=batch, tokens=tokens, heads=heads)
     if g_gamma is not None:
         if g is not None:
@@ -370,9 +375,7 @@ def chunk_simple_gla(
         g = g.float()
     cuts = lengths_int32(cu_seqlens, 'cu_seqlens')
     factor = scale_of(scale, dim)
-    o, final = chunk_simple_gla.call(
-        q, k, v, g, None, initial_state, cuts, factor, output_final_state, state_v_first
-    )
+    o, final = chunk_simple_gla.call(q, k, v, g, None, initial_state, cuts, factor, output_final_state, state_v_first)
     return o, final if output_final_state else None
 
 
@@ -383,7 +386,9 @@ SMALL = (16, 16)
 SMOKE = (
     grid(tokens=[0, 1, 70], heads=[(1, 1)], dims=[SMALL], gate=['random'])
     + grid(tokens=[65], heads=[(1, 2)], dims=[(16, 80)], batch=[2], gate=[''], state=[F32], final=[True])
-    + grid(tokens=[130], heads=[(1, 2)], dims=[(48, 32)], gate=['random'], weighted=[True], segment=[0, 64], final=[True])
+    + grid(
+        tokens=[130], heads=[(1, 2)], dims=[(48, 32)], gate=['random'], weighted=[True], segment=[0, 64], final=[True]
+    )
     + grid(tokens=[130], heads=[(2, 2)], dims=[SMALL], dtype=[F16], gate=['steep'], state=[BF16], segment=[64])
     + grid(
         tokens=[(0, 1, 0, 130, 3)],

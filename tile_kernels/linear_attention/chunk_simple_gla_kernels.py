@@ -6,12 +6,12 @@ One kernel serves the forward pass and all gradients, since these are the same s
     dq = f(do, v, k)     forward in time          dk = f(v, do, q)     backward in time
 
 A thread block owns a segment of one sequence, one head and a tile of columns of the result. It goes over chunks of 64
-tokens with the state in registers; the next chunk is loaded by cp.async meanwhile. A decay between two tokens of a chunk
-is one exponential of a difference of sums. Sums start anew in every chunk, and no gate counts for less than 2^-160, which
-is 0 in float32.
+tokens with the state in registers; cp.async loads the next chunk meanwhile. A decay between two tokens of a chunk is
+one exponential of a difference of sums. Sums start anew in every chunk. No gate counts for less than 2^-160, which is 0
+in float32.
 
-A long sequence is cut into segments if there are few heads: `states_only` gives what each segment adds to the state,
-and `join_states` the state before each of them. Blocks of segments are numbered as in attention: sequence n owns the
+A long sequence is cut into segments if there are few heads. With `states_only` the kernel computes what each segment
+adds to the state; `join_states` computes the state before each of them. Blocks of segments are numbered as in attention: sequence n owns the
 numbers from start[n] // size + n on.
 """
 
@@ -402,7 +402,8 @@ def decay_gradient_kernel(packed: bool, split: bool, begin_dtype: torch.dtype | 
         dg[first] = <state, gradient of the state> before the first token
         dg[t + 1] = dg[t] - (q[t] . dq[t] - k[t] . dk[t])
 
-    The gradient of a weight is the sum of v[t] . dv[t] over the tiles, where dv lacks the weight. Every segment starts from its own product of states, so that errors do not add up along a sequence.
+    Every segment starts from its own product of states, so that errors do not add up along a sequence. The gradient of
+    a weight is v[t] . dv[t], where dv lacks the weight.
     """
     batches, num_tokens, num_heads = T.dynamic('batches'), T.dynamic('num_tokens'), T.dynamic('num_heads')
     num_slots, num_cuts, num_begin = T.dynamic('num_slots'), T.dynamic('num_cuts'), T.dynamic('num_begin')

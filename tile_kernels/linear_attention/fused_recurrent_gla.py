@@ -279,8 +279,8 @@ def fused_recurrent_gla(
         cu_seqlens: (sequences + 1,) int32 or int64: 0, and where every packed sequence ends; batch is then 1.
         g: another name of gk.
         state_v_first: whether states are (sequences, value_heads, value_dim, dim).
-        state_indices: (sequences,) int32: `initial_state` is then a pool of states (slots, ...), which are read and
-            written in place at these slots; -1 skips a sequence, whose o is 0.
+        state_indices: (sequences,) int32, slots of a pool of states. The pool is `initial_state`; its states are read
+            and written in place. -1 skips a sequence, whose o is 0.
         foreign: arguments of fla that have no meaning here, at their neutral value.
 
     Returns:
@@ -293,9 +293,7 @@ def fused_recurrent_gla(
     gk = g if gk is None else gk
     if gk is not None:
         check.shape(gk, 'gk', 'batch tokens heads dim')
-    return recur(
-        q, k, v, gk, None, scale, initial_state, output_final_state, state_v_first, state_indices, cu_seqlens
-    )
+    return recur(q, k, v, gk, None, scale, initial_state, output_final_state, state_v_first, state_indices, cu_seqlens)
 
 
 def recur(
@@ -314,7 +312,7 @@ def recur(
     """Call the op for the public functions, which have checked g."""
     refuse_gradient(q=q, k=k, v=v, g=g, weight=weight, initial_state=initial_state)
     q, k, v = autocast(q, k, v)
-    dim = check_qkv(q, k, v)[4]
+    dim = check.shape(q, 'q', 'batch tokens heads dim')[3]
     cuts, indices = lengths_int32(cu_seqlens, 'cu_seqlens'), lengths_int32(state_indices, 'state_indices')
     pooled = indices is not None
     if pooled and initial_state is None:
@@ -337,7 +335,9 @@ fused_recurrent_gla.cases(
     + grid(tokens=[2], heads=[(2, 2)], dims=[(32, 16)], gate=['channel'], dtype=[F16], state=[BF16], v_first=[True])
     + grid(tokens=[1], heads=[(1, 2)], dims=[(16, 48)], gate=['head'], batch=[4], pool=[F32, BF16], weighted=[True])
     + grid(tokens=[1], heads=[(1, 1)], dims=[(16, 16)], gate=['head'], batch=[2], pool=[F32], indexed=[False])
-    + grid(tokens=[(0, 2, 0, 1)], heads=[(1, 1)], dims=[(16, 32)], gate=['head'], pool=[F32], v_first=[True], behind=[2])
+    + grid(
+        tokens=[(0, 2, 0, 1)], heads=[(1, 1)], dims=[(16, 32)], gate=['head'], pool=[F32], v_first=[True], behind=[2]
+    )
     + grid(tokens=[(1, 0)], heads=[(1, 1)], dims=[(16, 16)], gate=['channel'], state=[F32], final=[True], behind=[1]),
     full=grid(tokens=[1, 8, 65], heads=[(2, 4)], dims=[(128, 128), (256, 64)], gate=['head', 'channel'], batch=[3])
     + grid(tokens=[1], heads=[(4, 4)], dims=[(128, 128)], gate=['head'], batch=[64], pool=[F32], v_first=[False, True]),

@@ -54,6 +54,4 @@ def fused_recurrent_simple_gla(
         g = g_gamma.expand(v.shape[:3])
     elif g is not None:
         check.shape(g, 'g', 'batch tokens heads')
-    return recur(
-        q, k, v, g, None, scale, initial_state, output_final_state, state_v_first, state_indices, cu_seqlens
-    )
+    return recur(q, k, v, g, None, scale, initial_state, output_final_state, state_v_first, state_indices, cu_seqlens)

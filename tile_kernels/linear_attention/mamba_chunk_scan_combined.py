@@ -24,7 +24,7 @@ FORGET = -1e4
 def step_sizes(
     dt: Tensor, dt_bias: Tensor | None, dt_softplus: bool, dt_limit: tuple[float, float] = (0.0, math.inf)
 ) -> Tensor:
-    """dt in float32, with its bias, softplus and limits; the bias has the last dimensions of dt."""
+    """Dt in float32, with its bias, softplus and limits; the bias has the last dimensions of dt."""
     dt = dt.float()
     if dt_bias is not None:
         dt = dt + dt_bias.float()

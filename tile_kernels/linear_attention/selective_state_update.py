@@ -37,7 +37,7 @@ def selective_state_update(
     """One token of every sequence of Mamba-2; no gradient. Takes the calls of mamba_ssm for scalar decays.
 
     Args:
-        state: (batch, heads, headdim, d_state) float32 or bfloat16, changed in place; with `state_batch_indices` a pool.
+        state: (batch, heads, headdim, d_state) float32 or bfloat16, changed in place; a pool with indices.
         x: (batch, heads, headdim) bfloat16 or float16.
         dt: (batch, heads), or expanded to (batch, heads, headdim).
         A: (heads,), or expanded to (heads, headdim, d_state).
