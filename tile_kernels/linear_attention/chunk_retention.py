@@ -1,6 +1,5 @@
 """Retention: linear attention whose heads decay by fixed factors, 1 - 2^(-5 - h) for head h."""
 
-import math
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from tile_kernels.linear_attention.chunk_simple_gla import chunk_simple_gla
 
 def retention_gates(heads: int, device: torch.device | str | None = None) -> Tensor:
     """(heads,) float32 logarithms of the decay of every head."""
-    return torch.tensor([math.log1p(-(2.0 ** (-5 - h))) for h in range(heads)], dtype=torch.float32, device=device)
+    return torch.log1p(-torch.exp2(-5.0 - torch.arange(heads, dtype=torch.float32, device=device)))
 
 
 def chunk_retention(

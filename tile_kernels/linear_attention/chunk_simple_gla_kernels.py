@@ -11,8 +11,8 @@ one exponential of a difference of sums. Sums start anew in every chunk. No gate
 in float32.
 
 A long sequence is cut into segments if there are few heads. With `states_only` the kernel computes what each segment
-adds to the state; `join_states` computes the state before each of them. Blocks of segments are numbered as in attention: sequence n owns the
-numbers from start[n] // size + n on.
+adds to the state; `join_states` computes the state before each of them. Blocks of segments are numbered as in
+attention: sequence n owns the numbers from start[n] // size + n on.
 """
 
 from typing import Any
