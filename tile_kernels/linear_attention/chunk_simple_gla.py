@@ -262,7 +262,7 @@ def chunk_simple_gla_bwd(
     plan.run(k, q, do, g, weight, RESULT, dv, after, dbegin_view, None, v, v_dots, **order)
     if g is not None:
         static = (plan.packed, plan.split, None if begin is None else begin.dtype, weight is not None)
-        dots = (q_dots, k_dots, v_dots, states, dstates, begin, dbegin_view, cu_seqlens, dg)
+        dots: Any = (q_dots, k_dots, v_dots, states, dstates, begin, dbegin_view, cu_seqlens, dg)
         numbers = (plan.slots, heads, number, plan.bits, plan.size)
         own = dweight if weight is not None else None
         launch(decay_gradient_kernel, static, *dots, own, *numbers, size=plan.slots * heads)

@@ -220,7 +220,7 @@ def simple_gla_kernel(
                         place = slot if by_slot else sequence
                         for d, e in T.Parallel(wide, cols):
                             if T.And(d < dim, column + e < out_dim):
-                                state[d, e] = T.cast(begin[place, head, d, column + e], T.float32)
+                                state[d, e] = T.cast(begin[place, head, d, column + e], T.float32)  # type: ignore[index]
                 for ahead in T.serial(chunks + 1):  # chunk `ahead` is asked for, the one before is computed
                     if ahead < chunks:
                         chunk = chunks - 1 - ahead if backwards else ahead
@@ -295,9 +295,8 @@ def simple_gla_kernel(
                                 for i, e in T.Parallel(CHUNK, cols):
                                     terms[i, e] = 0.0
                                     if T.And(i < left, column + e < out_dim):
-                                        terms[i, e] = acc[i, e] * T.cast(
-                                            other[batch, here + i, other_head, column + e], T.float32
-                                        )
+                                        own = other[batch, here + i, other_head, column + e]  # type: ignore[index]
+                                        terms[i, e] = acc[i, e] * T.cast(own, T.float32)
                                 T.reduce_sum(terms, sums, dim=1)
                                 for i in T.Parallel(CHUNK):
                                     if chunk * CHUNK + i < tokens:
@@ -332,7 +331,7 @@ def simple_gla_kernel(
                     if sequence < num_sequences:
                         for d, e in T.Parallel(wide, cols):
                             if T.And(d < dim, column + e < out_dim):
-                                end[slot, head, d, column + e] = state[d, e]
+                                end[slot, head, d, column + e] = state[d, e]  # type: ignore[index]
                         if tile == 0:
                             factors[slot, head] = T.exp2(total_gate)
                 elif end_dtype is not None:
@@ -340,7 +339,7 @@ def simple_gla_kernel(
                     if T.And(sequence < num_sequences, last):
                         for d, e in T.Parallel(wide, cols):
                             if T.And(d < dim, column + e < out_dim):
-                                end[sequence, head, d, column + e] = state[d, e]
+                                end[sequence, head, d, column + e] = state[d, e]  # type: ignore[index]
 
     return simple_gla
 
@@ -383,7 +382,7 @@ def join_states_kernel(packed: bool, backwards: bool, begin_dtype: torch.dtype |
                 value = T.alloc_var(T.float32, init=0.0)
                 added = T.alloc_var(T.float32, init=0.0)
                 if begin_dtype is not None:
-                    value = T.cast(begin[sequence, head, d, e], T.float32)
+                    value = T.cast(begin[sequence, head, d, e], T.float32)  # type: ignore[index]
                 for step in T.serial(number):
                     slot = first + (number - 1 - step if backwards else step)
                     if step + 1 < number:
@@ -459,8 +458,8 @@ def decay_gradient_kernel(packed: bool, split: bool, begin_dtype: torch.dtype | 
                                     index = step * THREADS + i
                                     d, e = T.truncdiv(index, columns), T.truncmod(index, columns)
                                     if index < rows * columns:
-                                        own = T.cast(begin[sequence, head, d, e], T.float32)
-                                        terms[i] = terms[i] + own * T.cast(dbegin[sequence, head, d, e], T.float32)
+                                        own = T.cast(begin[sequence, head, d, e], T.float32)  # type: ignore[index]
+                                        terms[i] = terms[i] + own * T.cast(dbegin[sequence, head, d, e], T.float32)  # type: ignore[index]
                 T.reduce_sum(terms, sums, dim=0)
                 carried_shared[0] = sums[0]
                 T.sync_threads()

@@ -132,25 +132,25 @@ def recurrent_gla_kernel(
                         d, e = (b, a) if v_first else (a, b)
                         first, second = (column + e, d) if v_first else (d, column + e)
                         if T.And(d < dim, column + e < value_dim):
-                            state[a, b] = T.cast(source[slot, head, first, second], T.float32)
+                            state[a, b] = T.cast(source[slot, head, first, second], T.float32)  # type: ignore[index]
                 for t in T.serial(stop - start):
                     token = start + t
                     for d in T.Parallel(wide):
                         here = T.min(d, dim - 1)
-                        q_shared[d] = T.cast(q[batch, token, qk_head, here], T.float32) * scale
-                        k_shared[d] = T.cast(k[batch, token, qk_head, here], T.float32)
+                        q_shared[d] = T.cast(q[batch, token, qk_head, here], T.float32) * scale  # type: ignore[index]
+                        k_shared[d] = T.cast(k[batch, token, qk_head, here], T.float32)  # type: ignore[index]
                         if weighted:
-                            k_shared[d] = k_shared[d] * weight[batch, token, head]
+                            k_shared[d] = k_shared[d] * weight[batch, token, head]  # type: ignore[index]
                         if gate_dims == 4:
-                            g_shared[d] = T.exp2(T.cast(g[batch, token, head, here], T.float32) * LOG2E)
+                            g_shared[d] = T.exp2(T.cast(g[batch, token, head, here], T.float32) * LOG2E)  # type: ignore[index]
                         if d >= dim:
                             q_shared[d] = 0.0
                             k_shared[d] = 0.0
                     for e in T.Parallel(COLUMNS):
-                        v_shared[e] = T.cast(v[batch, token, head, T.min(column + e, value_dim - 1)], T.float32)
+                        v_shared[e] = T.cast(v[batch, token, head, T.min(column + e, value_dim - 1)], T.float32)  # type: ignore[index]
                     T.sync_threads()
                     decay = (
-                        T.exp2(T.cast(g[batch, token, head], T.float32) * LOG2E) if gate_dims == 3 else T.float32(1.0)
+                        T.exp2(T.cast(g[batch, token, head], T.float32) * LOG2E) if gate_dims == 3 else T.float32(1.0)  # type: ignore[index]
                     )
                     for a, b in T.Parallel(*shape):
                         d, e = (b, a) if v_first else (a, b)
@@ -168,7 +168,7 @@ def recurrent_gla_kernel(
                         d, e = (b, a) if v_first else (a, b)
                         first, second = (column + e, d) if v_first else (d, column + e)
                         if T.And(d < dim, column + e < value_dim):
-                            end[slot, head, first, second] = state[a, b]
+                            end[slot, head, first, second] = state[a, b]  # type: ignore[index]
 
     return recurrent_gla
 

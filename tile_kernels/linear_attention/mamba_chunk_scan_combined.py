@@ -98,10 +98,12 @@ def mamba_chunk_scan_combined(
     check.shape(B, 'B', 'batch tokens groups d_state', dtype=x.dtype, **known)
     check.shape(C, 'C', 'batch tokens groups d_state', dtype=x.dtype, **known)
     if D is not None:
-        dims = 'heads headdim' if check.tensor(D, 'D').dim() == 2 else 'heads'
-        check.shape(D, 'D', dims, dtype=FLOATS, heads=heads, **(dict(headdim=headdim) if D.dim() == 2 else {}))
+        if check.tensor(D, 'D').dim() == 2:
+            check.shape(D, 'D', 'heads headdim', dtype=FLOATS, heads=heads, headdim=headdim)
+        else:
+            check.shape(D, 'D', 'heads', dtype=FLOATS, heads=heads)
     if z is not None:
-        check.shape(z, 'z', 'batch tokens heads headdim', heads=heads, headdim=headdim, **known)
+        check.shape(z, 'z', 'batch tokens heads headdim', FLOATS, heads=heads, headdim=headdim, **known)
     if dt_bias is not None:
         check.shape(dt_bias, 'dt_bias', 'heads', dtype=FLOATS, heads=heads)
     if return_varlen_states and cu_seqlens is None:
