@@ -5,6 +5,7 @@ Nothing of this family has run on a GPU yet: kernels are checked in the interpre
 
 from tile_kernels.linear_attention.causal_conv1d import causal_conv1d, causal_conv1d_bwd
 from tile_kernels.linear_attention.causal_conv1d_update import causal_conv1d_update
+from tile_kernels.linear_attention.chunk_gla import chunk_gla, chunk_gla_bwd
 from tile_kernels.linear_attention.chunk_linear_attn import chunk_linear_attn
 from tile_kernels.linear_attention.chunk_retention import chunk_retention
 from tile_kernels.linear_attention.chunk_simple_gla import chunk_simple_gla, chunk_simple_gla_bwd
@@ -17,6 +18,8 @@ __all__ = [
     'causal_conv1d',
     'causal_conv1d_bwd',
     'causal_conv1d_update',
+    'chunk_gla',
+    'chunk_gla_bwd',
     'chunk_linear_attn',
     'chunk_retention',
     'chunk_simple_gla',

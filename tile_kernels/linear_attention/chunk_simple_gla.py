@@ -97,7 +97,7 @@ def _check(
     return number
 
 
-class _Plan:
+class Plan:
     """What all launches of a call share: sequences, segments and the numbers of their blocks."""
 
     def __init__(self, q: Tensor, v: Tensor, cu_seqlens: Tensor | None, number: int, size: int, scale: float) -> None:
@@ -151,18 +151,22 @@ class _Plan:
         factors = torch.empty(shape[:2], dtype=F32, device=self.device)
         weights = UNWEIGHTED if backwards else KEYS
         self.run(k, k, v, g, weight, weights, None, end=states, factors=factors, backwards=backwards)
-        static = (self.packed, backwards, None if begin is None else begin.dtype)
-        arguments = (states, factors, begin, self.cu_seqlens, self.number, self.tokens, self.size)
-        launch(join_states_kernel, static, *arguments, size=self.number * self.heads)
+        self.join(states, factors, begin, backwards)
         return states
 
+    def join(self, states: Tensor, factors: Tensor, begin: Tensor | None, backwards: bool) -> None:
+        """Turn what segments add into the states before them; factors have a number for a head or for a row."""
+        static = (self.packed, backwards, None if begin is None else begin.dtype, factors.dim() == 3)
+        arguments = (states, factors, begin, self.cu_seqlens, self.number, self.tokens, self.size)
+        launch(join_states_kernel, static, *arguments, size=self.number * self.heads)
 
-def _state_view(state: Tensor | None, v_first: bool) -> Tensor | None:
+
+def state_view(state: Tensor | None, v_first: bool) -> Tensor | None:
     """States as (sequences, heads, dim, value_dim)."""
     return state.transpose(2, 3) if state is not None and v_first else state
 
 
-def _transposed(state: Tensor | None) -> Tensor | None:
+def transposed(state: Tensor | None) -> Tensor | None:
     return None if state is None else state.transpose(2, 3)
 
 
@@ -222,7 +226,7 @@ def chunk_simple_gla_bwd(
     dfinal: Tensor | None = None
     if output_final_state:
         check_state(dfinal_state, number, heads, dim, value_dim, state_v_first, 'dfinal_state')
-        dfinal = _state_view(dfinal_state, state_v_first)
+        dfinal = state_view(dfinal_state, state_v_first)
     dq, dk = (torch.empty(batch, tokens, heads, dim, dtype=q.dtype, device=q.device) for _ in range(2))
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     dg, dweight = (torch.empty((0,) if x is None else x.shape, dtype=F32, device=q.device) for x in (g, weight))
@@ -239,9 +243,9 @@ def chunk_simple_gla_bwd(
 
     blocks = heads * min(num_tiles(dim, value_dim), num_tiles(value_dim, dim))
     most = MOST_GATED if g is not None else 1 << 30
-    plan = _Plan(q, v, cu_seqlens, number, segment or segment_size(batch, tokens, blocks, most), scale)
-    begin = _state_view(initial_state, state_v_first)
-    dbegin_view = None if initial_state is None else _state_view(dbegin, state_v_first)
+    plan = Plan(q, v, cu_seqlens, number, segment or segment_size(batch, tokens, blocks, most), scale)
+    begin = state_view(initial_state, state_v_first)
+    dbegin_view = None if initial_state is None else state_view(dbegin, state_v_first)
     states = dstates = None
     if plan.split:
         states = plan.states(k, v, g, weight, begin)
@@ -256,9 +260,9 @@ def chunk_simple_gla_bwd(
     q_dots, k_dots = (new_dots(value_dim, dim, g is not None) for _ in range(2))
     v_dots = new_dots(dim, value_dim, weight is not None)
     order: dict[str, Any] = dict(by_slot=plan.split)
-    plan.run(do, v, k, g, weight, KEYS, dq, _transposed(before), None, None, q, q_dots, **order)
+    plan.run(do, v, k, g, weight, KEYS, dq, transposed(before), None, None, q, q_dots, **order)
     order['backwards'] = True
-    plan.run(v, do, q, g, weight, ROWS, dk, _transposed(after), None, None, k, k_dots, **order)
+    plan.run(v, do, q, g, weight, ROWS, dk, transposed(after), None, None, k, k_dots, **order)
     plan.run(k, q, do, g, weight, RESULT, dv, after, dbegin_view, None, v, v_dots, **order)
     if g is not None:
         static = (plan.packed, plan.split, None if begin is None else begin.dtype, weight is not None)
@@ -315,9 +319,9 @@ def _chunk_simple_gla(
     if not isinstance(batch * tokens, int):  # symbolic: nothing runs, and a comparison would be a guard
         return o, final
     size = segment or segment_size(batch, tokens, heads * num_tiles(dim, value_dim))
-    plan = _Plan(q, v, cu_seqlens, number, size, scale)
-    begin = _state_view(initial_state, state_v_first)
-    end = _state_view(final, state_v_first) if output_final_state else None
+    plan = Plan(q, v, cu_seqlens, number, size, scale)
+    begin = state_view(initial_state, state_v_first)
+    end = state_view(final, state_v_first) if output_final_state else None
     if plan.split:
         begin = plan.states(k, v, g, weight, begin)
     plan.run(q, k, v, g, weight, KEYS, o, begin, end, by_slot=plan.split)

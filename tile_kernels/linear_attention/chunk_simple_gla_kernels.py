@@ -345,8 +345,11 @@ def simple_gla_kernel(
 
 
 @kernel()
-def join_states_kernel(packed: bool, backwards: bool, begin_dtype: torch.dtype | None):
-    """The state before each segment, in place of what the segment adds; a thread owns an element of the state."""
+def join_states_kernel(packed: bool, backwards: bool, begin_dtype: torch.dtype | None, channels: bool):
+    """The state before each segment, in place of what the segment adds; a thread owns an element of the state.
+
+    With `channels` a segment has a factor for every row of the state.
+    """
     num_slots, num_heads, num_cuts = T.dynamic('num_slots'), T.dynamic('num_heads'), T.dynamic('num_cuts')
     num_begin, rows, columns = T.dynamic('num_begin'), T.dynamic('rows'), T.dynamic('columns')
     begin_type, _ = strided('begin', (num_begin, num_heads, rows, columns), T.dtype(begin_dtype or torch.float32), 0)
@@ -354,7 +357,7 @@ def join_states_kernel(packed: bool, backwards: bool, begin_dtype: torch.dtype |
     @T.prim_func
     def join_states(
         states: T.Tensor((num_slots, num_heads, rows, columns), T.float32),
-        factors: T.Tensor((num_slots, num_heads), T.float32),
+        factors: T.Tensor((num_slots, num_heads, rows) if channels else (num_slots, num_heads), T.float32),
         begin: begin_type,
         cu_seqlens: T.Tensor((num_cuts,), T.int32),
         num_sequences: T.int32,
@@ -389,7 +392,8 @@ def join_states_kernel(packed: bool, backwards: bool, begin_dtype: torch.dtype |
                         added = states[slot, head, d, e]
                     states[slot, head, d, e] = value
                     if step + 1 < number:
-                        value = value * factors[slot, head] + added
+                        factor = factors[slot, head, d] if channels else factors[slot, head]
+                        value = value * factor + added
 
     return join_states
 
