@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from tile_kernels import ArgumentError, knobs
 from tile_kernels.linear_attention import (
+    chunk_gla,
     chunk_linear_attn,
     chunk_retention,
     chunk_simple_gla,
@@ -84,6 +85,53 @@ def test_errors_keep_the_bounds(gate, segment):
     bounds = dict(q=0.008, k=0.008, v=0.008, g=0.015, state=0.015)
     for bound, a, b in zip(bounds.values(), own, wide, strict=True):
         assert a.isfinite().all() and rms(a, b) <= bound * slack
+
+
+def channels(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The recurrence with a decay of every channel, in float64."""
+    q, k, v, g, state = (x.double() for x in (q, k, v, g, state))
+    rows = []
+    for t in range(q.shape[1]):
+        state = state * g[:, t].exp().unsqueeze(-1) + k[:, t].unsqueeze(-1) * v[:, t].unsqueeze(-2)
+        rows.append(scale * (q[:, t].unsqueeze(-1) * state).sum(-2))
+    return torch.stack(rows, 1), state
+
+
+@pytest.mark.parametrize('gate', [*GATES, 'everywhere'])
+def test_errors_of_gated_linear_attention_keep_the_bounds(gate):
+    length = 1025 if knobs.full_test else 130
+    q, k, v = operands(length)
+    g = -torch.rand(1, length, 1, 32, device=DEVICE)
+    g = torch.full_like(g, -1e4) if gate == 'everywhere' else GATES[gate](g)
+    state = torch.randn(1, 1, 32, 32, device=DEVICE)
+    leaves = [x.requires_grad_() for x in (q, k, v, g, state)]
+    o, final = chunk_gla.call(q, k, v, g, state, None, 0.2, True, False, 64)
+    exact, exact_final = channels(*leaves, 0.2)
+    upstream = [torch.randn_like(o), torch.randn_like(final)]
+    own = torch.autograd.grad([o, final], leaves, upstream)
+    wide = torch.autograd.grad([exact, exact_final], leaves, [x.double() for x in upstream])
+    assert rms(o, exact) <= 0.005 and rms(final, exact_final) <= 0.005
+    for name, a, b in zip(('q', 'k', 'v', 'g', 'state'), own, wide, strict=True):
+        assert a.isfinite().all()
+        if gate == 'everywhere' and name in ('g', 'state'):
+            assert a.abs().max() < 1e-4
+        else:
+            assert rms(a, b) <= (0.015 if name in ('g', 'state') else 0.008), name
+
+
+def test_gated_linear_attention_equals_its_recurrent_form():
+    q, k, v = operands(70, heads=2)
+    g = -torch.rand(1, 70, 2, 32, device=DEVICE).to(BF16)
+    o, final = chunk_gla(q, k, v, g, output_final_state=True, chunk_size=16)
+    step, state = fused_recurrent_gla(q, k, v, g, output_final_state=True)
+    torch.testing.assert_close(step.float(), o.float(), rtol=2e-2, atol=2e-2)
+    assert rms(final, state) < 0.005
+    with pytest.raises(ArgumentError, match=r'linear_attention.chunk_gla: g must be \(batch, tokens, heads, dim\)'):
+        chunk_gla(q, k, v, g[..., 0])
+    with pytest.raises(ArgumentError, match='g must be a tensor, got None'):
+        chunk_gla(q, k, v, None)
+    with pytest.raises(ArgumentError, match='heads of v must be 1, got 2'):
+        chunk_gla(q[:, :, :1], k[:, :, :1], v, g[:, :, :1])
 
 
 def test_float16_is_closer():

@@ -4,9 +4,9 @@ A decay between two tokens i > j of a chunk of 64 is a product of two exponentia
 
     exp(G[i] - G[j]) = exp(G[i] - G[r]) * exp(G[r] - G[j])             j <= r < i
 
-For blocks of s = 32, 16, ..., 1 tokens r is the last token of an even block. All pairs of an odd block with the even
-block before it come from one product of the scaled rows: q of odd blocks with k of even blocks. The six products cover
-every pair once. Nothing can overflow, and no pair loses digits. The diagonal has no decay.
+For blocks of 32, 16, ..., 1 tokens r is the last token of an even block. One product of scaled rows has all pairs of an
+odd block with the even block before it: rows of q in odd blocks, rows of k in even ones. The six products cover every
+pair once. Nothing can overflow, and no pair loses digits. The diagonal has no decay.
 
 1. `gla_scores` computes these scores of every chunk, and q and k with their decay to the start and to the end of it.
 2. `gla_scan` goes over the chunks of a segment with the state in registers, for o and for three parts of gradients.
@@ -34,23 +34,25 @@ from tile_kernels.linear_attention.chunk_simple_gla_kernels import (
 
 #: Columns of a tile of channels.
 TILE = 64
-#: Sizes of the blocks whose pairs are computed together.
-LEVELS = (32, 16, 8, 4, 2, 1)
+#: Threads of a block that owns one chunk.
+CHUNK_THREADS = 256
+#: Blocks of 2^5, 2^4, ..., 2^0 tokens.
+LEVELS = 6
 
 
-def last_of_even(i: Any, s: int) -> Any:
-    """The last token of the even block of s tokens next to token i."""
-    return T.truncdiv(i, 2 * s) * (2 * s) + s - 1
+def last_of_even(i: Any, bits: Any) -> Any:
+    """The last token of the even block next to token i; blocks have 2^bits tokens."""
+    return ((i >> (bits + 1)) << (bits + 1)) + (1 << bits) - 1
 
 
-def is_odd(i: Any, s: int) -> Any:
-    """Whether token i is in an odd block of s tokens."""
-    return T.truncmod(T.truncdiv(i, s), 2) == 1
+def is_odd(i: Any, bits: Any) -> Any:
+    """Whether token i is in an odd block."""
+    return ((i >> bits) & 1) == 1
 
 
-def same_pair(i: Any, j: Any, s: int) -> Any:
+def same_pair(i: Any, j: Any, bits: Any) -> Any:
     """Whether two tokens are in the same pair of blocks."""
-    return T.truncdiv(i, 2 * s) == T.truncdiv(j, 2 * s)
+    return (i >> (bits + 1)) == (j >> (bits + 1))
 
 
 @macro
@@ -74,12 +76,12 @@ def load_sums(g, batch, first, number, head, column, sums_shared, width: int):
 
 
 @macro
-def scale_rows(q_shared, k_shared, sums_shared, z_shared, s: int):
-    """q of odd blocks and k of even blocks, decayed to the last token of the even block."""
+def scale_rows(q_shared, k_shared, sums_shared, z_shared, bits):
+    """Q of odd blocks and k of even blocks, decayed to the last token of the even block."""
     for i, d in T.Parallel(CHUNK, TILE):
-        power = sums_shared[i, d] - sums_shared[last_of_even(i, s), d]
-        row = T.if_then_else(is_odd(i, s), q_shared[i, d], k_shared[i, d])
-        z_shared[i, d] = T.cast(row, T.float32) * T.exp2(T.if_then_else(is_odd(i, s), power, -power))
+        power = sums_shared[i, d] - sums_shared[last_of_even(i, bits), d]
+        row = T.if_then_else(is_odd(i, bits), q_shared[i, d], k_shared[i, d])
+        z_shared[i, d] = T.cast(row, T.float32) * T.exp2(T.if_then_else(is_odd(i, bits), power, -power))
 
 
 @kernel(pass_configs=PORTABLE)
@@ -106,7 +108,7 @@ def gla_scores_kernel(dim: int, dtype: torch.dtype, packed: bool):
         bits: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(num_chunks, num_heads, threads=THREADS) as (chunk, head):
+        with T.Kernel(num_chunks, num_heads, threads=CHUNK_THREADS) as (chunk, head):
             for stride in q_strides + k_strides:
                 T.assume(stride % 8 == 0)
             for stride in g_strides:
@@ -145,18 +147,20 @@ def gla_scores_kernel(dim: int, dtype: torch.dtype, packed: bool):
                         if column + d < dim:
                             totals[chunk, head, column + d] = sums_shared[CHUNK - 1, d]
                     T.reduce_sum(terms, dots, dim=1, clear=False)
-                    for s in LEVELS:
-                        scale_rows(q_shared, k_shared, sums_shared, z_shared, s)
+                    for level in T.serial(LEVELS):
+                        block_bits = LEVELS - 1 - level
+                        scale_rows(q_shared, k_shared, sums_shared, z_shared, block_bits)
                         T.gemm(
                             z_shared,
                             z_shared,
                             pairs,
                             transpose_B=True,
                             clear_accum=True,
-                            policy=T.GemmWarpPolicy.FullRow,
+                            policy=T.GemmWarpPolicy.Square,
                         )
                         for i, j in T.Parallel(CHUNK, CHUNK):
-                            if T.And(same_pair(i, j, s), T.And(is_odd(i, s), T.Not(is_odd(j, s)))):
+                            crosses = T.And(is_odd(i, block_bits), T.Not(is_odd(j, block_bits)))
+                            if T.And(same_pair(i, j, block_bits), crosses):
                                 total[i, j] = total[i, j] + pairs[i, j]
                         T.sync_threads()
                 T.copy(dots, dots_shared)
@@ -182,7 +186,7 @@ def gla_scan_kernel(
     states_only: bool,
     end_dtype: torch.dtype | None,
 ):
-    """o = q S + scores v, then S = decay(S) + k^T v, over the chunks of a segment.
+    """O = q S + scores v, then S = decay(S) + k^T v, over the chunks of a segment.
 
     The decay is that of rows of the state, or of its columns. Backwards in time the scores are transposed.
     """
@@ -351,7 +355,7 @@ def gla_scan_kernel(
 
 @kernel(pass_configs=PORTABLE)
 def gla_gradient_kernel(dim: int, value_dim: int, dtype: torch.dtype, packed: bool):
-    """dq and dk of a chunk, head and tile of channels, and dg but for what the chunks before it add.
+    """Dq and dk of a chunk, head and tile of channels, and dg but for what the chunks before it add.
 
     `q_parts` and `k_parts` are the products with states, without their decay inside the chunk.
     """
@@ -381,7 +385,7 @@ def gla_gradient_kernel(dim: int, value_dim: int, dtype: torch.dtype, packed: bo
         bits: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(num_chunks, -(-dim // TILE), num_heads, threads=THREADS) as (chunk, tile, head):
+        with T.Kernel(num_chunks, -(-dim // TILE), num_heads, threads=CHUNK_THREADS) as (chunk, tile, head):
             for stride in q_strides + k_strides + v_strides:
                 T.assume(stride % 8 == 0)
             for stride in g_strides:
@@ -416,7 +420,7 @@ def gla_gradient_kernel(dim: int, value_dim: int, dtype: torch.dtype, packed: bo
                     for part in T.serial(-(-value_dim // TILE)):
                         load_tile(do, batch, first, tokens, head, part * TILE, z_shared, value_dim)
                         load_tile(v, batch, first, tokens, head, part * TILE, v_shared, value_dim)
-                        T.gemm(z_shared, v_shared, ds, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+                        T.gemm(z_shared, v_shared, ds, transpose_B=True, policy=T.GemmWarpPolicy.Square)
                         T.sync_threads()
                     for i, j in T.Parallel(CHUNK, CHUNK):
                         ds_shared[i, j] = T.if_then_else(j <= i, ds[i, j] * scale, T.float32(0.0))
@@ -433,18 +437,19 @@ def gla_gradient_kernel(dim: int, value_dim: int, dtype: torch.dtype, packed: bo
                         k_part = k_parts[batch, first + token, head, channel] * T.exp2(last - sums_shared[i, d])
                         dq_acc[i, d] = T.if_then_else(inside, q_part, 0.0) + own * T.cast(k_shared[i, d], T.float32)
                         dk_acc[i, d] = T.if_then_else(inside, k_part, 0.0) + own * T.cast(q_shared[i, d], T.float32)
-                    for s in LEVELS:
-                        scale_rows(q_shared, k_shared, sums_shared, z_shared, s)
+                    for level in T.serial(LEVELS):
+                        block_bits = LEVELS - 1 - level
+                        scale_rows(q_shared, k_shared, sums_shared, z_shared, block_bits)
                         for i, j in T.Parallel(CHUNK, CHUNK):
-                            both = T.if_then_else(is_odd(i, s), ds_shared[i, j], ds_shared[j, i])
-                            wanted = T.And(same_pair(i, j, s), is_odd(i, s) != is_odd(j, s))
+                            both = T.if_then_else(is_odd(i, block_bits), ds_shared[i, j], ds_shared[j, i])
+                            wanted = T.And(same_pair(i, j, block_bits), is_odd(i, block_bits) != is_odd(j, block_bits))
                             pairs[i, j] = T.if_then_else(wanted, both, T.cast(0.0, elem))
-                        T.gemm(pairs, z_shared, acc, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
+                        T.gemm(pairs, z_shared, acc, clear_accum=True, policy=T.GemmWarpPolicy.Square)
                         for i, d in T.Parallel(CHUNK, TILE):
-                            power = sums_shared[i, d] - sums_shared[last_of_even(i, s), d]
-                            decayed = acc[i, d] * T.exp2(T.if_then_else(is_odd(i, s), power, -power))
-                            dq_acc[i, d] = dq_acc[i, d] + T.if_then_else(is_odd(i, s), decayed, 0.0)
-                            dk_acc[i, d] = dk_acc[i, d] + T.if_then_else(is_odd(i, s), 0.0, decayed)
+                            power = sums_shared[i, d] - sums_shared[last_of_even(i, block_bits), d]
+                            decayed = acc[i, d] * T.exp2(T.if_then_else(is_odd(i, block_bits), power, -power))
+                            dq_acc[i, d] = dq_acc[i, d] + T.if_then_else(is_odd(i, block_bits), decayed, 0.0)
+                            dk_acc[i, d] = dk_acc[i, d] + T.if_then_else(is_odd(i, block_bits), 0.0, decayed)
                         T.sync_threads()
                     for i, d in T.Parallel(CHUNK, TILE):
                         q_dot = T.cast(q_shared[i, d], T.float32) * dq_acc[i, d]

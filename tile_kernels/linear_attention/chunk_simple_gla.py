@@ -167,6 +167,7 @@ def state_view(state: Tensor | None, v_first: bool) -> Tensor | None:
 
 
 def transposed(state: Tensor | None) -> Tensor | None:
+    """States as (sequences, heads, value_dim, dim)."""
     return None if state is None else state.transpose(2, 3)
 
 
