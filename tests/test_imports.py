@@ -39,6 +39,7 @@ ALLOWED = {
     'attention': {'core', 'attention', 'device'},
     'engram': {'core', 'engram'},
     'gemm': {'core', 'gemm'},
+    'linear_attention': {'core', 'device', 'engram', 'linear_attention'},
     'distributed': {'core', 'distributed', 'moe', 'quant'},
     'modeling': {
         'activation',
@@ -49,6 +50,7 @@ ALLOWED = {
         'distributed',
         'engram',
         'gemm',
+        'linear_attention',
         'mhc',
         'modeling',
         'moe',
@@ -100,7 +102,7 @@ SHOWN_MODULES = {
         'torch',
         'utils',
     },
-    'tile_kernels.modeling': {'attention', 'engram', 'mhc', 'moe'},
+    'tile_kernels.modeling': {'attention', 'engram', 'mamba2', 'mhc', 'moe', 'retention'},
 }
 PUBLIC = [
     'tile_kernels',

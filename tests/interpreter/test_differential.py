@@ -74,7 +74,8 @@ def test_every_kernel_ran_on_a_gpu():
         with CASES[name].choosing():
             ran |= {launch.kernel.name for launch in CASES[name].op.trace_case(CASES[name].case)}
     own = {name for name, kernel in kernels.items() if kernel.__module__.startswith('tile_kernels.')}
-    unrun = {name for name in own if kernels[name].__module__.startswith('tile_kernels.attention.')}  # on no GPU yet
+    families = ('tile_kernels.attention.', 'tile_kernels.linear_attention.')  # on no GPU yet
+    unrun = {name for name in own if kernels[name].__module__.startswith(families)}
     unrun |= {name for name in own if kernels[name].__module__ in PRODUCTS_WITHOUT_A_GPU}
     assert own - NOT_RECORDED - unrun == ran - unrun, 'run tools/gpu_outputs.py on a GPU'
 

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tile_kernels.modeling.attention import Attention
     from tile_kernels.modeling.engram import Engram, EngramGateLayer
+    from tile_kernels.modeling.mamba2 import Mamba2
     from tile_kernels.modeling.mhc.pipeline import MHCPipeline
     from tile_kernels.modeling.moe import MoELayer
     from tile_kernels.modeling.quant_linear import QuantLinear, quantize_model
+    from tile_kernels.modeling.retention import Retention
 
 #: Public name -> module that defines it.
 _HOMES = {
@@ -18,11 +20,13 @@ _HOMES = {
     'Engram': 'engram',
     'EngramGateLayer': 'engram',
     'MHCPipeline': 'mhc.pipeline',
+    'Mamba2': 'mamba2',
     'MoELayer': 'moe',
     'QuantLinear': 'quant_linear',
     'quantize_model': 'quant_linear',
+    'Retention': 'retention',
 }
-_MODULES = ('attention', 'engram', 'mhc', 'moe')
+_MODULES = ('attention', 'engram', 'mamba2', 'mhc', 'moe', 'retention')
 
 #: Without the modules: `import *` must not replace the families that have the same names.
 __all__ = [*_HOMES]

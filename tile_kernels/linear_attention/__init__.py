@@ -1,0 +1,35 @@
+"""Linear attention: recurrences of a state per head, in chunks for training and one token at a time for decoding.
+
+Nothing of this family has run on a GPU yet: kernels are checked in the interpreter, lowered and compiled.
+"""
+
+from tile_kernels.linear_attention.causal_conv1d import causal_conv1d, causal_conv1d_bwd
+from tile_kernels.linear_attention.causal_conv1d_update import causal_conv1d_update
+from tile_kernels.linear_attention.chunk_gla import chunk_gla, chunk_gla_bwd
+from tile_kernels.linear_attention.chunk_linear_attn import chunk_linear_attn
+from tile_kernels.linear_attention.chunk_retention import chunk_retention
+from tile_kernels.linear_attention.chunk_simple_gla import chunk_simple_gla, chunk_simple_gla_bwd
+from tile_kernels.linear_attention.fused_recurrent_gla import fused_recurrent_gla
+from tile_kernels.linear_attention.fused_recurrent_simple_gla import fused_recurrent_simple_gla
+from tile_kernels.linear_attention.mamba_chunk_scan_combined import mamba_chunk_scan_combined
+from tile_kernels.linear_attention.selective_state_update import selective_state_update
+
+__all__ = [
+    'causal_conv1d',
+    'causal_conv1d_bwd',
+    'causal_conv1d_update',
+    'chunk_gla',
+    'chunk_gla_bwd',
+    'chunk_linear_attn',
+    'chunk_retention',
+    'chunk_simple_gla',
+    'chunk_simple_gla_bwd',
+    'fused_recurrent_gla',
+    'fused_recurrent_simple_gla',
+    'mamba_chunk_scan_combined',
+    'selective_state_update',
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,123 @@
+"""Inputs of the cases of linear attention, and the bounds its results keep."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Decayed scores and states are rounded to half precision before they are multiplied.
+DECAY_SUMS: dict = dict(rtol=1.5e-2, atol=1e-3, rms=2e-2)
+DECAY_BWD: dict = dict(rtol=2e-2, atol=2e-3, rms=4e-2)
+
+
+def starts(lengths: tuple) -> Tensor:
+    """Where packed sequences start, and the end of the last."""
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def random_decay(
+    tokens: Any,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    gate: str = '',
+    dtype: torch.dtype = torch.bfloat16,
+    batch: int = 1,
+    weighted: bool = False,
+    state: torch.dtype | None = None,
+    final: bool = False,
+    v_first: bool = False,
+    behind: int = 0,
+    segment: int = 0,
+    fused: bool = False,
+    scale: float | None = None,
+) -> dict:
+    """Arguments of `chunk_simple_gla.call`; `tokens` are the lengths of packed sequences if they are a tuple.
+
+    `behind` tokens follow the last sequence and hold NaN. Gates are random, equal for all tokens ('gamma'), or 0 with
+    -10000 at single positions ('steep'). With `fused`, q, k and v are slices of one tensor.
+    """
+    packed = isinstance(tokens, tuple)
+    length = sum(tokens) + behind if packed else tokens
+    widths = (heads[0] * dims[0], heads[0] * dims[0], heads[1] * dims[1])
+    if fused:
+        parts = torch.randn(batch, length, sum(widths)).to(dtype).split(widths, dim=-1)
+    else:
+        parts = tuple(torch.randn(batch, length, width).to(dtype) for width in widths)
+    q, k, v = (x.unflatten(-1, (h, -1)) for x, h in zip(parts, (heads[0], heads[0], heads[1]), strict=True))
+    g: Tensor | None = None
+    if gate == 'gamma':
+        g = (-torch.rand(heads[1]) * 0.1).expand(batch, length, heads[1])
+    elif gate == 'random':
+        g = -torch.rand(batch, length, heads[1]) * 0.3
+    elif gate == 'steep':
+        g = torch.where(torch.rand(batch, length, heads[1]) < 0.05, -1e4, 0.0)
+    weight = torch.rand(batch, length, heads[1]) if weighted else None
+    if behind:
+        for x in (q, k, v, *(y for y in (g, weight) if y is not None)):
+            x[:, -behind:] = math.nan
+    number = len(tokens) if packed else batch
+    rows = (dims[1], dims[0]) if v_first else dims
+    initial = None if state is None else torch.randn(number, heads[1], *rows).to(state)
+    return dict(
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        weight=weight,
+        initial_state=initial,
+        cu_seqlens=starts(tokens) if packed else None,
+        scale=dims[0] ** -0.5 if scale is None else scale,
+        output_final_state=final,
+        state_v_first=v_first,
+        segment=segment,
+    )
+
+
+def decay_flops(q: Tensor, k: Tensor, v: Tensor, **others: object) -> int:
+    """Operations of the four products of a chunk of 64 tokens."""
+    rows, dim = math.prod(v.shape[:-1]), q.shape[-1]
+    return 2 * rows * (64 * (dim + v.shape[-1]) + 2 * dim * v.shape[-1])
+
+
+def random_recurrent(
+    tokens: Any,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    gate: str,
+    dtype: torch.dtype = torch.bfloat16,
+    batch: int = 1,
+    weighted: bool = False,
+    state: torch.dtype | None = None,
+    pool: torch.dtype | None = None,
+    final: bool = False,
+    v_first: bool = False,
+    behind: int = 0,
+    indexed: bool = True,
+) -> dict:
+    """Arguments of `fused_recurrent_gla.call`; every second sequence is not in the pool, and slots are shuffled."""
+    made = random_decay(
+        tokens,
+        heads,
+        dims,
+        'random' if gate == 'head' else '',
+        dtype,
+        batch,
+        weighted,
+        state,
+        final,
+        v_first,
+        behind,
+    )
+    del made['segment']
+    if gate == 'channel':
+        made['g'] = -torch.rand(*made['v'].shape[:3], dims[0])
+    number = len(tokens) if isinstance(tokens, tuple) else batch
+    rows = (dims[1], dims[0]) if v_first else dims
+    made |= dict(pool=None, state_indices=None)
+    if pool is not None:
+        made['pool'] = torch.randn(number + 2, heads[1], *rows).to(pool)
+        indices = torch.arange(number).flip(0) + 1
+    if pool is not None and indexed:
+        made['state_indices'] = torch.where(torch.arange(number) % 3 == 2, -1, indices).int()
+    return made

@@ -1,0 +1,533 @@
+"""Short causal convolution of every channel, for dense and packed sequences.
+
+    a[t, c] = bias[c] + sum_j weight[c, j] * x[t - (taps - 1 - j), c]      earlier tokens: `initial_state`, else 0
+    y[t, c] = a * sigmoid(a)                                               or a without an activation; in float32
+
+    da[t, c]      = dy * s * (1 + a * (1 - s)),   s = sigmoid(a)
+    dx[t, c]      = sum_j weight[c, j] * da[t + (taps - 1 - j), c]         inside the sequence
+    dweight[c, j] = sum_t da[t, c] * x[t - (taps - 1 - j), c]
+    dbias[c]      = sum_t da[t, c]
+
+A warp owns `TOKENS` tokens, a lane 4 neighboring channels. All tokens of a lane are loaded first. Sequences are found
+on the device. Each block writes a partial sum of the weight gradients; a second kernel adds these in one order. Memory
+bound. The kernels have not run on a GPU yet.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tile_kernels.core import check
+from tile_kernels.core.cases import grid
+from tile_kernels.core.jit import kernel
+from tile_kernels.core.lang import WARP, T, macro
+from tile_kernels.core.launch import launch
+from tile_kernels.core.op import op
+from tile_kernels.engram.grad_w_reduce import sum_of_partials
+from tile_kernels.linear_attention._checks import (
+    FLOATS,
+    HALVES,
+    autocast,
+    check_cu_seqlens,
+    check_vectors,
+    lengths_int32,
+    refuse_gradient,
+)
+
+MAX_TAPS = 8
+TOKENS, WARPS, WIDTH = 8, 4, 4  # tokens of a warp, warps of a block, channels of a lane
+BLOCK = TOKENS * WARPS
+PASS_CONFIGS = {'TL_DISABLE_SAFE_MEMORY_ACCESS': True}
+
+
+# Kernels ------------------------------------------------------------------------------------
+
+
+@macro
+def place_tokens(cu_seqlens, first, batch, num_sequences, bits, start_shared, sequence_shared, is_packed: bool):
+    """Sequence of every token from `first` on, and where it starts; sequence N owns the tokens behind the last."""
+    for i in T.Parallel(start_shared.shape[0]):
+        if is_packed:
+            sequence_shared[i] = 0
+            for step in T.serial(bits):
+                later = sequence_shared[i] + (1 << (bits - 1 - step))
+                if later <= num_sequences:  # noqa: SIM102
+                    if cu_seqlens[T.min(later, num_sequences)] <= first + i:
+                        sequence_shared[i] = later
+            start_shared[i] = cu_seqlens[T.min(sequence_shared[i], num_sequences)]
+        else:
+            sequence_shared[i] = batch
+            start_shared[i] = 0
+
+
+@macro
+def load_tokens(x, batch, token, slot, x_local):
+    """Load channels of the tokens from `token` on, as float32; 0 outside of the tensor."""
+    count, width = x_local.shape
+    own = T.alloc_local((width,), x.dtype)
+    for i in T.unroll(count):
+        for e in T.unroll(width):
+            x_local[i, e] = 0.0
+        if token + i >= 0 and token + i < x.shape[1]:
+            for e in T.vectorized(width):
+                own[e] = x[batch, token + i, slot * width + e]
+            for e in T.unroll(width):
+                x_local[i, e] = T.cast(own[e], T.float32)
+
+
+@macro
+def load_weights(weight, bias, slot, weight_local, bias_local, has_bias: bool):
+    """Weights and bias of the channels of a thread."""
+    width, taps = weight_local.shape
+    for e in T.unroll(width):
+        for j in T.unroll(taps):
+            weight_local[e, j] = T.cast(weight[slot * width + e, j], T.float32)
+        bias_local[e] = T.cast(bias[slot * width + e], T.float32) if has_bias else T.float32(0.0)
+
+
+@macro
+def tap_of(x_local, state, i, j, token, start, sequence, slot, e, taps: int, has_state: bool):
+    """What tap j of a token meets, whose window starts at x_local[i]: a token of its sequence, a state, or 0."""
+    met = T.alloc_var(T.float32)
+    met = x_local[i + j, e]
+    at = token - (taps - 1) + j - start
+    if at < 0:
+        met = 0.0
+        if has_state:
+            met = T.cast(state[sequence, T.max(taps - 1 + at, 0), slot * x_local.shape[1] + e], T.float32)
+    return met
+
+
+def sigmoid(x: Any) -> Any:
+    """1 / (1 + exp(-x))."""
+    return T.float32(1.0) / (T.float32(1.0) + T.exp(-x))
+
+
+def _x_type(batch: Any, tokens: Any, channels: Any, dtype: torch.dtype) -> Any:
+    strides = [T.dynamic('x_stride0'), T.dynamic('x_stride1')]
+    return T.StridedTensor((batch, tokens, channels), (*strides, 1), T.dtype(dtype)), strides
+
+
+@kernel(pass_configs=PASS_CONFIGS)
+def causal_conv1d_kernel(
+    taps: int,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    has_bias: bool,
+    has_state: bool,
+    packed: bool,
+    silu: bool,
+):
+    """A lane computes 4 channels of 8 tokens."""
+    batch_size, num_tokens, channels = T.dynamic('batch_size'), T.dynamic('num_tokens'), T.dynamic('channels')
+    num_starts, num_states = T.dynamic('num_starts'), T.dynamic('num_states')
+    elem, wide = T.dtype(dtype), T.dtype(weight_dtype)
+    past = taps - 1
+    x_type, x_strides = _x_type(batch_size, num_tokens, channels, dtype)
+
+    @T.prim_func
+    def causal_conv1d(
+        x: x_type,
+        weight: T.Tensor((channels, taps), wide),
+        bias: T.Tensor((channels,), wide),
+        state: T.Tensor((num_states, past, channels), elem),
+        cu_seqlens: T.Tensor((num_starts,), T.int32),
+        y: T.Tensor((batch_size, num_tokens, channels), elem),
+        num_sequences: T.int32,
+        bits: T.int32,
+    ):
+        with T.Kernel(
+            T.ceildiv(channels, WIDTH * WARP), T.ceildiv(num_tokens, BLOCK), batch_size, threads=WARPS * WARP
+        ) as (pid, part, batch):
+            T.assume(channels % 8 == 0)
+            for stride in x_strides:
+                T.assume(stride % 8 == 0)
+            start_shared = T.alloc_shared((BLOCK,), T.int32)
+            sequence_shared = T.alloc_shared((BLOCK,), T.int32)
+            x_local = T.alloc_local((past + TOKENS, WIDTH), T.float32)
+            weight_local = T.alloc_local((WIDTH, taps), T.float32)
+            bias_local = T.alloc_local((WIDTH,), T.float32)
+            y_local = T.alloc_local((WIDTH,), elem)
+            a = T.alloc_var(T.float32)
+            thread = T.get_thread_binding()
+            slot, warp = pid * WARP + thread % WARP, thread // WARP
+            place_tokens(cu_seqlens, part * BLOCK, batch, num_sequences, bits, start_shared, sequence_shared, packed)
+            T.sync_threads()
+            if slot * WIDTH < channels:
+                token = part * BLOCK + warp * TOKENS
+                load_tokens(x, batch, token - past, slot, x_local)
+                load_weights(weight, bias, slot, weight_local, bias_local, has_bias)
+                for i in T.unroll(TOKENS):
+                    start, sequence = start_shared[warp * TOKENS + i], sequence_shared[warp * TOKENS + i]
+                    if token + i < num_tokens:
+                        for e in T.unroll(WIDTH):
+                            a = bias_local[e]
+                            if sequence < num_sequences:
+                                for j in T.unroll(taps):
+                                    a = a + weight_local[e, j] * tap_of(
+                                        x_local, state, i, j, token + i, start, sequence, slot, e, taps, has_state
+                                    )
+                                if silu:
+                                    a = a * sigmoid(a)
+                            else:
+                                a = 0.0
+                            y_local[e] = T.cast(a, elem)
+                        for e in T.vectorized(WIDTH):
+                            y[batch, token + i, slot * WIDTH + e] = y_local[e]
+
+    return causal_conv1d
+
+
+@kernel(pass_configs=PASS_CONFIGS)
+def causal_conv1d_bwd_kernel(
+    taps: int,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    has_bias: bool,
+    has_state: bool,
+    packed: bool,
+    silu: bool,
+):
+    """`partial[part, j]` is the sum over the tokens of a block: gradients of the taps, and of the bias at the end."""
+    batch_size, num_tokens, channels = T.dynamic('batch_size'), T.dynamic('num_tokens'), T.dynamic('channels')
+    num_starts, num_states, num_parts = T.dynamic('num_starts'), T.dynamic('num_states'), T.dynamic('num_parts')
+    elem, wide = T.dtype(dtype), T.dtype(weight_dtype)
+    past = taps - 1
+    count = TOKENS + past
+    x_type, x_strides = _x_type(batch_size, num_tokens, channels, dtype)
+
+    @T.prim_func
+    def causal_conv1d_bwd(
+        dy: T.Tensor((batch_size, num_tokens, channels), elem),
+        x: x_type,
+        weight: T.Tensor((channels, taps), wide),
+        bias: T.Tensor((channels,), wide),
+        state: T.Tensor((num_states, past, channels), elem),
+        cu_seqlens: T.Tensor((num_starts,), T.int32),
+        dx: T.Tensor((batch_size, num_tokens, channels), elem),
+        partial: T.Tensor((batch_size, num_parts, taps + 1, channels), T.float32),
+        num_sequences: T.int32,
+        bits: T.int32,
+    ):
+        with T.Kernel(T.ceildiv(channels, WIDTH * WARP), num_parts, batch_size, threads=WARPS * WARP) as (
+            pid,
+            part,
+            batch,
+        ):
+            T.assume(channels % 8 == 0)
+            for stride in x_strides:
+                T.assume(stride % 8 == 0)
+            start_shared = T.alloc_shared((BLOCK + past,), T.int32)
+            sequence_shared = T.alloc_shared((BLOCK + past,), T.int32)
+            sums_shared = T.alloc_shared((WARPS, taps + 1, WARP * WIDTH), T.float32)
+            x_local = T.alloc_local((past + count, WIDTH), T.float32)
+            da = T.alloc_local((count, WIDTH), T.float32)
+            weight_local = T.alloc_local((WIDTH, taps), T.float32)
+            bias_local = T.alloc_local((WIDTH,), T.float32)
+            sums = T.alloc_local((taps + 1, WIDTH), T.float32)
+            dx_local = T.alloc_local((WIDTH,), elem)
+            a = T.alloc_var(T.float32)
+            thread = T.get_thread_binding()
+            lane, warp = thread % WARP, thread // WARP
+            slot = pid * WARP + lane
+            token = part * BLOCK + warp * TOKENS
+            place_tokens(cu_seqlens, part * BLOCK, batch, num_sequences, bits, start_shared, sequence_shared, packed)
+            T.sync_threads()
+            T.clear(sums)
+            if slot * WIDTH < channels:
+                load_tokens(x, batch, token - past, slot, x_local)
+                load_tokens(dy, batch, token, slot, da)
+                load_weights(weight, bias, slot, weight_local, bias_local, has_bias)
+                for i in T.unroll(count):
+                    start, sequence = start_shared[warp * TOKENS + i], sequence_shared[warp * TOKENS + i]
+                    for e in T.unroll(WIDTH):
+                        if T.And(token + i < num_tokens, sequence < num_sequences):
+                            a = bias_local[e]
+                            for j in T.unroll(taps):
+                                a = a + weight_local[e, j] * tap_of(
+                                    x_local, state, i, j, token + i, start, sequence, slot, e, taps, has_state
+                                )
+                            if silu:
+                                da[i, e] = da[i, e] * sigmoid(a) * (T.float32(1.0) + a * sigmoid(-a))
+                            if i < TOKENS:
+                                for j in T.unroll(taps):
+                                    sums[j, e] = sums[j, e] + da[i, e] * tap_of(
+                                        x_local, state, i, j, token + i, start, sequence, slot, e, taps, has_state
+                                    )
+                                sums[taps, e] = sums[taps, e] + da[i, e]
+                        else:
+                            da[i, e] = 0.0
+                for i in T.unroll(TOKENS):
+                    if token + i < num_tokens:
+                        for e in T.unroll(WIDTH):
+                            a = 0.0
+                            for j in T.unroll(taps):
+                                own = start_shared[warp * TOKENS + i] == start_shared[warp * TOKENS + i + past - j]
+                                if own:
+                                    a = a + weight_local[e, j] * da[i + past - j, e]
+                            dx_local[e] = T.cast(a, elem)
+                        for e in T.vectorized(WIDTH):
+                            dx[batch, token + i, slot * WIDTH + e] = dx_local[e]
+            for j in T.unroll(taps + 1):
+                for e in T.vectorized(WIDTH):
+                    sums_shared[warp, j, lane * WIDTH + e] = sums[j, e]
+            T.sync_threads()
+            for j in T.unroll(taps + 1):
+                column = pid * WARP * WIDTH + thread
+                if column < channels:
+                    a = sums_shared[0, j, thread]
+                    for w in T.unroll(WARPS - 1):
+                        a = a + sums_shared[w + 1, j, thread]
+                    partial[batch, part, j, column] = a
+
+    return causal_conv1d_bwd
+
+
+@kernel(pass_configs=PASS_CONFIGS)
+def causal_conv1d_state_kernel(taps: int, dtype: torch.dtype, has_state: bool, packed: bool):
+    """The last taps - 1 tokens of every sequence."""
+    batch_size, num_tokens, channels = T.dynamic('batch_size'), T.dynamic('num_tokens'), T.dynamic('channels')
+    num_starts, num_sequences = T.dynamic('num_starts'), T.dynamic('num_sequences')
+    elem, past, threads = T.dtype(dtype), taps - 1, 128
+    x_type, x_strides = _x_type(batch_size, num_tokens, channels, dtype)
+
+    @T.prim_func
+    def causal_conv1d_state(
+        x: x_type,
+        state: T.Tensor((num_sequences, past, channels), elem),
+        cu_seqlens: T.Tensor((num_starts,), T.int32),
+        final_state: T.Tensor((num_sequences, past, channels), elem),
+    ):
+        with T.Kernel(T.ceildiv(channels, threads), past, num_sequences, threads=threads) as (pid, r, sequence):
+            for stride in x_strides:
+                T.assume(stride % 8 == 0)
+            start = T.alloc_var(T.int32, init=0)
+            length = T.alloc_var(T.int32, init=0)
+            batch = T.alloc_var(T.int32, init=0)
+            number = T.alloc_var(elem)
+            if packed:
+                start = T.min(cu_seqlens[sequence], num_tokens)
+                length = T.min(cu_seqlens[sequence + 1], num_tokens) - start
+            else:
+                batch = sequence
+                length = num_tokens
+            column = pid * threads + T.get_thread_binding()
+            if column < channels:
+                at = length - past + r
+                number = T.cast(0.0, elem)
+                if at >= 0:
+                    number = x[batch, start + at, column]
+                elif has_state:
+                    number = state[sequence, past + at, column]
+                final_state[sequence, r, column] = number
+
+    return causal_conv1d_state
+
+
+# Ops ----------------------------------------------------------------------------------------
+
+
+def check_weights(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> int:
+    """Check weights and activation; returns the number of taps."""
+    channels = x.shape[-1]
+    _, taps = check.shape(weight, 'weight', 'channels taps', dtype=FLOATS, channels=channels)
+    check.packed(bias, 'bias', 'channels', weight.dtype, channels=channels)
+    check.contiguous(weight, 'weight')
+    check.multiple(channels, 8, 'channels')
+    if taps < 2 or taps > MAX_TAPS:
+        check.fail('taps', f'must be 2 to {MAX_TAPS}', str(taps))
+    if activation not in (None, 'silu', 'swish'):
+        check.fail('activation', "must be 'silu' or None", repr(activation))
+    check_vectors(x=x)
+    check.same_device(x=x, weight=weight, bias=bias)
+    return taps
+
+
+def _check(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    activation: str | None,
+) -> tuple[tuple, int]:
+    """Check the arguments of both directions; returns the static arguments and the number of sequences."""
+    *_, channels = check.shape(x, 'x', 'batch tokens channels', dtype=HALVES)
+    taps = check_weights(x, weight, bias, activation)
+    number = check_cu_seqlens(cu_seqlens, x)
+    spec = dict(sequences=number, past=taps - 1, channels=channels)
+    check.packed(initial_state, 'initial_state', 'sequences past channels', x.dtype, **spec)
+    check.same_device(x=x, initial_state=initial_state)
+    packed, has_state = cu_seqlens is not None, initial_state is not None
+    static = (taps, x.dtype, weight.dtype, bias is not None, has_state, packed, activation is not None)
+    return static, number
+
+
+def _bits(number: int) -> int:
+    return number.bit_length() if isinstance(number, int) else 0
+
+
+@op(outputs='dx dweight dbias')
+def causal_conv1d_bwd(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    activation: str | None = 'silu',
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `causal_conv1d`; equal bits in every run.
+
+    Args:
+        dy: gradient of y, contiguous.
+        x: as in `causal_conv1d`, as all that follows.
+        weight: as there.
+        bias: as there.
+        initial_state: as there; it has no gradient.
+        cu_seqlens: as there.
+        activation: as there.
+
+    Returns:
+        Gradients of x, weight and bias; that of a bias that is None has extent 0.
+    """
+    static, number = _check(x, weight, bias, initial_state, cu_seqlens, activation)
+    check.packed(
+        dy, 'dy', 'batch tokens channels', x.dtype, **dict(zip(('batch', 'tokens', 'channels'), x.shape, strict=True))
+    )
+    check.same_device(x=x, dy=dy)
+    batch, tokens, channels = x.shape
+    taps = static[0]
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.numel() == 0:
+        sums = torch.zeros(taps + 1, channels, dtype=torch.float32, device=x.device)
+    else:
+        parts = -(-tokens // BLOCK)
+        partial = torch.empty(batch, parts, taps + 1, channels, dtype=torch.float32, device=x.device)
+        operands = (dy, x, weight, bias, initial_state, cu_seqlens, dx, partial)
+        launch(causal_conv1d_bwd_kernel, static, *operands, number, _bits(number), size=x.numel())
+        sums = sum_of_partials(partial.view(batch * parts, taps + 1, channels))
+    dbias = sums[taps] if bias is not None else sums[:0, 0]
+    return dx, sums[:taps].t().to(weight.dtype).contiguous(), dbias.to(weight.dtype, copy=True)
+
+
+@op(outputs='y final_state', backward=causal_conv1d_bwd)
+def _causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    activation: str | None = 'silu',
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The convolution; see the public function."""
+    static, number = _check(x, weight, bias, initial_state, cu_seqlens, activation)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    operands = (x, weight, bias, initial_state, cu_seqlens, y, number, _bits(number))
+    launch(causal_conv1d_kernel, static, *operands, size=x.numel())
+    final = torch.empty(
+        (number if output_final_state else 0, static[0] - 1, x.shape[2]), dtype=x.dtype, device=x.device
+    )
+    if output_final_state:
+        which = (static[0], x.dtype, static[4], static[5])
+        launch(causal_conv1d_state_kernel, which, x, initial_state, cu_seqlens, final, size=final.numel())
+    return y, final
+
+
+@_causal_conv1d.public
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = 'silu',
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Convolve every channel with its last tokens, differentiable in x, weight and bias.
+
+    Args:
+        x: (batch, tokens, channels) bfloat16 or float16; channels a multiple of 8, strides multiples of 16 bytes.
+        weight: (channels, taps), 2 to 8 taps, the last for the token itself; float32, bfloat16 or float16.
+        bias: (channels,) of the dtype of weight.
+        activation: 'silu' (or 'swish'), or None.
+        initial_state: (sequences, taps - 1, channels) of the dtype of x: the tokens before the first. No gradient.
+        output_final_state: also return the last taps - 1 tokens of every sequence.
+        cu_seqlens: (sequences + 1,) int32 or int64: where packed sequences start and the last ends; batch is then 1.
+
+    Returns:
+        y like x, contiguous, and the state or None. Tokens behind the last sequence give 0.
+    """
+    refuse_gradient(initial_state=initial_state)
+    (x,) = autocast(x)
+    starts = lengths_int32(cu_seqlens, 'cu_seqlens')
+    y, final = causal_conv1d.call(x, weight, bias, initial_state, starts, activation, output_final_state)
+    return y, final if output_final_state else None
+
+
+# Cases --------------------------------------------------------------------------------------
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def random_convolution(
+    tokens: Any,
+    channels: int,
+    taps: int = 4,
+    batch: int = 1,
+    dtype: torch.dtype = BF16,
+    weights: torch.dtype = F32,
+    bias: bool = False,
+    state: bool = False,
+    activation: str | None = 'silu',
+    behind: int = 0,
+    sliced: bool = False,
+) -> dict:
+    """Arguments of both directions; `tokens` are the lengths of packed sequences if a tuple."""
+    packed = isinstance(tokens, tuple)
+    number = len(tokens) if packed else batch
+    total = sum(tokens) + behind if packed else tokens
+    x = torch.randn(batch, total, channels + (16 if sliced else 0)).to(dtype)
+    if sliced:
+        x = x[..., 8:-8]
+    if behind:
+        x[:, -behind:] = math.nan
+    return dict(
+        x=x,
+        weight=torch.randn(channels, taps).to(weights),
+        bias=torch.randn(channels).to(weights) if bias else None,
+        initial_state=torch.randn(number, taps - 1, channels).to(dtype) if state else None,
+        cu_seqlens=torch.tensor([0, *tokens]).cumsum(0).int() if packed else None,
+        activation=activation,
+    )
+
+
+SMOKE = (
+    grid(tokens=[0, 1, 37], channels=[16], batch=[2], output_final_state=[True])
+    + grid(tokens=[5], channels=[136], taps=[3], dtype=[F16], weights=[F16], bias=[True], activation=[None])
+    + grid(tokens=[(0, 1, 0, 33, 2)], channels=[8], weights=[BF16], bias=[True], state=[True], behind=[3])
+    + grid(tokens=[(2, 40)], channels=[24], taps=[8], state=[True], sliced=[True], output_final_state=[True])
+    + grid(tokens=[()], channels=[8], behind=[3])
+)
+FULL = grid(tokens=[4001], channels=[576, 8192], taps=[2, 4], batch=[1, 3], bias=[True]) + grid(
+    tokens=[tuple(range(1, 200))], channels=[256], state=[True], output_final_state=[True]
+)
+BENCH = grid(tokens=[8192, 32768], channels=[8192], weights=[BF16]) + grid(tokens=[(8001,) * 4], channels=[12288])
+BOUNDS = dict(rtol=1e-2, atol=1e-2)
+
+
+def _make_forward(output_final_state: bool = False, **case: Any) -> dict:
+    return random_convolution(**case) | dict(output_final_state=output_final_state)
+
+
+def _make_bwd(output_final_state: bool = False, **case: Any) -> dict:
+    made = random_convolution(**case)
+    return dict(dy=torch.randn(made['x'].shape).to(made['x'].dtype), **made)
+
+
+causal_conv1d.cases(make=_make_forward, match=BOUNDS, smoke=SMOKE, full=FULL, bench=BENCH)
+causal_conv1d_bwd.cases(make=_make_bwd, match=BOUNDS, smoke=SMOKE, full=FULL, bench=BENCH)
