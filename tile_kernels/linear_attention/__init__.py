@@ -5,11 +5,29 @@ Nothing of this family has run on a GPU yet: kernels are checked in the interpre
 
 from tile_kernels.linear_attention.causal_conv1d import causal_conv1d, causal_conv1d_bwd
 from tile_kernels.linear_attention.causal_conv1d_update import causal_conv1d_update
+from tile_kernels.linear_attention.delta_rule import (
+    chunk_delta_rule,
+    chunk_gated_delta_rule,
+    chunk_gdn,
+    delta_rule,
+    delta_rule_bwd,
+)
+from tile_kernels.linear_attention.gate import gate, gate_bwd
+from tile_kernels.linear_attention.l2norm import l2norm, l2norm_bwd
 
 __all__ = [
     'causal_conv1d',
     'causal_conv1d_bwd',
     'causal_conv1d_update',
+    'chunk_delta_rule',
+    'chunk_gated_delta_rule',
+    'chunk_gdn',
+    'delta_rule',
+    'delta_rule_bwd',
+    'gate',
+    'gate_bwd',
+    'l2norm',
+    'l2norm_bwd',
 ]
 
 

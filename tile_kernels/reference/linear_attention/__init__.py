@@ -2,11 +2,20 @@
 
 from tile_kernels.reference.linear_attention.causal_conv1d import causal_conv1d, causal_conv1d_bwd
 from tile_kernels.reference.linear_attention.causal_conv1d_update import causal_conv1d_update
+from tile_kernels.reference.linear_attention.delta_rule import delta_rule, delta_rule_bwd
+from tile_kernels.reference.linear_attention.gate import gate, gate_bwd
+from tile_kernels.reference.linear_attention.l2norm import l2norm, l2norm_bwd
 
 __all__ = [
     'causal_conv1d',
     'causal_conv1d_bwd',
     'causal_conv1d_update',
+    'delta_rule',
+    'delta_rule_bwd',
+    'gate',
+    'gate_bwd',
+    'l2norm',
+    'l2norm_bwd',
 ]
 
 

@@ -1,0 +1,472 @@
+"""Kernels of the delta rule, forward. See `delta_rule` for the formula.
+
+`delta_scores_kernel` runs for every chunk and value head: gate sums, decayed products of q with k, and the inverse. It
+computes the inverse in float32 by columns, 16 rows at a time: a thread owns a column, so no barrier is needed.
+`delta_states_kernel` owns a tile of the values of a head of a sequence, keeps the state in registers, and goes over the
+chunks. Packed sequences are found on the device. Sequence b owns the chunk numbers from start[b] // chunk + b on, one
+more than it can need; the tokens behind the last sequence are sequence N.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tile_kernels.core.jit import PLAIN_PRODUCTS, kernel
+from tile_kernels.core.lang import T, macro
+
+#: Every index is in bounds by what the kernels say themselves.
+PORTABLE = {**PLAIN_PRODUCTS, 'TL_DISABLE_SAFE_MEMORY_ACCESS': True}
+#: The same with barriers by hand: threads that own a column of the inverse need none between its rows.
+BY_HAND = {**PORTABLE, 'TL_DISABLE_THREAD_STORAGE_SYNC': True, 'TL_DISABLE_SHARED_MEMORY_REUSE': True}
+#: Logarithms of decays below this count as this one. Its exponential is 2^-92: what is dropped is below 2^-40.
+LEAST_GATE = -64.0
+#: How `beta` is computed from its input.
+PLAIN, SIGMOID, TWICE_SIGMOID = 0, 1, 2
+
+
+def padded(dim: int) -> int:
+    """Columns of a tile of a head dimension; those behind it hold 0."""
+    return -(-dim // 32) * 32
+
+
+def value_tile(dim: int, value_dim: int) -> int:
+    """Columns of the state that a block owns: the state must fit into its registers."""
+    return min(64 if dim <= 128 else 32, padded(value_dim))
+
+
+def threads_of(chunk: int) -> int:
+    """A warp for every 16 rows of a chunk."""
+    return 2 * chunk
+
+
+def strided(name: str, shape: tuple, elem: Any) -> Any:
+    """A parameter with a stride of its own for every dimension but the last, and these strides."""
+    strides = [T.dynamic(f'{name}_stride{dim}') for dim in range(len(shape) - 1)]
+    return T.StridedTensor(shape, (*strides, 1), elem), strides
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A chunk of one sequence."""
+
+    sequence: Any
+    batch: Any  # index of the first dimension of the tensors
+    first: Any  # first token of the chunk
+    rows: Any  # tokens of the chunk; none if not positive
+
+
+@macro
+def find_chunk(cu_seqlens, index, num_sequences, bits, num_tokens, size: int, is_packed: bool):
+    """The chunk of a number. `bits` is the bit length of the number of sequences; dense ones have equal lengths."""
+    sequence = T.alloc_var(T.int32, init=0)
+    batch = T.alloc_var(T.int32, init=0)
+    first = T.alloc_var(T.int32, init=0)
+    rows = T.alloc_var(T.int32, init=0)
+    if is_packed:
+        start = T.alloc_var(T.int32, init=0)
+        end = T.alloc_var(T.int32, init=0)
+        for step in T.serial(bits):
+            later = sequence + (1 << (bits - 1 - step))
+            if later <= num_sequences:  # noqa: SIM102
+                if T.truncdiv(cu_seqlens[T.min(later, num_sequences)], size) + later <= index:
+                    sequence = later
+        start = T.min(cu_seqlens[sequence], num_tokens)
+        end = num_tokens
+        if sequence < num_sequences:
+            end = T.min(cu_seqlens[T.min(sequence + 1, num_sequences)], num_tokens)
+        first = start + (index - T.truncdiv(start, size) - sequence) * size
+        rows = T.min(end - first, size)
+    else:
+        chunks = T.truncdiv(num_tokens + size - 1, size)
+        sequence = T.truncdiv(index, chunks)
+        batch = sequence
+        first = (index - sequence * chunks) * size
+        rows = T.min(num_tokens - first, size)
+    return Chunk(sequence, batch, first, rows)
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Tokens and chunk numbers of a sequence."""
+
+    batch: Any
+    start: Any
+    length: Any
+    index: Any  # number of its first chunk
+
+
+@macro
+def find_sequence(cu_seqlens, sequence, num_tokens, size: int, is_packed: bool):
+    """The tokens of a sequence, and the number of its first chunk."""
+    batch = T.alloc_var(T.int32, init=0)
+    start = T.alloc_var(T.int32, init=0)
+    length = T.alloc_var(T.int32, init=0)
+    index = T.alloc_var(T.int32, init=0)
+    if is_packed:
+        start = T.min(cu_seqlens[sequence], num_tokens)
+        length = T.min(cu_seqlens[sequence + 1], num_tokens) - start
+        index = T.truncdiv(start, size) + sequence
+    else:
+        batch = sequence
+        length = num_tokens
+        index = sequence * T.truncdiv(num_tokens + size - 1, size)
+    return Sequence(batch, start, length, index)
+
+
+@macro
+def load_tile(x, batch, first, head, rows, column, x_shared):
+    """Load rows of a head from `column` on; 0 behind the last row and behind the last column."""
+    zero, width = T.cast(0.0, x_shared.dtype), x.shape[3]
+    for i, d in T.Parallel(x_shared.shape[0], x_shared.shape[1]):
+        x_shared[i, d] = T.if_then_else(
+            T.And(i < rows, column + T.truncdiv(d, 8) * 8 < width), x[batch, first + i, head, column + d], zero
+        )
+
+
+@macro
+def load_square(x, index, head, x_shared):
+    """Load what a chunk has for every pair of its rows."""
+    for i, j in T.Parallel(x_shared.shape[0], x_shared.shape[1]):
+        x_shared[i, j] = x[index, head, i, j]
+
+
+@macro
+def load_sums(g_sum, batch, first, head, rows, g_shared):
+    """Load gate sums; rows behind the last have that of the last."""
+    for i in T.Parallel(g_shared.shape[0]):
+        g_shared[i] = g_sum[batch, first + T.min(i, rows - 1), head]
+
+
+def beta_of(x: Any, form: int) -> Any:
+    """The factor of a token from its input."""
+    if form == PLAIN:
+        return x
+    return T.float32(1.0 if form == SIGMOID else 2.0) / (T.float32(1.0) + T.exp(-x))
+
+
+@macro
+def load_beta(beta, batch, first, head, rows, beta_shared, form: int):
+    """Load the factors of rows; 0 behind the last."""
+    for i in T.Parallel(beta_shared.shape[0]):
+        beta_shared[i] = T.if_then_else(
+            i < rows, beta_of(beta[batch, first + T.min(i, rows - 1), head], form), T.float32(0.0)
+        )
+
+
+# Chunks -------------------------------------------------------------------------------------
+
+
+@macro
+def invert(lower_shared, inverse_shared):
+    """The inverse of 1 + A, from `lower_shared[j, i]` = A[i, j]; thread c owns column c."""
+    size = lower_shared.shape[0]
+    column = T.get_thread_binding()
+    rows = T.alloc_local((16,), T.float32)
+    if column < size:
+        for block in T.serial(size // 16):
+            for i in T.unroll(16):
+                rows[i] = T.if_then_else(block * 16 + i == column, T.float32(1.0), T.float32(0.0))
+            for j in T.serial(block * 16):
+                for i in T.unroll(16):
+                    rows[i] = rows[i] - lower_shared[j, block * 16 + i] * inverse_shared[j, column]
+            for i in T.unroll(16):
+                for j in T.unroll(16):
+                    if j < i:
+                        rows[i] = rows[i] - lower_shared[block * 16 + j, block * 16 + i] * rows[j]
+            for i in T.unroll(16):
+                inverse_shared[block * 16 + i, column] = rows[i]
+
+
+@kernel(pass_configs=BY_HAND)
+def delta_scores_kernel(dim: int, value_dim: int, dtype: torch.dtype, chunk: int, packed: bool, form: int, again: bool):
+    """Gate sums, scores and inverse of a chunk; `again` computes the scores alone, from gate sums."""
+    batch_size, num_tokens, heads, value_heads = (
+        T.dynamic(n) for n in ('batch_size', 'num_tokens', 'heads', 'v_heads')
+    )
+    num_starts, num_chunks = T.dynamic('num_starts'), T.dynamic('num_chunks')
+    elem, wide = T.dtype(dtype), padded(dim)
+    q_type, q_strides = strided('q', (batch_size, num_tokens, heads, dim), elem)
+    k_type, k_strides = strided('k', (batch_size, num_tokens, heads, dim), elem)
+
+    @T.prim_func
+    def delta_scores(
+        q: q_type,
+        k: k_type,
+        g: T.Tensor((batch_size, num_tokens, value_heads), T.float32),
+        beta: T.Tensor((batch_size, num_tokens, value_heads), T.float32),
+        cu_seqlens: T.Tensor((num_starts,), T.int32),
+        g_sum: T.Tensor((batch_size, num_tokens, value_heads), T.float32),
+        scores: T.Tensor((num_chunks, value_heads, chunk, chunk), elem),
+        inverse: T.Tensor((num_chunks, value_heads, chunk, chunk), elem),
+        o: T.Tensor((batch_size, num_tokens, value_heads, value_dim), elem),
+        num_sequences: T.int32,
+        bits: T.int32,
+    ):
+        with T.Kernel(num_chunks, value_heads, threads=threads_of(chunk)) as (index, value_head):
+            for stride in q_strides + k_strides:
+                T.assume(stride % 8 == 0)
+            q_shared = T.alloc_shared((chunk, wide), elem)
+            k_shared = T.alloc_shared((chunk, wide), elem)
+            g_shared = T.alloc_shared((chunk,), T.float32)
+            sum_shared = T.alloc_shared((chunk,), T.float32)
+            beta_shared = T.alloc_shared((chunk,), T.float32)
+            products = T.alloc_fragment((chunk, chunk), T.float32)
+            total = T.alloc_var(T.float32, init=0.0)
+            if not again:
+                lower_shared = T.alloc_shared((chunk, chunk), T.float32)
+                inverse_shared = T.alloc_shared((chunk, chunk), T.float32)
+            thread = T.get_thread_binding()
+            own = find_chunk(cu_seqlens, index, num_sequences, bits, num_tokens, chunk, packed)
+            if T.And(own.rows > 0, own.sequence < num_sequences):
+                head = T.truncdiv(value_head, T.truncdiv(value_heads, heads))
+                load_tile(q, own.batch, own.first, head, own.rows, 0, q_shared)
+                load_tile(k, own.batch, own.first, head, own.rows, 0, k_shared)
+                if again:
+                    load_sums(g_sum, own.batch, own.first, value_head, own.rows, sum_shared)
+                else:
+                    load_beta(beta, own.batch, own.first, value_head, own.rows, beta_shared, form)
+                    for i in T.Parallel(chunk):
+                        gate = g[own.batch, own.first + T.min(i, own.rows - 1), value_head]
+                        bounded = T.if_then_else(gate < LEAST_GATE, T.float32(LEAST_GATE), gate)
+                        g_shared[i] = T.if_then_else(i < own.rows, bounded, T.float32(0.0))
+                    T.sync_threads()
+                    for j in T.serial(chunk):
+                        total = total + T.if_then_else(j <= thread, g_shared[j], T.float32(0.0))
+                    if thread < chunk:
+                        sum_shared[thread] = total
+                    if thread < own.rows:
+                        g_sum[own.batch, own.first + thread, value_head] = total
+                T.sync_threads()
+                T.clear(products)
+                T.gemm(q_shared, k_shared, products, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+                for i, j in T.Parallel(chunk, chunk):
+                    decayed = products[i, j] * T.exp(sum_shared[i] - sum_shared[j])
+                    scores[index, value_head, i, j] = T.if_then_else(j <= i, decayed, T.float32(0.0))
+                if not again:
+                    T.clear(products)
+                    T.gemm(k_shared, k_shared, products, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+                    for i, j in T.Parallel(chunk, chunk):
+                        decayed = products[i, j] * T.exp(sum_shared[i] - sum_shared[j]) * beta_shared[i]
+                        lower_shared[j, i] = T.if_then_else(j < i, decayed, T.float32(0.0))
+                    T.sync_threads()
+                    invert(lower_shared, inverse_shared)
+                    T.sync_threads()
+                    for i, j in T.Parallel(chunk, chunk):
+                        inverse[index, value_head, i, j] = T.cast(inverse_shared[i, j], elem)
+            elif not again:
+                for i, j in T.Parallel(chunk, chunk):
+                    inverse[index, value_head, i, j] = T.cast(0.0, elem)
+                for i in T.Parallel(chunk):
+                    if i < own.rows:
+                        g_sum[own.batch, own.first + i, value_head] = 0.0
+                for i, d in T.Parallel(chunk, padded(value_dim)):
+                    if T.And(i < own.rows, d < value_dim):
+                        o[own.batch, own.first + i, value_head, d] = T.cast(0.0, elem)
+
+    return delta_scores
+
+
+# Sequences ----------------------------------------------------------------------------------
+
+
+@macro
+def load_state(state, sequence, head, column, acc, v_first: bool):
+    """Load columns of a state; 0 behind the last row and column."""
+    for i, j in T.Parallel(acc.shape[0], acc.shape[1]):
+        if v_first:
+            inside = T.And(i < state.shape[3], column + j < state.shape[2])
+            acc[i, j] = T.if_then_else(inside, T.cast(state[sequence, head, column + j, i], T.float32), T.float32(0.0))
+        else:
+            inside = T.And(i < state.shape[2], column + j < state.shape[3])
+            acc[i, j] = T.if_then_else(inside, T.cast(state[sequence, head, i, column + j], T.float32), T.float32(0.0))
+
+
+@macro
+def store_state(acc, state, sequence, head, column, v_first: bool):
+    """Store columns of a state."""
+    for i, j in T.Parallel(acc.shape[0], acc.shape[1]):
+        if v_first:
+            if T.And(i < state.shape[3], column + j < state.shape[2]):
+                state[sequence, head, column + j, i] = T.cast(acc[i, j], state.dtype)
+        else:
+            if T.And(i < state.shape[2], column + j < state.shape[3]):
+                state[sequence, head, i, column + j] = T.cast(acc[i, j], state.dtype)
+
+
+def state_shape(number: Any, heads: Any, dim: int, value_dim: int, v_first: bool) -> tuple:
+    """Extents of states."""
+    return (number, heads, value_dim, dim) if v_first else (number, heads, dim, value_dim)
+
+
+@macro
+def load_decayed(x, g_sum, batch, first, head, value_head, rows, x_shared):
+    """Load rows of q or k times the decay since the start of the chunk, for gates of every channel."""
+    zero, width = T.float32(0.0), x.shape[3]
+    for i, d in T.Parallel(x_shared.shape[0], x_shared.shape[1]):
+        row = first + T.min(i, rows - 1)
+        x_shared[i, d] = T.if_then_else(
+            T.And(i < rows, d < width),
+            T.cast(x[batch, row, head, T.min(d, width - 1)], T.float32)
+            * T.exp(g_sum[batch, row, value_head, T.min(d, width - 1)]),
+            zero,
+        )
+
+
+@macro
+def load_undecayed(k, g_sum, batch, first, head, value_head, rows, k_shared, last_shared):
+    """Load rows of k times the decay until the end of the chunk, whose gate sums go to `last_shared`."""
+    zero, width = T.float32(0.0), k.shape[3]
+    for d in T.Parallel(last_shared.shape[0]):
+        last_shared[d] = T.if_then_else(
+            d < width, g_sum[batch, first + rows - 1, value_head, T.min(d, width - 1)], zero
+        )
+    T.sync_threads()
+    for i, d in T.Parallel(k_shared.shape[0], k_shared.shape[1]):
+        row = first + T.min(i, rows - 1)
+        k_shared[i, d] = T.if_then_else(
+            T.And(i < rows, d < width),
+            T.cast(k[batch, row, head, T.min(d, width - 1)], T.float32)
+            * T.exp(last_shared[d] - g_sum[batch, row, value_head, T.min(d, width - 1)]),
+            zero,
+        )
+
+
+def sums_shape(batch_size: Any, num_tokens: Any, value_heads: Any, dim: int, channels: bool) -> tuple:
+    """Extents of gate sums: one for each token and head, or also for each channel of k."""
+    return (batch_size, num_tokens, value_heads, dim) if channels else (batch_size, num_tokens, value_heads)
+
+
+@kernel(pass_configs=PORTABLE)
+def delta_states_kernel(
+    dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    chunk: int,
+    packed: bool,
+    form: int,
+    channels: bool,
+    initial: torch.dtype | None,
+    v_first: bool,
+    final: bool,
+    again: bool,
+):
+    """Results of all chunks of a sequence; `again` stores the state before every chunk and u instead."""
+    batch_size, num_tokens, heads, value_heads = (
+        T.dynamic(n) for n in ('batch_size', 'num_tokens', 'heads', 'v_heads')
+    )
+    num_starts, num_chunks, number = T.dynamic('num_starts'), T.dynamic('num_chunks'), T.dynamic('number')
+    elem, wide, tile = T.dtype(dtype), padded(dim), value_tile(dim, value_dim)
+    q_type, q_strides = strided('q', (batch_size, num_tokens, heads, dim), elem)
+    k_type, k_strides = strided('k', (batch_size, num_tokens, heads, dim), elem)
+    v_type, v_strides = strided('v', (batch_size, num_tokens, value_heads, value_dim), elem)
+    states = state_shape(number, value_heads, dim, value_dim, v_first)
+    rowwise = T.GemmWarpPolicy.FullRow
+
+    @T.prim_func
+    def delta_states(
+        q: q_type,
+        k: k_type,
+        v: v_type,
+        g_sum: T.Tensor(sums_shape(batch_size, num_tokens, value_heads, dim, channels), T.float32),
+        beta: T.Tensor((batch_size, num_tokens, value_heads), T.float32),
+        scores: T.Tensor((num_chunks, value_heads, chunk, chunk), elem),
+        inverse: T.Tensor((num_chunks, value_heads, chunk, chunk), elem),
+        initial_state: T.Tensor(states, T.dtype(initial or torch.float32)),
+        cu_seqlens: T.Tensor((num_starts,), T.int32),
+        o: T.Tensor((batch_size, num_tokens, value_heads, value_dim), elem),
+        final_state: T.Tensor(states, T.float32),
+        h: T.Tensor((num_chunks, value_heads, dim, value_dim), elem),
+        u: T.Tensor((batch_size, num_tokens, value_heads, value_dim), elem),
+        num_sequences: T.int32,
+        scale: T.float32,
+    ):
+        with T.Kernel(-(-value_dim // tile), value_heads, num_sequences, threads=threads_of(chunk)) as (
+            part,
+            value_head,
+            sequence,
+        ):
+            for stride in q_strides + k_strides + v_strides:
+                T.assume(stride % 8 == 0)
+            k_shared = T.alloc_shared((chunk, wide), elem)
+            x_shared = T.alloc_shared((chunk, tile), elem)
+            u_shared = T.alloc_shared((chunk, tile), elem)
+            inverse_shared = T.alloc_shared((chunk, chunk), elem)
+            state_shared = T.alloc_shared((wide, tile), elem)
+            beta_shared = T.alloc_shared((chunk,), T.float32)
+            last_shared = T.alloc_shared((wide if channels else chunk,), T.float32)
+            state = T.alloc_fragment((wide, tile), T.float32)
+            acc = T.alloc_fragment((chunk, tile), T.float32)
+            new = T.alloc_fragment((chunk, tile), T.float32)
+            if not again:
+                q_shared = T.alloc_shared((chunk, wide), elem)
+                scores_shared = T.alloc_shared((chunk, chunk), elem)
+
+            own = find_sequence(cu_seqlens, sequence, num_tokens, chunk, packed)
+            head = T.truncdiv(value_head, T.truncdiv(value_heads, heads))
+            column = part * tile
+            if initial is not None:
+                load_state(initial_state, sequence, value_head, column, state, v_first)
+            else:
+                T.clear(state)
+            for step in T.serial(T.truncdiv(own.length + chunk - 1, chunk)):
+                first, rows, index = own.start + step * chunk, own.length - step * chunk, own.index + step
+                T.copy(state, state_shared)
+                if again:
+                    for i, j in T.Parallel(wide, tile):
+                        if T.And(i < dim, column + j < value_dim):
+                            h[index, value_head, i, column + j] = state_shared[i, j]
+                load_tile(v, own.batch, first, value_head, rows, column, x_shared)
+                load_square(inverse, index, value_head, inverse_shared)
+                load_beta(beta, own.batch, first, value_head, rows, beta_shared, form)
+                if channels:
+                    load_decayed(k, g_sum, own.batch, first, head, value_head, T.min(rows, chunk), k_shared)
+                else:
+                    load_tile(k, own.batch, first, head, rows, 0, k_shared)
+                    load_sums(g_sum, own.batch, first, value_head, T.min(rows, chunk), last_shared)
+                if not again:
+                    load_square(scores, index, value_head, scores_shared)
+                    if channels:
+                        load_decayed(q, g_sum, own.batch, first, head, value_head, T.min(rows, chunk), q_shared)
+                    else:
+                        load_tile(q, own.batch, first, head, rows, 0, q_shared)
+
+                T.clear(acc)
+                T.gemm(k_shared, state_shared, acc, policy=rowwise)
+                for i, j in T.Parallel(chunk, tile):
+                    known = acc[i, j] if channels else acc[i, j] * T.exp(last_shared[i])
+                    x_shared[i, j] = beta_shared[i] * (T.cast(x_shared[i, j], T.float32) - known)
+                T.clear(new)
+                T.gemm(inverse_shared, x_shared, new, policy=rowwise)
+                T.copy(new, u_shared)
+                if again:
+                    for i, j in T.Parallel(chunk, tile):
+                        if T.And(i < rows, column + j < value_dim):
+                            u[own.batch, first + i, value_head, column + j] = u_shared[i, j]
+                else:
+                    T.clear(acc)
+                    T.gemm(q_shared, state_shared, acc, policy=rowwise)
+                    if not channels:
+                        for i, j in T.Parallel(chunk, tile):
+                            acc[i, j] = acc[i, j] * T.exp(last_shared[i])
+                    T.gemm(scores_shared, u_shared, acc, policy=rowwise)
+                    for i, j in T.Parallel(chunk, tile):
+                        if T.And(i < rows, column + j < value_dim):
+                            o[own.batch, first + i, value_head, column + j] = acc[i, j] * scale
+                if channels:
+                    load_undecayed(
+                        k, g_sum, own.batch, first, head, value_head, T.min(rows, chunk), k_shared, last_shared
+                    )
+                    for i, j in T.Parallel(wide, tile):
+                        state[i, j] = state[i, j] * T.exp(last_shared[i])
+                    T.gemm(k_shared, u_shared, state, transpose_A=True)
+                else:
+                    for i, j in T.Parallel(chunk, tile):
+                        x_shared[i, j] = new[i, j] * T.exp(last_shared[chunk - 1] - last_shared[i])
+                    for i, j in T.Parallel(wide, tile):
+                        state[i, j] = state[i, j] * T.exp(last_shared[chunk - 1])
+                    T.gemm(k_shared, x_shared, state, transpose_A=True)
+            if final:
+                store_state(state, final_state, sequence, value_head, column, v_first)
+
+    return delta_states
