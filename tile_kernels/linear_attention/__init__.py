@@ -12,8 +12,11 @@ from tile_kernels.linear_attention.delta_rule import (
     delta_rule,
     delta_rule_bwd,
 )
+from tile_kernels.linear_attention.fused_recurrent import fused_recurrent_gated_delta_rule
 from tile_kernels.linear_attention.gate import gate, gate_bwd
 from tile_kernels.linear_attention.l2norm import l2norm, l2norm_bwd
+from tile_kernels.linear_attention.recurrent_delta import recurrent_delta
+from tile_kernels.linear_attention.recurrent_delta_pool import recurrent_delta_pool
 
 __all__ = [
     'causal_conv1d',
@@ -24,10 +27,13 @@ __all__ = [
     'chunk_gdn',
     'delta_rule',
     'delta_rule_bwd',
+    'fused_recurrent_gated_delta_rule',
     'gate',
     'gate_bwd',
     'l2norm',
     'l2norm_bwd',
+    'recurrent_delta',
+    'recurrent_delta_pool',
 ]
 
 

@@ -35,6 +35,7 @@ from tile_kernels.linear_attention._checks import (
 )
 from tile_kernels.linear_attention._samples import delta_products, random_delta
 from tile_kernels.linear_attention.delta_rule_bwd_kernels import (
+    delta_channel_gradients_kernel,
     delta_dstates_kernel,
     delta_gradients_kernel,
     delta_group_kernel,
@@ -43,6 +44,7 @@ from tile_kernels.linear_attention.delta_rule_kernels import (
     PLAIN,
     SIGMOID,
     TWICE_SIGMOID,
+    delta_channel_scores_kernel,
     delta_scores_kernel,
     delta_states_kernel,
 )
@@ -77,7 +79,7 @@ def _check(
     spec, extra = ('batch tokens heads dim', dict(dim=dim)) if channels else ('batch tokens heads', {})
     check.packed(check.tensor(g, name), name, spec, torch.float32, **known, **extra)
     check.packed(check.tensor(beta, 'beta'), 'beta', 'batch tokens heads', torch.float32, **known)
-    check.one_of(chunk_size, CHUNK_SIZES, 'chunk_size')
+    check.one_of(chunk_size, CHUNK_SIZES if dim <= 128 else (32,), 'chunk_size')
     check.one_of(form, FORMS, 'form')
     number = check_cu_seqlens(cu_seqlens, q)
     check_state(initial_state, number, value_heads, dim, value_dim, v_first)
@@ -174,7 +176,7 @@ def delta_rule_bwd(
     u, dx = half(*v.shape), half(*v.shape)
     bits, size = _bits(number), number * v.numel()
     operands: tuple = (q, k, None, beta, cu_seqlens, g_sum, scores, None, None, number, bits)
-    launch(delta_scores_kernel, (*static, True), *operands, size=v.numel())
+    launch(delta_channel_scores_kernel if channels else delta_scores_kernel, (*static, True), *operands, size=v.numel())
     operands = (q, k, v, g_sum, beta, None, inverse, initial_state, cu_seqlens, None, None, h, u, number, scale)
     launch(delta_states_kernel, (*static, channels, initial, v_first, False, True), *operands, size=size)
     operands = (do, q, k, g_sum, beta, scores, inverse, dfinal_state if given else None, cu_seqlens)
@@ -205,7 +207,8 @@ def delta_rule_bwd(
         bits,
         scale,
     )
-    launch(delta_gradients_kernel, (*static, grouped), *operands, size=v.numel())
+    last = delta_channel_gradients_kernel if channels else delta_gradients_kernel
+    launch(last, (*static, grouped), *operands, size=v.numel())
     if grouped:
         rows = (x.view(-1, dim) for x in (wide_dq, wide_dk, dq, dk))
         launch(delta_group_kernel, (dim, q.dtype), *rows, value_heads // heads, size=dq.numel())
@@ -260,7 +263,8 @@ def delta_rule(
     scores = torch.empty_like(inverse)
     static: tuple = (dim, value_dim, q.dtype, chunk_size, packed, form)
     operands: tuple = (q, k, g, beta, cu_seqlens, g_sum, scores, inverse, o, number, _bits(number))
-    launch(delta_scores_kernel, (*static, False), *operands, size=inverse.numel())
+    scorer = delta_channel_scores_kernel if channels else delta_scores_kernel
+    launch(scorer, (*static, False), *operands, size=inverse.numel())
     initial = None if initial_state is None else initial_state.dtype
     operands = (q, k, v, g_sum, beta, scores, inverse, initial_state, cu_seqlens, o)
     final = final_state if output_final_state else None
@@ -460,6 +464,8 @@ SMOKE = (
     + grid(tokens=[20], heads=[(2, 2)], gate=['drop'], fused=[True], form=[1])
     + grid(tokens=[33], chunk=[32], keys=['equal'], betas=['one'], gate=['none'], state=[F32])
     + grid(tokens=[65], chunk=[64], keys=['long'], gate=['none'])
+    + grid(tokens=[20], heads=[(1, 2)], dims=[(48, 16)], gate=['drop'], channels=[True], state=[F32], form=[1])
+    + grid(tokens=[(0, 1, 0, 35)], channels=[True], chunk=[32], behind=[3])
 )
 D64, D128 = (64, 64), (128, 128)
 FULL = (

@@ -22,8 +22,10 @@ from tile_kernels.linear_attention.delta_rule_kernels import (
     PLAIN,
     PORTABLE,
     beta_of,
+    early_decay,
     find_chunk,
     find_sequence,
+    late_decay,
     load_beta,
     load_decayed,
     load_square,
@@ -31,6 +33,7 @@ from tile_kernels.linear_attention.delta_rule_kernels import (
     load_sums,
     load_tile,
     load_undecayed,
+    meets,
     padded,
     state_shape,
     store_state,
@@ -101,7 +104,7 @@ def delta_dstates_kernel(
             last_shared = T.alloc_shared((wide if channels else chunk,), T.float32)
             state = T.alloc_fragment((wide, tile), T.float32)
             acc = T.alloc_fragment((chunk, tile), T.float32)
-            new = T.alloc_fragment((chunk, tile), T.float32)
+            fresh = T.alloc_fragment((chunk, tile), T.float32)
 
             own = find_sequence(cu_seqlens, sequence, num_tokens, chunk, packed)
             head = T.truncdiv(value_head, T.truncdiv(value_heads, heads))
@@ -133,20 +136,20 @@ def delta_dstates_kernel(
 
                 T.clear(acc)
                 T.gemm(k_shared, state_shared, acc, policy=rowwise)
-                T.clear(new)
-                T.gemm(scores_shared, do_shared, new, transpose_A=True, policy=rowwise)
+                T.clear(fresh)
+                T.gemm(scores_shared, do_shared, fresh, transpose_A=True, policy=rowwise)
                 for i, j in T.Parallel(chunk, tile):
                     later = acc[i, j] if channels else acc[i, j] * T.exp(last_shared[chunk - 1] - last_shared[i])
-                    dx_shared[i, j] = new[i, j] * scale + later
-                T.clear(new)
-                T.gemm(inverse_shared, dx_shared, new, transpose_A=True, policy=rowwise)
+                    dx_shared[i, j] = fresh[i, j] * scale + later
+                T.clear(fresh)
+                T.gemm(inverse_shared, dx_shared, fresh, transpose_A=True, policy=rowwise)
                 for i, j in T.Parallel(chunk, tile):
                     if T.And(i < rows, column + j < value_dim):
-                        dx[own.batch, first + i, value_head, column + j] = new[i, j]
-                        dv[own.batch, first + i, value_head, column + j] = new[i, j] * beta_shared[i]
+                        dx[own.batch, first + i, value_head, column + j] = fresh[i, j]
+                        dv[own.batch, first + i, value_head, column + j] = fresh[i, j] * beta_shared[i]
                 for i, j in T.Parallel(chunk, tile):
                     decay = T.float32(1.0) if channels else T.exp(last_shared[i])
-                    dx_shared[i, j] = -new[i, j] * (beta_shared[i] * decay)
+                    dx_shared[i, j] = -fresh[i, j] * (beta_shared[i] * decay)
                     do_shared[i, j] = T.cast(do_shared[i, j], T.float32) * (scale * decay)
                 for i, j in T.Parallel(wide, tile):
                     decay = last_shared[i] if channels else last_shared[chunk - 1]
@@ -202,7 +205,7 @@ def delta_gradients_kernel(
     )
     num_starts, num_chunks = T.dynamic('num_starts'), T.dynamic('num_chunks')
     elem, wide, tile = T.dtype(dtype), padded(dim), value_tile(dim, value_dim)
-    threads = 2 * threads_of(chunk)
+    threads = threads_of(chunk) * (1 if dim <= 128 else 2)
     q_type, q_strides = strided('q', (batch_size, num_tokens, heads, dim), elem)
     k_type, k_strides = strided('k', (batch_size, num_tokens, heads, dim), elem)
     v_type, v_strides = strided('v', (batch_size, num_tokens, value_heads, value_dim), elem)
@@ -259,6 +262,7 @@ def delta_gradients_kernel(
             dx_terms = T.alloc_fragment((chunk, tile), T.float32)
             h_terms = T.alloc_fragment((wide, tile), T.float32)
             dx_sum = T.alloc_fragment((chunk,), T.float32)
+            value_shared = T.alloc_shared((chunk,), T.float32)
             h_sum = T.alloc_fragment((wide,), T.float32)
             row_sum = T.alloc_fragment((chunk,), T.float32)
             total = T.alloc_var(T.float32, init=0.0)
@@ -312,6 +316,7 @@ def delta_gradients_kernel(
                 T.reduce_sum(terms, row_sum, dim=1)
                 T.copy(row_sum, later_shared)
                 T.copy(h_sum, whole_shared)
+                T.copy(dx_sum, value_shared)
 
                 # What passes inside the chunk.
                 for i, j in T.Parallel(chunk, chunk):
@@ -333,7 +338,7 @@ def delta_gradients_kernel(
                 for i in T.Parallel(chunk):
                     if i < rows:
                         slope = slope_of(beta[batch, first + i, value_head], form)
-                        dbeta[batch, first + i, value_head] = (row_sum[i] + dx_sum[i]) * slope
+                        dbeta[batch, first + i, value_head] = (row_sum[i] + value_shared[i]) * slope
                 for i, d in T.Parallel(chunk, wide):
                     r_acc[i, d] = r_acc[i, d] * beta_shared[i]
                     terms[i, d] = dq_acc[i, d] * T.cast(q_shared[i, d], T.float32) + (
@@ -364,6 +369,213 @@ def delta_gradients_kernel(
                         dbeta[batch, first + i, value_head] = 0.0
 
     return delta_gradients
+
+
+@kernel(pass_configs=PORTABLE)
+def delta_channel_gradients_kernel(
+    dim: int, value_dim: int, dtype: torch.dtype, chunk: int, packed: bool, form: int, grouped: bool
+):
+    """`delta_gradients_kernel` for gates of every channel; pairs of rows are taken as `delta_channel_scores_kernel`."""
+    batch_size, num_tokens = T.dynamic('batch_size'), T.dynamic('num_tokens')
+    heads, value_heads = T.dynamic('heads'), T.dynamic('value_heads')
+    num_starts, num_chunks = T.dynamic('num_starts'), T.dynamic('num_chunks')
+    elem, wide, tile = T.dtype(dtype), padded(dim), value_tile(dim, value_dim)
+    threads = threads_of(chunk) * (1 if dim <= 128 else 2)
+    levels = chunk.bit_length() - 1
+    q_type, q_strides = strided('q', (batch_size, num_tokens, heads, dim), elem)
+    k_type, k_strides = strided('k', (batch_size, num_tokens, heads, dim), elem)
+    v_type, v_strides = strided('v', (batch_size, num_tokens, value_heads, value_dim), elem)
+    values = (batch_size, num_tokens, value_heads, value_dim)
+    out = T.float32 if grouped else elem
+    rowwise = T.GemmWarpPolicy.FullRow
+
+    @T.prim_func
+    def delta_channel_gradients(
+        do: T.Tensor(values, elem),
+        q: q_type,
+        k: k_type,
+        v: v_type,
+        g_sum: T.Tensor((batch_size, num_tokens, value_heads, dim), T.float32),
+        beta: T.Tensor((batch_size, num_tokens, value_heads), T.float32),
+        u: T.Tensor(values, elem),
+        dx: T.Tensor(values, elem),
+        h: T.Tensor((num_chunks, value_heads, dim, value_dim), elem),
+        dh: T.Tensor((num_chunks, value_heads, dim, value_dim), elem),
+        cu_seqlens: T.Tensor((num_starts,), T.int32),
+        dq: T.Tensor((batch_size, num_tokens, value_heads, dim), out),
+        dk: T.Tensor((batch_size, num_tokens, value_heads, dim), out),
+        dv: T.Tensor(values, elem),
+        dg: T.Tensor((batch_size, num_tokens, value_heads, dim), T.float32),
+        dbeta: T.Tensor((batch_size, num_tokens, value_heads), T.float32),
+        num_sequences: T.int32,
+        bits: T.int32,
+        scale: T.float32,
+    ):
+        with T.Kernel(num_chunks, value_heads, threads=threads) as (index, value_head):
+            for stride in q_strides + k_strides + v_strides:
+                T.assume(stride % 8 == 0)
+            q_shared = T.alloc_shared((chunk, wide), elem)
+            k_shared = T.alloc_shared((chunk, wide), elem)
+            late_q = T.alloc_shared((chunk, wide), elem)
+            late_k = T.alloc_shared((chunk, wide), elem)
+            early_k = T.alloc_shared((chunk, wide), elem)
+            do_shared = T.alloc_shared((chunk, tile), elem)
+            u_shared = T.alloc_shared((chunk, tile), elem)
+            dx_shared = T.alloc_shared((chunk, tile), elem)
+            h_shared = T.alloc_shared((wide, tile), elem)
+            dh_shared = T.alloc_shared((wide, tile), elem)
+            dp_shared = T.alloc_shared((chunk, chunk), elem)
+            da_shared = T.alloc_shared((chunk, chunk), elem)
+            db_shared = T.alloc_shared((chunk, chunk), elem)
+            sum_shared = T.alloc_shared((chunk, wide), T.float32)
+            beta_shared = T.alloc_shared((chunk,), T.float32)
+            diagonal_shared = T.alloc_shared((chunk,), T.float32)
+            value_shared = T.alloc_shared((chunk,), T.float32)
+            later_shared = T.alloc_shared((wide,), T.float32)
+            whole_shared = T.alloc_shared((wide,), T.float32)
+            dq_acc = T.alloc_fragment((chunk, wide), T.float32)
+            r_acc = T.alloc_fragment((chunk, wide), T.float32)
+            c_acc = T.alloc_fragment((chunk, wide), T.float32)
+            terms = T.alloc_fragment((chunk, wide), T.float32)
+            dp = T.alloc_fragment((chunk, chunk), T.float32)
+            da = T.alloc_fragment((chunk, chunk), T.float32)
+            dx_terms = T.alloc_fragment((chunk, tile), T.float32)
+            h_terms = T.alloc_fragment((wide, tile), T.float32)
+            dx_sum = T.alloc_fragment((chunk,), T.float32)
+            h_sum = T.alloc_fragment((wide,), T.float32)
+            row_sum = T.alloc_fragment((chunk,), T.float32)
+            column_sum = T.alloc_fragment((wide,), T.float32)
+            total = T.alloc_var(T.float32, init=0.0)
+            thread = T.get_thread_binding()
+
+            own = find_chunk(cu_seqlens, index, num_sequences, bits, num_tokens, chunk, packed)
+            batch, first, rows = own.batch, own.first, own.rows
+            if T.And(rows > 0, own.sequence < num_sequences):
+                head = T.truncdiv(value_head, T.truncdiv(value_heads, heads))
+                load_tile(q, batch, first, head, rows, 0, q_shared)
+                load_tile(k, batch, first, head, rows, 0, k_shared)
+                load_beta(beta, batch, first, value_head, rows, beta_shared, form)
+                for i, d in T.Parallel(chunk, wide):
+                    sum_shared[i, d] = T.if_then_else(
+                        T.truncdiv(d, 4) * 4 < dim,
+                        g_sum[batch, first + T.min(i, rows - 1), value_head, d],
+                        T.float32(0.0),
+                    )
+                T.clear(dq_acc)
+                T.clear(r_acc)
+                T.clear(c_acc)
+                T.clear(dp)
+                T.clear(da)
+                T.clear(dx_sum)
+                T.clear(h_sum)
+                for part in T.serial(-(-value_dim // tile)):
+                    column = part * tile
+                    load_tile(do, batch, first, value_head, rows, column, do_shared)
+                    load_tile(u, batch, first, value_head, rows, column, u_shared)
+                    load_tile(dx, batch, first, value_head, rows, column, dx_shared)
+                    load_matrix(h, index, value_head, column, h_shared)
+                    load_matrix(dh, index, value_head, column, dh_shared)
+                    T.gemm(do_shared, u_shared, dp, transpose_B=True, policy=rowwise)
+                    T.gemm(dx_shared, u_shared, da, transpose_B=True, policy=rowwise)
+                    T.gemm(do_shared, h_shared, dq_acc, transpose_B=True, policy=rowwise)
+                    T.gemm(dx_shared, h_shared, r_acc, transpose_B=True, policy=rowwise)
+                    T.gemm(u_shared, dh_shared, c_acc, transpose_B=True, policy=rowwise)
+                    for i, j in T.Parallel(chunk, tile):
+                        inside = T.And(i < rows, column + T.truncdiv(j, 8) * 8 < value_dim)
+                        value = T.if_then_else(
+                            inside, T.cast(v[batch, first + i, value_head, column + j], T.float32), T.float32(0.0)
+                        )
+                        dx_terms[i, j] = T.cast(dx_shared[i, j], T.float32) * value
+                    T.reduce_sum(dx_terms, dx_sum, dim=1, clear=False)
+                    for i, j in T.Parallel(wide, tile):
+                        h_terms[i, j] = T.cast(h_shared[i, j], T.float32) * T.cast(dh_shared[i, j], T.float32)
+                    T.reduce_sum(h_terms, h_sum, dim=1, clear=False)
+
+                # What passes through the states.
+                for i, d in T.Parallel(chunk, wide):
+                    dq_acc[i, d] = dq_acc[i, d] * (scale * T.exp(sum_shared[i, d]))
+                    r_acc[i, d] = -r_acc[i, d] * T.exp(sum_shared[i, d])
+                    c_acc[i, d] = c_acc[i, d] * T.exp(sum_shared[chunk - 1, d] - sum_shared[i, d])
+                for i, d in T.Parallel(chunk, wide):
+                    terms[i, d] = c_acc[i, d] * T.cast(k_shared[i, d], T.float32)
+                T.reduce_sum(terms, column_sum, dim=0)
+                T.copy(column_sum, later_shared)
+                T.copy(h_sum, whole_shared)
+                T.copy(dx_sum, value_shared)
+
+                # What passes inside the chunk.
+                for i, j in T.Parallel(chunk, chunk):
+                    dp[i, j] = T.if_then_else(j <= i, dp[i, j] * scale, T.float32(0.0))
+                    da[i, j] = T.if_then_else(j < i, -da[i, j], T.float32(0.0))
+                    if i == j:
+                        diagonal_shared[i] = dp[i, j]
+                for level in T.serial(levels):
+                    half = 1 << level
+                    for i, d in T.Parallel(chunk, wide):
+                        late = late_decay(sum_shared, i, d, half)
+                        late_q[i, d] = T.cast(q_shared[i, d], T.float32) * late
+                        late_k[i, d] = T.cast(k_shared[i, d], T.float32) * late
+                        early_k[i, d] = T.cast(k_shared[i, d], T.float32) * early_decay(sum_shared, i, d, half)
+                    for i, j in T.Parallel(chunk, chunk):
+                        used = meets(i, j, half)
+                        dp_shared[i, j] = T.if_then_else(used, dp[i, j], T.float32(0.0))
+                        da_shared[i, j] = T.if_then_else(used, da[i, j], T.float32(0.0))
+                        db_shared[i, j] = T.if_then_else(used, da[i, j] * beta_shared[i], T.float32(0.0))
+                    T.clear(terms)
+                    T.gemm(dp_shared, early_k, terms, policy=rowwise)
+                    for i, d in T.Parallel(chunk, wide):
+                        dq_acc[i, d] = dq_acc[i, d] + terms[i, d] * late_decay(sum_shared, i, d, half)
+                    T.clear(terms)
+                    T.gemm(da_shared, early_k, terms, policy=rowwise)
+                    for i, d in T.Parallel(chunk, wide):
+                        r_acc[i, d] = r_acc[i, d] + terms[i, d] * late_decay(sum_shared, i, d, half)
+                    T.clear(terms)
+                    T.gemm(dp_shared, late_q, terms, transpose_A=True, policy=rowwise)
+                    T.gemm(db_shared, late_k, terms, transpose_A=True, policy=rowwise)
+                    for i, d in T.Parallel(chunk, wide):
+                        c_acc[i, d] = c_acc[i, d] + terms[i, d] * early_decay(sum_shared, i, d, half)
+
+                for i, d in T.Parallel(chunk, wide):
+                    dq_acc[i, d] = dq_acc[i, d] + diagonal_shared[i] * T.cast(k_shared[i, d], T.float32)
+                    c_acc[i, d] = c_acc[i, d] + diagonal_shared[i] * T.cast(q_shared[i, d], T.float32)
+                    terms[i, d] = r_acc[i, d] * T.cast(k_shared[i, d], T.float32)
+                T.reduce_sum(terms, row_sum, dim=1)
+                for i in T.Parallel(chunk):
+                    if i < rows:
+                        slope = slope_of(beta[batch, first + i, value_head], form)
+                        dbeta[batch, first + i, value_head] = (row_sum[i] + value_shared[i]) * slope
+                T.sync_threads()
+                for d in T.Parallel(wide):
+                    later_shared[d] = later_shared[d] + whole_shared[d] * T.exp(sum_shared[chunk - 1, d])
+                T.sync_threads()
+                for i, d in T.Parallel(chunk, wide):
+                    r_acc[i, d] = r_acc[i, d] * beta_shared[i]
+                    sum_shared[i, d] = dq_acc[i, d] * T.cast(q_shared[i, d], T.float32) + (
+                        r_acc[i, d] - c_acc[i, d]
+                    ) * T.cast(k_shared[i, d], T.float32)
+                    c_acc[i, d] = c_acc[i, d] + r_acc[i, d]
+                store_rows(dq, batch, first, value_head, rows, dq_acc)
+                store_rows(dk, batch, first, value_head, rows, c_acc)
+                T.sync_threads()
+                for block in T.serial(-(-dim // threads)):
+                    column = block * threads + thread
+                    if column < dim:
+                        total = later_shared[column]
+                        for back in T.serial(chunk):
+                            i = chunk - 1 - back
+                            if i < rows:
+                                total = total + sum_shared[i, column]
+                                dg[batch, first + i, value_head, column] = total
+            elif rows > 0:
+                clear_rows(dq, batch, first, value_head, rows, chunk)
+                clear_rows(dk, batch, first, value_head, rows, chunk)
+                clear_rows(dv, batch, first, value_head, rows, chunk)
+                clear_rows(dg, batch, first, value_head, rows, chunk)
+                for i in T.Parallel(chunk):
+                    if i < rows:
+                        dbeta[batch, first + i, value_head] = 0.0
+
+    return delta_channel_gradients
 
 
 @kernel(pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True})

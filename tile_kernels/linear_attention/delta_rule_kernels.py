@@ -36,8 +36,8 @@ def value_tile(dim: int, value_dim: int) -> int:
 
 
 def threads_of(chunk: int) -> int:
-    """A warp for every 16 rows of a chunk."""
-    return 2 * chunk
+    """Two warps for every 16 rows of a chunk."""
+    return 4 * chunk
 
 
 def strided(name: str, shape: tuple, elem: Any) -> Any:
@@ -203,7 +203,7 @@ def delta_scores_kernel(dim: int, value_dim: int, dtype: torch.dtype, chunk: int
         num_sequences: T.int32,
         bits: T.int32,
     ):
-        with T.Kernel(num_chunks, value_heads, threads=threads_of(chunk)) as (index, value_head):
+        with T.Kernel(num_chunks, value_heads, threads=2 * chunk) as (index, value_head):
             for stride in q_strides + k_strides:
                 T.assume(stride % 8 == 0)
             q_shared = T.alloc_shared((chunk, wide), elem)
@@ -265,6 +265,154 @@ def delta_scores_kernel(dim: int, value_dim: int, dtype: torch.dtype, chunk: int
                         o[own.batch, own.first + i, value_head, d] = T.cast(0.0, elem)
 
     return delta_scores
+
+
+def is_late(i: Any, half: Any) -> Any:
+    """Whether a row lies in the second half of its block of 2 * half rows."""
+    return T.truncmod(T.truncdiv(i, half), 2) == 1
+
+
+def reference_row(i: Any, half: Any) -> Any:
+    """The last row of the first half of the block of a row: decays of pairs across the halves meet there."""
+    return T.truncdiv(i, 2 * half) * (2 * half) + half - 1
+
+
+def meets(i: Any, j: Any, half: Any) -> Any:
+    """Whether i lies in the second half and j in the first half of one block."""
+    same = T.truncdiv(i, 2 * half) == T.truncdiv(j, 2 * half)
+    return T.And(same, T.And(is_late(i, half), T.Not(is_late(j, half))))
+
+
+def late_decay(sum_shared: Any, i: Any, d: Any, half: Any) -> Any:
+    """Decay of a late row since the reference; 0 for others."""
+    power = sum_shared[i, d] - sum_shared[reference_row(i, half), d]
+    return T.if_then_else(is_late(i, half), T.exp(power), T.float32(0.0))
+
+
+def early_decay(sum_shared: Any, j: Any, d: Any, half: Any) -> Any:
+    """Decay of an early row until the reference; 0 for others."""
+    power = sum_shared[reference_row(j, half), d] - sum_shared[j, d]
+    return T.if_then_else(is_late(j, half), T.float32(0.0), T.exp(power))
+
+
+@kernel(pass_configs=BY_HAND)
+def delta_channel_scores_kernel(
+    dim: int, value_dim: int, dtype: torch.dtype, chunk: int, packed: bool, form: int, again: bool
+):
+    """`delta_scores_kernel` for gates of every channel.
+
+    The decay of a pair is the product of two exponentials of numbers that are not positive: from the row to a reference
+    row between both, and from there on. All pairs of rows whose numbers first differ in the same bit share a product:
+    they have the end of the first half of their block as reference. The other pairs of that product are not used.
+    """
+    batch_size, num_tokens = T.dynamic('batch_size'), T.dynamic('num_tokens')
+    heads, value_heads = T.dynamic('heads'), T.dynamic('value_heads')
+    num_starts, num_chunks = T.dynamic('num_starts'), T.dynamic('num_chunks')
+    elem, wide, threads = T.dtype(dtype), padded(dim), 2 * chunk
+    levels = chunk.bit_length() - 1
+    q_type, q_strides = strided('q', (batch_size, num_tokens, heads, dim), elem)
+    k_type, k_strides = strided('k', (batch_size, num_tokens, heads, dim), elem)
+    rowwise = T.GemmWarpPolicy.FullRow
+
+    @T.prim_func
+    def delta_channel_scores(
+        q: q_type,
+        k: k_type,
+        g: T.Tensor((batch_size, num_tokens, value_heads, dim), T.float32),
+        beta: T.Tensor((batch_size, num_tokens, value_heads), T.float32),
+        cu_seqlens: T.Tensor((num_starts,), T.int32),
+        g_sum: T.Tensor((batch_size, num_tokens, value_heads, dim), T.float32),
+        scores: T.Tensor((num_chunks, value_heads, chunk, chunk), elem),
+        inverse: T.Tensor((num_chunks, value_heads, chunk, chunk), elem),
+        o: T.Tensor((batch_size, num_tokens, value_heads, value_dim), elem),
+        num_sequences: T.int32,
+        bits: T.int32,
+    ):
+        with T.Kernel(num_chunks, value_heads, threads=threads) as (index, value_head):
+            for stride in q_strides + k_strides:
+                T.assume(stride % 8 == 0)
+            q_shared = T.alloc_shared((chunk, wide), elem)
+            k_shared = T.alloc_shared((chunk, wide), elem)
+            late_q = T.alloc_shared((chunk, wide), elem)
+            early_k = T.alloc_shared((chunk, wide), elem)
+            sum_shared = T.alloc_shared((chunk, wide), T.float32)
+            acc = T.alloc_fragment((chunk, chunk), T.float32)
+            pairs = T.alloc_fragment((chunk, chunk), T.float32)
+            total = T.alloc_var(T.float32, init=0.0)
+            if not again:
+                beta_shared = T.alloc_shared((chunk,), T.float32)
+                late_k = T.alloc_shared((chunk, wide), elem)
+                key_pairs = T.alloc_fragment((chunk, chunk), T.float32)
+                lower_shared = T.alloc_shared((chunk, chunk), T.float32)
+                inverse_shared = T.alloc_shared((chunk, chunk), T.float32)
+            thread = T.get_thread_binding()
+            own = find_chunk(cu_seqlens, index, num_sequences, bits, num_tokens, chunk, packed)
+            if T.And(own.rows > 0, own.sequence < num_sequences):
+                head = T.truncdiv(value_head, T.truncdiv(value_heads, heads))
+                load_tile(q, own.batch, own.first, head, own.rows, 0, q_shared)
+                load_tile(k, own.batch, own.first, head, own.rows, 0, k_shared)
+                if not again:
+                    load_beta(beta, own.batch, own.first, value_head, own.rows, beta_shared, form)
+                for block in T.serial(-(-wide // threads)):
+                    column = block * threads + thread
+                    if column < wide:
+                        total = 0.0
+                        for i in T.serial(chunk):
+                            if T.And(i < own.rows, column < dim):
+                                if again:
+                                    total = g_sum[own.batch, own.first + i, value_head, column]
+                                else:
+                                    gate = g[own.batch, own.first + i, value_head, column]
+                                    total = total + T.if_then_else(gate < LEAST_GATE, T.float32(LEAST_GATE), gate)
+                                    g_sum[own.batch, own.first + i, value_head, column] = total
+                            sum_shared[i, column] = total
+                T.sync_threads()
+                T.clear(acc)
+                T.gemm(q_shared, k_shared, acc, transpose_B=True, policy=rowwise)
+                for i, j in T.Parallel(chunk, chunk):
+                    pairs[i, j] = T.if_then_else(i == j, acc[i, j], T.float32(0.0))
+                if not again:
+                    T.clear(key_pairs)
+                for level in T.serial(levels):
+                    half = 1 << level
+                    for i, d in T.Parallel(chunk, wide):
+                        late = late_decay(sum_shared, i, d, half)
+                        late_q[i, d] = T.cast(q_shared[i, d], T.float32) * late
+                        early_k[i, d] = T.cast(k_shared[i, d], T.float32) * early_decay(sum_shared, i, d, half)
+                        if not again:
+                            late_k[i, d] = T.cast(k_shared[i, d], T.float32) * late
+                    T.sync_threads()
+                    T.clear(acc)
+                    T.gemm(late_q, early_k, acc, transpose_B=True, policy=rowwise)
+                    for i, j in T.Parallel(chunk, chunk):
+                        pairs[i, j] = T.if_then_else(meets(i, j, half), acc[i, j], pairs[i, j])
+                    if not again:
+                        T.clear(acc)
+                        T.gemm(late_k, early_k, acc, transpose_B=True, policy=rowwise)
+                        for i, j in T.Parallel(chunk, chunk):
+                            key_pairs[i, j] = T.if_then_else(meets(i, j, half), acc[i, j], key_pairs[i, j])
+                    T.sync_threads()
+                for i, j in T.Parallel(chunk, chunk):
+                    scores[index, value_head, i, j] = pairs[i, j]
+                if not again:
+                    for i, j in T.Parallel(chunk, chunk):
+                        lower_shared[j, i] = key_pairs[i, j] * beta_shared[i]
+                    T.sync_threads()
+                    invert(lower_shared, inverse_shared)
+                    T.sync_threads()
+                    for i, j in T.Parallel(chunk, chunk):
+                        inverse[index, value_head, i, j] = T.cast(inverse_shared[i, j], elem)
+            elif not again:
+                for i, j in T.Parallel(chunk, chunk):
+                    inverse[index, value_head, i, j] = T.cast(0.0, elem)
+                for i, d in T.Parallel(chunk, wide):
+                    if T.And(i < own.rows, d < dim):
+                        g_sum[own.batch, own.first + i, value_head, d] = 0.0
+                for i, d in T.Parallel(chunk, padded(value_dim)):
+                    if T.And(i < own.rows, d < value_dim):
+                        o[own.batch, own.first + i, value_head, d] = T.cast(0.0, elem)
+
+    return delta_channel_scores
 
 
 # Sequences ----------------------------------------------------------------------------------
@@ -397,7 +545,7 @@ def delta_states_kernel(
             last_shared = T.alloc_shared((wide if channels else chunk,), T.float32)
             state = T.alloc_fragment((wide, tile), T.float32)
             acc = T.alloc_fragment((chunk, tile), T.float32)
-            new = T.alloc_fragment((chunk, tile), T.float32)
+            fresh = T.alloc_fragment((chunk, tile), T.float32)
             if not again:
                 q_shared = T.alloc_shared((chunk, wide), elem)
                 scores_shared = T.alloc_shared((chunk, chunk), elem)
@@ -436,9 +584,9 @@ def delta_states_kernel(
                 for i, j in T.Parallel(chunk, tile):
                     known = acc[i, j] if channels else acc[i, j] * T.exp(last_shared[i])
                     x_shared[i, j] = beta_shared[i] * (T.cast(x_shared[i, j], T.float32) - known)
-                T.clear(new)
-                T.gemm(inverse_shared, x_shared, new, policy=rowwise)
-                T.copy(new, u_shared)
+                T.clear(fresh)
+                T.gemm(inverse_shared, x_shared, fresh, policy=rowwise)
+                T.copy(fresh, u_shared)
                 if again:
                     for i, j in T.Parallel(chunk, tile):
                         if T.And(i < rows, column + j < value_dim):
@@ -462,7 +610,7 @@ def delta_states_kernel(
                     T.gemm(k_shared, u_shared, state, transpose_A=True)
                 else:
                     for i, j in T.Parallel(chunk, tile):
-                        x_shared[i, j] = new[i, j] * T.exp(last_shared[chunk - 1] - last_shared[i])
+                        x_shared[i, j] = fresh[i, j] * T.exp(last_shared[chunk - 1] - last_shared[i])
                     for i, j in T.Parallel(wide, tile):
                         state[i, j] = state[i, j] * T.exp(last_shared[chunk - 1])
                     T.gemm(k_shared, x_shared, state, transpose_A=True)

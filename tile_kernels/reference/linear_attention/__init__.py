@@ -5,6 +5,7 @@ from tile_kernels.reference.linear_attention.causal_conv1d_update import causal_
 from tile_kernels.reference.linear_attention.delta_rule import delta_rule, delta_rule_bwd
 from tile_kernels.reference.linear_attention.gate import gate, gate_bwd
 from tile_kernels.reference.linear_attention.l2norm import l2norm, l2norm_bwd
+from tile_kernels.reference.linear_attention.recurrent_delta import recurrent_delta, recurrent_delta_pool
 
 __all__ = [
     'causal_conv1d',
@@ -16,6 +17,8 @@ __all__ = [
     'gate_bwd',
     'l2norm',
     'l2norm_bwd',
+    'recurrent_delta',
+    'recurrent_delta_pool',
 ]
 
 
