@@ -14,6 +14,7 @@ from tile_kernels.linear_attention.delta_rule import (
 )
 from tile_kernels.linear_attention.fused_recurrent import fused_recurrent_gated_delta_rule
 from tile_kernels.linear_attention.gate import gate, gate_bwd
+from tile_kernels.linear_attention.kda import chunk_kda, fused_recurrent_kda
 from tile_kernels.linear_attention.l2norm import l2norm, l2norm_bwd
 from tile_kernels.linear_attention.recurrent_delta import recurrent_delta
 from tile_kernels.linear_attention.recurrent_delta_pool import recurrent_delta_pool
@@ -25,9 +26,11 @@ __all__ = [
     'chunk_delta_rule',
     'chunk_gated_delta_rule',
     'chunk_gdn',
+    'chunk_kda',
     'delta_rule',
     'delta_rule_bwd',
     'fused_recurrent_gated_delta_rule',
+    'fused_recurrent_kda',
     'gate',
     'gate_bwd',
     'l2norm',

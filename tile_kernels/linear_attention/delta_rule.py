@@ -352,10 +352,12 @@ def chunk_gated_delta_rule(
         sequence have o = 0 and gradient 0.
     """
     refuse(foreign)
-    bound = 0.0
     if check.tensor(g, 'g').dim() != 3:
         check.fail('g', 'must be (batch, tokens, heads)', check.describe(g))
-    return _chunked(**{name: value for name, value in locals().items() if name != 'foreign'})
+    given = (q, k, v, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel)
+    form = beta_form(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    gates = prepare_gate(g, use_gate_in_kernel, A_log, dt_bias, 0.0)
+    return run_chunked(*given, form, state_v_first, cu_seqlens, chunk_size, gates)
 
 
 chunk_gdn = chunk_gated_delta_rule
@@ -408,44 +410,38 @@ def chunk_delta_rule(
     )
 
 
-def _chunked(
+def run_chunked(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    g: Tensor,
     beta: Tensor,
     scale: float | None,
     initial_state: Tensor | None,
     output_final_state: bool,
-    use_qk_l2norm_in_kernel: bool,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
-    state_v_first: bool,
+    normalize: bool,
+    form: int,
+    v_first: bool,
     cu_seqlens: Tensor | None,
     chunk_size: int | None,
-    use_gate_in_kernel: bool,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    bound: float,
+    gates: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
-    """What the public functions share."""
+    """What the public functions share; `gates` are logarithms in float32."""
     check.tensor(beta, 'beta')
     q, k, v = autocast(check.tensor(q, 'q'), check.tensor(k, 'k'), check.tensor(v, 'v'))
-    check_qkv(q, k, v)
-    if use_qk_l2norm_in_kernel:
+    if normalize:
         q, k = l2norm(q)[0], l2norm(k)[0]
     o, final_state, _, _ = delta_rule(
         q,
         k,
         v,
-        prepare_gate(g, use_gate_in_kernel, A_log, dt_bias, bound),
+        gates,
         beta.float().contiguous(),
         initial_state,
         lengths_int32(cu_seqlens, 'cu_seqlens'),
         scale_of(scale, q.shape[-1]),
         chunk_of(chunk_size, q.shape[-1]),
-        beta_form(use_beta_sigmoid_in_kernel, allow_neg_eigval),
-        state_v_first,
+        form,
+        v_first,
         output_final_state,
     )
     return o, final_state if output_final_state else None

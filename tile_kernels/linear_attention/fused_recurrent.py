@@ -10,7 +10,7 @@ from tile_kernels.linear_attention.delta_rule import beta_form
 from tile_kernels.linear_attention.recurrent_delta import run_front
 
 
-def _gate(use_gate: bool, A_log: Tensor | None, dt_bias: Tensor | None) -> None:
+def check_gate_options(use_gate: bool, A_log: Tensor | None, dt_bias: Tensor | None) -> None:
     """The parameters of the gate come with its option."""
     if use_gate:
         check.tensor(A_log, 'A_log')
@@ -66,7 +66,7 @@ def fused_recurrent_gated_delta_rule(
         o like v, and the final state or None.
     """
     refuse(foreign)
-    _gate(use_gate_in_kernel, A_log, dt_bias)
+    check_gate_options(use_gate_in_kernel, A_log, dt_bias)
     if check.tensor(g, 'g').dim() != 3:
         check.fail('g', 'must be (batch, tokens, heads)', check.describe(g))
     form = beta_form(use_beta_sigmoid_in_kernel, allow_neg_eigval)
