@@ -14,6 +14,7 @@ from tile_kernels.linear_attention.delta_rule import (
 )
 from tile_kernels.linear_attention.fused_recurrent import fused_recurrent_gated_delta_rule
 from tile_kernels.linear_attention.gate import gate, gate_bwd
+from tile_kernels.linear_attention.gated_norm import gated_norm, gated_norm_bwd
 from tile_kernels.linear_attention.kda import chunk_kda, fused_recurrent_kda
 from tile_kernels.linear_attention.l2norm import l2norm, l2norm_bwd
 from tile_kernels.linear_attention.recurrent_delta import recurrent_delta
@@ -33,6 +34,8 @@ __all__ = [
     'fused_recurrent_kda',
     'gate',
     'gate_bwd',
+    'gated_norm',
+    'gated_norm_bwd',
     'l2norm',
     'l2norm_bwd',
     'recurrent_delta',

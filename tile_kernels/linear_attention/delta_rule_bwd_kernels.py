@@ -380,7 +380,7 @@ def delta_channel_gradients_kernel(
     heads, value_heads = T.dynamic('heads'), T.dynamic('value_heads')
     num_starts, num_chunks = T.dynamic('num_starts'), T.dynamic('num_chunks')
     elem, wide, tile = T.dtype(dtype), padded(dim), value_tile(dim, value_dim)
-    threads = threads_of(chunk) * (1 if dim <= 128 else 2)
+    threads = (8 if chunk > 16 else 4) * chunk
     levels = chunk.bit_length() - 1
     q_type, q_strides = strided('q', (batch_size, num_tokens, heads, dim), elem)
     k_type, k_strides = strided('k', (batch_size, num_tokens, heads, dim), elem)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tile_kernels.modeling.attention import Attention
+    from tile_kernels.modeling.delta_net import GatedDeltaNet, KimiDeltaAttention
     from tile_kernels.modeling.engram import Engram, EngramGateLayer
     from tile_kernels.modeling.mhc.pipeline import MHCPipeline
     from tile_kernels.modeling.moe import MoELayer
@@ -16,10 +17,12 @@ _HOMES = {
     'Attention': 'attention',
     'Engram': 'engram',
     'EngramGateLayer': 'engram',
+    'GatedDeltaNet': 'delta_net',
+    'KimiDeltaAttention': 'delta_net',
     'MHCPipeline': 'mhc.pipeline',
     'MoELayer': 'moe',
 }
-_MODULES = ('attention', 'engram', 'mhc', 'moe')
+_MODULES = ('attention', 'delta_net', 'engram', 'mhc', 'moe')
 
 #: Without the modules: `import *` must not replace the families that have the same names.
 __all__ = [*_HOMES]

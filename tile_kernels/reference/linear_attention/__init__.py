@@ -4,6 +4,7 @@ from tile_kernels.reference.linear_attention.causal_conv1d import causal_conv1d,
 from tile_kernels.reference.linear_attention.causal_conv1d_update import causal_conv1d_update
 from tile_kernels.reference.linear_attention.delta_rule import delta_rule, delta_rule_bwd
 from tile_kernels.reference.linear_attention.gate import gate, gate_bwd
+from tile_kernels.reference.linear_attention.gated_norm import gated_norm, gated_norm_bwd
 from tile_kernels.reference.linear_attention.l2norm import l2norm, l2norm_bwd
 from tile_kernels.reference.linear_attention.recurrent_delta import recurrent_delta, recurrent_delta_pool
 
@@ -15,6 +16,8 @@ __all__ = [
     'delta_rule_bwd',
     'gate',
     'gate_bwd',
+    'gated_norm',
+    'gated_norm_bwd',
     'l2norm',
     'l2norm_bwd',
     'recurrent_delta',
