@@ -117,8 +117,8 @@ def delta_rule_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of `delta_rule`; equal bits in every run.
 
-    It needs memory for the time of the call: for every chunk and value head two states in the dtype of q and
-    chunk_size^2 numbers, for every value two numbers, and with value groups dq and dk of every value head in float32.
+    It needs memory for the time of the call, in the dtype of q. Every chunk and value head has two states and
+    chunk_size^2 numbers. Every value has two numbers. With value groups, every value head has dq and dk in float32.
 
     Args:
         do: gradient of o, contiguous.
@@ -471,12 +471,23 @@ FULL = (
     + grid(tokens=[64], dims=[D64, D128], chunk=[64], keys=['long'], gate=['none', 'mixed'], dtype=[BF16, F16])
     + grid(tokens=[(0, 1, 0, 130)], heads=[(2, 6)], dims=[D128], chunk=[16, 64], state=[BF16], behind=[5])
     + grid(tokens=[700], heads=[(2, 2)], dims=[(256, 256), (256, 32)], chunk=[32], gate=['weak'], state=[F32])
+    + grid(
+        tokens=[1, 65, 1025],
+        heads=[(1, 3)],
+        dims=[D128],
+        chunk=[64],
+        channels=[True],
+        gate=['mixed', 'drop'],
+        state=[F32],
+    )
+    + grid(tokens=[(0, 1, 0, 130)], dims=[D64, (256, 64)], chunk=[32], channels=[True], gate=['weak'], behind=[5])
 )
 BENCH = (
     grid(tokens=[32768], heads=[(16, 64), (16, 32)], dims=[D128], chunk=[64])
     + grid(tokens=[(4096,) * 8, (1024,) * 8], heads=[(16, 64)], dims=[D128], chunk=[64])
     + grid(tokens=[8192, 65536], heads=[(2, 8)], dims=[D128], chunk=[64])
     + grid(tokens=[(8001,) * 4], heads=[(24, 24)], dims=[D64], chunk=[64])
+    + grid(tokens=[8192], heads=[(96, 96), (64, 64)], dims=[D128], chunk=[64], channels=[True])
 )
 BOUNDS = dict(
     rtol=1e-2,

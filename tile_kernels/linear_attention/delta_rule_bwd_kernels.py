@@ -23,18 +23,21 @@ from tile_kernels.linear_attention.delta_rule_kernels import (
     PORTABLE,
     beta_of,
     early_decay,
+    fetch_numbers,
+    fetch_rows,
+    fetch_square,
     find_chunk,
     find_sequence,
     late_decay,
     load_beta,
     load_decayed,
-    load_square,
     load_state,
     load_sums,
     load_tile,
     load_undecayed,
     meets,
     padded,
+    row_factors,
     state_shape,
     store_state,
     strided,
@@ -62,10 +65,11 @@ def delta_dstates_kernel(
         T.dynamic(n) for n in ('batch_size', 'num_tokens', 'heads', 'v_heads')
     )
     num_starts, num_chunks, number = T.dynamic('num_starts'), T.dynamic('num_chunks'), T.dynamic('number')
-    elem, wide, tile = T.dtype(dtype), padded(dim), value_tile(dim, value_dim)
+    elem, wide, tile, threads = T.dtype(dtype), padded(dim), value_tile(dim, value_dim), threads_of(chunk)
     q_type, q_strides = strided('q', (batch_size, num_tokens, heads, dim), elem)
     k_type, k_strides = strided('k', (batch_size, num_tokens, heads, dim), elem)
     states = state_shape(number, value_heads, dim, value_dim, v_first)
+    stages = 1 if channels else 2
     rowwise = T.GemmWarpPolicy.FullRow
 
     @T.prim_func
@@ -86,22 +90,27 @@ def delta_dstates_kernel(
         num_sequences: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(-(-value_dim // tile), value_heads, num_sequences, threads=threads_of(chunk)) as (
+        with T.Kernel(-(-value_dim // tile), value_heads, num_sequences, threads=threads) as (
             part,
             value_head,
             sequence,
         ):
             for stride in q_strides + k_strides:
                 T.assume(stride % 8 == 0)
-            q_shared = T.alloc_shared((chunk, wide), elem)
-            k_shared = T.alloc_shared((chunk, wide), elem)
-            do_shared = T.alloc_shared((chunk, tile), elem)
+            q_shared = T.alloc_shared((stages, chunk, wide), elem)
+            k_shared = T.alloc_shared((stages, chunk, wide), elem)
+            do_shared = T.alloc_shared((2, chunk, tile), elem)
+            scores_shared = T.alloc_shared((2, chunk, chunk), elem)
+            inverse_shared = T.alloc_shared((2, chunk, chunk), elem)
+            beta_shared = T.alloc_shared((2, chunk), T.float32)
+            sum_shared = T.alloc_shared((2, chunk), T.float32)
             dx_shared = T.alloc_shared((chunk, tile), elem)
-            scores_shared = T.alloc_shared((chunk, chunk), elem)
-            inverse_shared = T.alloc_shared((chunk, chunk), elem)
+            dy_shared = T.alloc_shared((chunk, tile), elem)
             state_shared = T.alloc_shared((wide, tile), elem)
-            beta_shared = T.alloc_shared((chunk,), T.float32)
-            last_shared = T.alloc_shared((wide if channels else chunk,), T.float32)
+            factor_shared = T.alloc_shared((chunk,), T.float32)
+            since_shared = T.alloc_shared((chunk,), T.float32)
+            until_shared = T.alloc_shared((chunk,), T.float32)
+            last_shared = T.alloc_shared((wide,), T.float32)
             state = T.alloc_fragment((wide, tile), T.float32)
             acc = T.alloc_fragment((chunk, tile), T.float32)
             fresh = T.alloc_fragment((chunk, tile), T.float32)
@@ -114,50 +123,60 @@ def delta_dstates_kernel(
             else:
                 T.clear(state)
             steps = T.truncdiv(own.length + chunk - 1, chunk)
-            for back in T.serial(steps):
-                step = steps - 1 - back
-                first, rows, index = own.start + step * chunk, own.length - step * chunk, own.index + step
-                used = T.min(rows, chunk)
-                T.copy(state, state_shared)
-                for i, j in T.Parallel(wide, tile):
-                    if T.And(i < dim, column + j < value_dim):
-                        dh[index, value_head, i, column + j] = state_shared[i, j]
-                load_tile(do, own.batch, first, value_head, rows, column, do_shared)
-                load_square(scores, index, value_head, scores_shared)
-                load_square(inverse, index, value_head, inverse_shared)
-                load_beta(beta, own.batch, first, value_head, rows, beta_shared, form)
-                if channels:
-                    load_decayed(q, g_sum, own.batch, first, head, value_head, used, q_shared)
-                    load_undecayed(k, g_sum, own.batch, first, head, value_head, used, k_shared, last_shared)
-                else:
-                    load_tile(q, own.batch, first, head, rows, 0, q_shared)
-                    load_tile(k, own.batch, first, head, rows, 0, k_shared)
-                    load_sums(g_sum, own.batch, first, value_head, used, last_shared)
+            for ahead in T.serial(steps + 1):  # one chunk is copied while the one behind it is computed
+                slot, other = ahead % 2, 1 - ahead % 2
+                T.ptx_wait_group(0)
+                T.sync_threads()
+                if ahead < steps:
+                    next_step = steps - 1 - ahead
+                    next_first, next_rows = own.start + next_step * chunk, own.length - next_step * chunk
+                    fetch_rows(do, own.batch, next_first, value_head, next_rows, column, do_shared, slot, threads)
+                    fetch_square(scores, own.index + next_step, value_head, scores_shared, slot, threads)
+                    fetch_square(inverse, own.index + next_step, value_head, inverse_shared, slot, threads)
+                    fetch_numbers(beta, own.batch, next_first, value_head, next_rows, beta_shared, slot)
+                    if not channels:
+                        fetch_rows(q, own.batch, next_first, head, next_rows, 0, q_shared, slot, threads)
+                        fetch_rows(k, own.batch, next_first, head, next_rows, 0, k_shared, slot, threads)
+                        fetch_numbers(g_sum, own.batch, next_first, value_head, next_rows, sum_shared, slot)
+                    T.ptx_commit_group()
+                if ahead > 0:
+                    step = steps - ahead
+                    first, rows, index = own.start + step * chunk, own.length - step * chunk, own.index + step
+                    used, at = T.min(rows, chunk), 0 if channels else other
+                    T.copy(state, state_shared)
+                    row_factors(
+                        beta_shared, sum_shared, other, factor_shared, since_shared, until_shared, form, channels
+                    )
+                    if channels:
+                        load_decayed(q, g_sum, own.batch, first, head, value_head, used, q_shared)
+                        load_undecayed(k, g_sum, own.batch, first, head, value_head, used, k_shared, last_shared)
+                    for i, j in T.Parallel(wide, tile):
+                        if T.And(i < dim, column + j < value_dim):
+                            dh[index, value_head, i, column + j] = state_shared[i, j]
 
-                T.clear(acc)
-                T.gemm(k_shared, state_shared, acc, policy=rowwise)
-                T.clear(fresh)
-                T.gemm(scores_shared, do_shared, fresh, transpose_A=True, policy=rowwise)
-                for i, j in T.Parallel(chunk, tile):
-                    later = acc[i, j] if channels else acc[i, j] * T.exp(last_shared[chunk - 1] - last_shared[i])
-                    dx_shared[i, j] = fresh[i, j] * scale + later
-                T.clear(fresh)
-                T.gemm(inverse_shared, dx_shared, fresh, transpose_A=True, policy=rowwise)
-                for i, j in T.Parallel(chunk, tile):
-                    if T.And(i < rows, column + j < value_dim):
-                        dx[own.batch, first + i, value_head, column + j] = fresh[i, j]
-                        dv[own.batch, first + i, value_head, column + j] = fresh[i, j] * beta_shared[i]
-                for i, j in T.Parallel(chunk, tile):
-                    decay = T.float32(1.0) if channels else T.exp(last_shared[i])
-                    dx_shared[i, j] = -fresh[i, j] * (beta_shared[i] * decay)
-                    do_shared[i, j] = T.cast(do_shared[i, j], T.float32) * (scale * decay)
-                for i, j in T.Parallel(wide, tile):
-                    decay = last_shared[i] if channels else last_shared[chunk - 1]
-                    state[i, j] = state[i, j] * T.exp(decay)
-                if channels:
-                    load_decayed(k, g_sum, own.batch, first, head, value_head, used, k_shared)
-                T.gemm(q_shared, do_shared, state, transpose_A=True)
-                T.gemm(k_shared, dx_shared, state, transpose_A=True)
+                    T.clear(acc)
+                    T.gemm(k_shared[at, :, :], state_shared, acc, policy=rowwise)
+                    T.clear(fresh)
+                    T.gemm(scores_shared[other, :, :], do_shared[other, :, :], fresh, transpose_A=True, policy=rowwise)
+                    for i, j in T.Parallel(chunk, tile):
+                        later = acc[i, j] if channels else acc[i, j] * until_shared[i]
+                        dx_shared[i, j] = fresh[i, j] * scale + later
+                    T.clear(fresh)
+                    T.gemm(inverse_shared[other, :, :], dx_shared, fresh, transpose_A=True, policy=rowwise)
+                    for i, j in T.Parallel(chunk, tile):
+                        if T.And(i < rows, column + j < value_dim):
+                            dx[own.batch, first + i, value_head, column + j] = fresh[i, j]
+                            dv[own.batch, first + i, value_head, column + j] = fresh[i, j] * factor_shared[i]
+                    for i, j in T.Parallel(chunk, tile):
+                        decay = T.float32(1.0) if channels else since_shared[i]
+                        dx_shared[i, j] = -fresh[i, j] * (factor_shared[i] * decay)
+                        dy_shared[i, j] = T.cast(do_shared[other, i, j], T.float32) * (scale * decay)
+                    for i, j in T.Parallel(wide, tile):
+                        state[i, j] = state[i, j] * (T.exp(last_shared[i]) if channels else since_shared[chunk - 1])
+                    if channels:
+                        load_decayed(k, g_sum, own.batch, first, head, value_head, used, k_shared)
+                    T.gemm(q_shared[at, :, :], dy_shared, state, transpose_A=True)
+                    T.gemm(k_shared[at, :, :], dx_shared, state, transpose_A=True)
             if initial is not None:
                 store_state(state, dinitial_state, sequence, value_head, column, v_first)
 
@@ -379,8 +398,8 @@ def delta_channel_gradients_kernel(
     batch_size, num_tokens = T.dynamic('batch_size'), T.dynamic('num_tokens')
     heads, value_heads = T.dynamic('heads'), T.dynamic('value_heads')
     num_starts, num_chunks = T.dynamic('num_starts'), T.dynamic('num_chunks')
-    elem, wide, tile = T.dtype(dtype), padded(dim), value_tile(dim, value_dim)
-    threads = (8 if chunk > 16 else 4) * chunk
+    elem, wide, tile = T.dtype(dtype), padded(dim), 32  # a wider tile would spill
+    threads = threads_of(chunk) * (1 if dim <= 128 else 2)
     levels = chunk.bit_length() - 1
     q_type, q_strides = strided('q', (batch_size, num_tokens, heads, dim), elem)
     k_type, k_strides = strided('k', (batch_size, num_tokens, heads, dim), elem)

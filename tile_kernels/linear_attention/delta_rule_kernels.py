@@ -3,8 +3,9 @@
 `delta_scores_kernel` runs for every chunk and value head: gate sums, decayed products of q with k, and the inverse. It
 computes the inverse in float32 by columns, 16 rows at a time: a thread owns a column, so no barrier is needed.
 `delta_states_kernel` owns a tile of the values of a head of a sequence, keeps the state in registers, and goes over the
-chunks. Packed sequences are found on the device. Sequence b owns the chunk numbers from start[b] // chunk + b on, one
-more than it can need; the tokens behind the last sequence are sequence N.
+chunks. It copies the next chunk by cp.async while it computes one. Packed sequences are found on the device. Sequence b
+owns the chunk numbers from start[b] // chunk + b on, one more than it can need. The tokens behind the last sequence are
+sequence N.
 """
 
 from dataclasses import dataclass
@@ -301,9 +302,9 @@ def delta_channel_scores_kernel(
 ):
     """`delta_scores_kernel` for gates of every channel.
 
-    The decay of a pair is the product of two exponentials of numbers that are not positive: from the row to a reference
-    row between both, and from there on. All pairs of rows whose numbers first differ in the same bit share a product:
-    they have the end of the first half of their block as reference. The other pairs of that product are not used.
+    The decay of a pair is the product of two: until a reference row between both rows, and from there on. Exponents are
+    never positive. Pairs of rows whose numbers first differ in the same bit share a product. Their reference is the end of
+    the first half of their block. The other pairs of that product are not used.
     """
     batch_size, num_tokens = T.dynamic('batch_size'), T.dynamic('num_tokens')
     heads, value_heads = T.dynamic('heads'), T.dynamic('value_heads')
@@ -451,9 +452,9 @@ def state_shape(number: Any, heads: Any, dim: int, value_dim: int, v_first: bool
 def load_decayed(x, g_sum, batch, first, head, value_head, rows, x_shared):
     """Load rows of q or k times the decay since the start of the chunk, for gates of every channel."""
     zero, width = T.float32(0.0), x.shape[3]
-    for i, d in T.Parallel(x_shared.shape[0], x_shared.shape[1]):
+    for i, d in T.Parallel(x_shared.shape[1], x_shared.shape[2]):
         row = first + T.min(i, rows - 1)
-        x_shared[i, d] = T.if_then_else(
+        x_shared[0, i, d] = T.if_then_else(
             T.And(i < rows, d < width),
             T.cast(x[batch, row, head, T.min(d, width - 1)], T.float32)
             * T.exp(g_sum[batch, row, value_head, T.min(d, width - 1)]),
@@ -470,9 +471,9 @@ def load_undecayed(k, g_sum, batch, first, head, value_head, rows, k_shared, las
             d < width, g_sum[batch, first + rows - 1, value_head, T.min(d, width - 1)], zero
         )
     T.sync_threads()
-    for i, d in T.Parallel(k_shared.shape[0], k_shared.shape[1]):
+    for i, d in T.Parallel(k_shared.shape[1], k_shared.shape[2]):
         row = first + T.min(i, rows - 1)
-        k_shared[i, d] = T.if_then_else(
+        k_shared[0, i, d] = T.if_then_else(
             T.And(i < rows, d < width),
             T.cast(k[batch, row, head, T.min(d, width - 1)], T.float32)
             * T.exp(last_shared[d] - g_sum[batch, row, value_head, T.min(d, width - 1)]),
@@ -483,6 +484,56 @@ def load_undecayed(k, g_sum, batch, first, head, value_head, rows, k_shared, las
 def sums_shape(batch_size: Any, num_tokens: Any, value_heads: Any, dim: int, channels: bool) -> tuple:
     """Extents of gate sums: one for each token and head, or also for each channel of k."""
     return (batch_size, num_tokens, value_heads, dim) if channels else (batch_size, num_tokens, value_heads)
+
+
+@macro
+def fetch_rows(x, batch, first, head, rows, column, x_shared, slot, threads: int):
+    """Start to copy rows of a head from `column` on; 0 behind the last row and behind the last column."""
+    size, vectors = x_shared.shape[1], x_shared.shape[2] // 8
+    for r in T.unroll(-(-size * vectors // threads)):
+        at = r * threads + T.get_thread_binding()
+        i, d = at // vectors, at % vectors * 8
+        if at < size * vectors:
+            T.ptx_cp_async(
+                T.access_ptr(x_shared[slot, i, d], 'w', 8),
+                T.access_ptr(x[batch, first + i, head, column + d], 'r', 8),
+                8,
+                T.And(i < rows, column + d < x.shape[3]),
+            )
+
+
+@macro
+def fetch_square(x, index, head, x_shared, slot, threads: int):
+    """Start to copy what a chunk has for every pair of its rows."""
+    size, vectors = x_shared.shape[1], x_shared.shape[2] // 8
+    for r in T.unroll(-(-size * vectors // threads)):
+        at = r * threads + T.get_thread_binding()
+        i, j = at // vectors, at % vectors * 8
+        if at < size * vectors:
+            T.ptx_cp_async(T.access_ptr(x_shared[slot, i, j], 'w', 8), T.access_ptr(x[index, head, i, j], 'r', 8), 8)
+
+
+@macro
+def fetch_numbers(x, batch, first, head, rows, x_shared, slot):
+    """Start to copy a number of every row; rows behind the last have that of the last."""
+    thread, size = T.get_thread_binding(), x_shared.shape[1]
+    if thread < size:
+        T.ptx_cp_async(
+            T.access_ptr(x_shared[slot, thread], 'w', 1),
+            T.access_ptr(x[batch, first + T.min(thread, rows - 1), head], 'r', 1),
+            1,
+        )
+
+
+@macro
+def row_factors(beta_shared, sum_shared, slot, factor_shared, since_shared, until_shared, form: int, channels: bool):
+    """Of every row: beta, the decay since the start of the chunk, and the decay until its end."""
+    size = factor_shared.shape[0]
+    for i in T.Parallel(size):
+        factor_shared[i] = beta_of(beta_shared[slot, i], form)
+        if not channels:
+            since_shared[i] = T.exp(sum_shared[slot, i])
+            until_shared[i] = T.exp(sum_shared[slot, size - 1] - sum_shared[slot, i])
 
 
 @kernel(pass_configs=PORTABLE)
@@ -500,16 +551,16 @@ def delta_states_kernel(
     again: bool,
 ):
     """Results of all chunks of a sequence; `again` stores the state before every chunk and u instead."""
-    batch_size, num_tokens, heads, value_heads = (
-        T.dynamic(n) for n in ('batch_size', 'num_tokens', 'heads', 'v_heads')
-    )
+    batch_size, num_tokens = T.dynamic('batch_size'), T.dynamic('num_tokens')
+    heads, value_heads = T.dynamic('heads'), T.dynamic('value_heads')
     num_starts, num_chunks, number = T.dynamic('num_starts'), T.dynamic('num_chunks'), T.dynamic('number')
-    elem, wide, tile = T.dtype(dtype), padded(dim), value_tile(dim, value_dim)
+    elem, wide, tile, threads = T.dtype(dtype), padded(dim), value_tile(dim, value_dim), threads_of(chunk)
     q_type, q_strides = strided('q', (batch_size, num_tokens, heads, dim), elem)
     k_type, k_strides = strided('k', (batch_size, num_tokens, heads, dim), elem)
     v_type, v_strides = strided('v', (batch_size, num_tokens, value_heads, value_dim), elem)
     states = state_shape(number, value_heads, dim, value_dim, v_first)
     rowwise = T.GemmWarpPolicy.FullRow
+    stages = 1 if channels else 2  # of q and k: with gates of every channel they are scaled when they are loaded
 
     @T.prim_func
     def delta_states(
@@ -529,91 +580,107 @@ def delta_states_kernel(
         num_sequences: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(-(-value_dim // tile), value_heads, num_sequences, threads=threads_of(chunk)) as (
+        with T.Kernel(-(-value_dim // tile), value_heads, num_sequences, threads=threads) as (
             part,
             value_head,
             sequence,
         ):
             for stride in q_strides + k_strides + v_strides:
                 T.assume(stride % 8 == 0)
-            k_shared = T.alloc_shared((chunk, wide), elem)
+            k_shared = T.alloc_shared((stages, chunk, wide), elem)
+            v_shared = T.alloc_shared((2, chunk, tile), elem)
+            inverse_shared = T.alloc_shared((2, chunk, chunk), elem)
+            beta_shared = T.alloc_shared((2, chunk), T.float32)
+            sum_shared = T.alloc_shared((2, chunk), T.float32)
             x_shared = T.alloc_shared((chunk, tile), elem)
             u_shared = T.alloc_shared((chunk, tile), elem)
-            inverse_shared = T.alloc_shared((chunk, chunk), elem)
             state_shared = T.alloc_shared((wide, tile), elem)
-            beta_shared = T.alloc_shared((chunk,), T.float32)
-            last_shared = T.alloc_shared((wide if channels else chunk,), T.float32)
+            factor_shared = T.alloc_shared((chunk,), T.float32)
+            since_shared = T.alloc_shared((chunk,), T.float32)
+            until_shared = T.alloc_shared((chunk,), T.float32)
+            last_shared = T.alloc_shared((wide,), T.float32)
             state = T.alloc_fragment((wide, tile), T.float32)
             acc = T.alloc_fragment((chunk, tile), T.float32)
             fresh = T.alloc_fragment((chunk, tile), T.float32)
             if not again:
-                q_shared = T.alloc_shared((chunk, wide), elem)
-                scores_shared = T.alloc_shared((chunk, chunk), elem)
+                q_shared = T.alloc_shared((stages, chunk, wide), elem)
+                scores_shared = T.alloc_shared((2, chunk, chunk), elem)
 
             own = find_sequence(cu_seqlens, sequence, num_tokens, chunk, packed)
             head = T.truncdiv(value_head, T.truncdiv(value_heads, heads))
             column = part * tile
+            steps = T.truncdiv(own.length + chunk - 1, chunk)
             if initial is not None:
                 load_state(initial_state, sequence, value_head, column, state, v_first)
             else:
                 T.clear(state)
-            for step in T.serial(T.truncdiv(own.length + chunk - 1, chunk)):
-                first, rows, index = own.start + step * chunk, own.length - step * chunk, own.index + step
-                T.copy(state, state_shared)
-                if again:
-                    for i, j in T.Parallel(wide, tile):
-                        if T.And(i < dim, column + j < value_dim):
-                            h[index, value_head, i, column + j] = state_shared[i, j]
-                load_tile(v, own.batch, first, value_head, rows, column, x_shared)
-                load_square(inverse, index, value_head, inverse_shared)
-                load_beta(beta, own.batch, first, value_head, rows, beta_shared, form)
-                if channels:
-                    load_decayed(k, g_sum, own.batch, first, head, value_head, T.min(rows, chunk), k_shared)
-                else:
-                    load_tile(k, own.batch, first, head, rows, 0, k_shared)
-                    load_sums(g_sum, own.batch, first, value_head, T.min(rows, chunk), last_shared)
-                if not again:
-                    load_square(scores, index, value_head, scores_shared)
-                    if channels:
-                        load_decayed(q, g_sum, own.batch, first, head, value_head, T.min(rows, chunk), q_shared)
-                    else:
-                        load_tile(q, own.batch, first, head, rows, 0, q_shared)
-
-                T.clear(acc)
-                T.gemm(k_shared, state_shared, acc, policy=rowwise)
-                for i, j in T.Parallel(chunk, tile):
-                    known = acc[i, j] if channels else acc[i, j] * T.exp(last_shared[i])
-                    x_shared[i, j] = beta_shared[i] * (T.cast(x_shared[i, j], T.float32) - known)
-                T.clear(fresh)
-                T.gemm(inverse_shared, x_shared, fresh, policy=rowwise)
-                T.copy(fresh, u_shared)
-                if again:
-                    for i, j in T.Parallel(chunk, tile):
-                        if T.And(i < rows, column + j < value_dim):
-                            u[own.batch, first + i, value_head, column + j] = u_shared[i, j]
-                else:
-                    T.clear(acc)
-                    T.gemm(q_shared, state_shared, acc, policy=rowwise)
+            for ahead in T.serial(steps + 1):  # chunk `ahead` is copied while the one before it is computed
+                slot, other = ahead % 2, 1 - ahead % 2
+                T.ptx_wait_group(0)
+                T.sync_threads()
+                if ahead < steps:
+                    next_first, next_rows = own.start + ahead * chunk, own.length - ahead * chunk
+                    fetch_rows(v, own.batch, next_first, value_head, next_rows, column, v_shared, slot, threads)
+                    fetch_square(inverse, own.index + ahead, value_head, inverse_shared, slot, threads)
+                    fetch_numbers(beta, own.batch, next_first, value_head, next_rows, beta_shared, slot)
                     if not channels:
-                        for i, j in T.Parallel(chunk, tile):
-                            acc[i, j] = acc[i, j] * T.exp(last_shared[i])
-                    T.gemm(scores_shared, u_shared, acc, policy=rowwise)
-                    for i, j in T.Parallel(chunk, tile):
-                        if T.And(i < rows, column + j < value_dim):
-                            o[own.batch, first + i, value_head, column + j] = acc[i, j] * scale
-                if channels:
-                    load_undecayed(
-                        k, g_sum, own.batch, first, head, value_head, T.min(rows, chunk), k_shared, last_shared
+                        fetch_rows(k, own.batch, next_first, head, next_rows, 0, k_shared, slot, threads)
+                        fetch_numbers(g_sum, own.batch, next_first, value_head, next_rows, sum_shared, slot)
+                    if not again:
+                        fetch_square(scores, own.index + ahead, value_head, scores_shared, slot, threads)
+                        if not channels:
+                            fetch_rows(q, own.batch, next_first, head, next_rows, 0, q_shared, slot, threads)
+                    T.ptx_commit_group()
+                if ahead > 0:
+                    step = ahead - 1
+                    first, rows, index = own.start + step * chunk, own.length - step * chunk, own.index + step
+                    used, at = T.min(rows, chunk), 0 if channels else other
+                    T.copy(state, state_shared)
+                    row_factors(
+                        beta_shared, sum_shared, other, factor_shared, since_shared, until_shared, form, channels
                     )
-                    for i, j in T.Parallel(wide, tile):
-                        state[i, j] = state[i, j] * T.exp(last_shared[i])
-                    T.gemm(k_shared, u_shared, state, transpose_A=True)
-                else:
+                    if channels:
+                        load_decayed(k, g_sum, own.batch, first, head, value_head, used, k_shared)
+                        if not again:
+                            load_decayed(q, g_sum, own.batch, first, head, value_head, used, q_shared)
+                    if again:
+                        for i, j in T.Parallel(wide, tile):
+                            if T.And(i < dim, column + j < value_dim):
+                                h[index, value_head, i, column + j] = state_shared[i, j]
+
+                    T.clear(acc)
+                    T.gemm(k_shared[at, :, :], state_shared, acc, policy=rowwise)
                     for i, j in T.Parallel(chunk, tile):
-                        x_shared[i, j] = fresh[i, j] * T.exp(last_shared[chunk - 1] - last_shared[i])
-                    for i, j in T.Parallel(wide, tile):
-                        state[i, j] = state[i, j] * T.exp(last_shared[chunk - 1])
-                    T.gemm(k_shared, x_shared, state, transpose_A=True)
+                        known = acc[i, j] if channels else acc[i, j] * since_shared[i]
+                        x_shared[i, j] = factor_shared[i] * (T.cast(v_shared[other, i, j], T.float32) - known)
+                    T.clear(fresh)
+                    T.gemm(inverse_shared[other, :, :], x_shared, fresh, policy=rowwise)
+                    T.copy(fresh, u_shared)
+                    if again:
+                        for i, j in T.Parallel(chunk, tile):
+                            if T.And(i < rows, column + j < value_dim):
+                                u[own.batch, first + i, value_head, column + j] = u_shared[i, j]
+                    else:
+                        T.clear(acc)
+                        T.gemm(q_shared[at, :, :], state_shared, acc, policy=rowwise)
+                        if not channels:
+                            for i, j in T.Parallel(chunk, tile):
+                                acc[i, j] = acc[i, j] * since_shared[i]
+                        T.gemm(scores_shared[other, :, :], u_shared, acc, policy=rowwise)
+                        for i, j in T.Parallel(chunk, tile):
+                            if T.And(i < rows, column + j < value_dim):
+                                o[own.batch, first + i, value_head, column + j] = acc[i, j] * scale
+                    if channels:
+                        load_undecayed(k, g_sum, own.batch, first, head, value_head, used, k_shared, last_shared)
+                        for i, j in T.Parallel(wide, tile):
+                            state[i, j] = state[i, j] * T.exp(last_shared[i])
+                        T.gemm(k_shared[at, :, :], u_shared, state, transpose_A=True)
+                    else:
+                        for i, j in T.Parallel(chunk, tile):
+                            x_shared[i, j] = fresh[i, j] * until_shared[i]
+                        for i, j in T.Parallel(wide, tile):
+                            state[i, j] = state[i, j] * since_shared[chunk - 1]
+                        T.gemm(k_shared[at, :, :], x_shared, state, transpose_A=True)
             if final:
                 store_state(state, final_state, sequence, value_head, column, v_first)
 

@@ -6,7 +6,8 @@ from tile_kernels.reference.linear_attention.delta_rule import delta_rule, delta
 from tile_kernels.reference.linear_attention.gate import gate, gate_bwd
 from tile_kernels.reference.linear_attention.gated_norm import gated_norm, gated_norm_bwd
 from tile_kernels.reference.linear_attention.l2norm import l2norm, l2norm_bwd
-from tile_kernels.reference.linear_attention.recurrent_delta import recurrent_delta, recurrent_delta_pool
+from tile_kernels.reference.linear_attention.recurrent_delta import recurrent_delta
+from tile_kernels.reference.linear_attention.recurrent_delta_pool import recurrent_delta_pool
 
 __all__ = [
     'causal_conv1d',

@@ -7,7 +7,7 @@ from tile_kernels.reference.linear_attention.causal_conv1d import sequences_of
 from tile_kernels.reference.linear_attention.gate import gate
 
 
-def _prepare(
+def prepare(
     q: Tensor,
     k: Tensor,
     g: Tensor,
@@ -30,7 +30,7 @@ def _prepare(
     return q.repeat_interleave(group, 2), k.repeat_interleave(group, 2), decay, factors
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, factors: Tensor, state: Tensor, scale: float) -> tuple:
+def run_sequence(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, factors: Tensor, state: Tensor, scale: float) -> tuple:
     """Results and final state of one sequence."""
     o = torch.zeros(v.shape, device=v.device)
     for t in range(v.shape[0]):
@@ -60,7 +60,7 @@ def recurrent_delta(
 ) -> tuple[Tensor, Tensor]:
     """Every sequence from its initial state."""
     heads, dim, value_dim = v.shape[2], q.shape[3], v.shape[3]
-    prepared = _prepare(q, k, g, beta, a_log, dt_bias, form, normalize, lower_bound, heads)
+    prepared = prepare(q, k, g, beta, a_log, dt_bias, form, normalize, lower_bound, heads)
     o = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
     finals = [torch.zeros(0, heads, dim, value_dim, device=v.device)]
     for n, (b, own) in enumerate(sequences_of(cu_seqlens, v)):
@@ -68,40 +68,9 @@ def recurrent_delta(
         if initial_state is not None:
             state = (initial_state[n].transpose(1, 2) if v_first else initial_state[n]).float()
         rows = [x[b, own] for x in (*prepared[:2], v, *prepared[2:])]
-        results, state = _run(*rows, state, scale)
+        results, state = run_sequence(*rows, state, scale)
         o[b, own] = results.to(v.dtype)
         if output_final_state:
             finals.append(state[None])
     final = torch.cat(finals)
     return o, (final.transpose(2, 3) if v_first else final).contiguous()
-
-
-def recurrent_delta_pool(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    pool: Tensor,
-    state_indices: Tensor,
-    a_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    scale: float = 1.0,
-    form: int = 0,
-    normalize: bool = False,
-    lower_bound: float = 0.0,
-    v_first: bool = False,
-) -> Tensor:
-    """Every sequence from its state in the pool, where the final one replaces it."""
-    prepared = _prepare(q, k, g, beta, a_log, dt_bias, form, normalize, lower_bound, v.shape[2])
-    o = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
-    for (b, own), index in zip(sequences_of(cu_seqlens, v), state_indices.tolist(), strict=True):
-        if not 0 <= index < pool.shape[0]:
-            continue
-        state = (pool[index].transpose(1, 2) if v_first else pool[index]).float()
-        rows = [x[b, own] for x in (*prepared[:2], v, *prepared[2:])]
-        results, state = _run(*rows, state, scale)
-        o[b, own] = results.to(v.dtype)
-        pool[index] = (state.transpose(1, 2) if v_first else state).to(pool.dtype)
-    return o
