@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tile_kernels.modeling.attention import Attention
+    from tile_kernels.modeling.delta_net import GatedDeltaNet, KimiDeltaAttention
     from tile_kernels.modeling.engram import Engram, EngramGateLayer
     from tile_kernels.modeling.mamba2 import Mamba2
     from tile_kernels.modeling.mhc.pipeline import MHCPipeline
@@ -19,6 +20,8 @@ _HOMES = {
     'Attention': 'attention',
     'Engram': 'engram',
     'EngramGateLayer': 'engram',
+    'GatedDeltaNet': 'delta_net',
+    'KimiDeltaAttention': 'delta_net',
     'MHCPipeline': 'mhc.pipeline',
     'Mamba2': 'mamba2',
     'MoELayer': 'moe',
@@ -26,7 +29,7 @@ _HOMES = {
     'quantize_model': 'quant_linear',
     'Retention': 'retention',
 }
-_MODULES = ('attention', 'engram', 'mamba2', 'mhc', 'moe', 'retention')
+_MODULES = tuple(sorted({home.partition('.')[0] for home in _HOMES.values()}))
 
 #: Without the modules: `import *` must not replace the families that have the same names.
 __all__ = [*_HOMES]
