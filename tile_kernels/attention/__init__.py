@@ -8,6 +8,7 @@ from tile_kernels.attention.combine import combine, flash_attn_combine
 from tile_kernels.attention.decode import decode, flash_attn_with_kvcache
 from tile_kernels.attention.kv_cache import KVCache
 from tile_kernels.attention.scaled_dot_product_attention import scaled_dot_product_attention
+from tile_kernels.attention.topk_indices import topk_indices
 
 __all__ = [
     'KVCache',
@@ -20,6 +21,7 @@ __all__ = [
     'flash_attn_varlen_func',
     'flash_attn_with_kvcache',
     'scaled_dot_product_attention',
+    'topk_indices',
 ]
 
 
