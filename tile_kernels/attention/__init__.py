@@ -6,6 +6,8 @@ Nothing of this family has run on a GPU yet: kernels are checked in the interpre
 from tile_kernels.attention.attend import attend, attend_bwd, flash_attn_func, flash_attn_varlen_func
 from tile_kernels.attention.combine import combine, flash_attn_combine
 from tile_kernels.attention.decode import decode, flash_attn_with_kvcache
+from tile_kernels.attention.fp8_mqa_logits import fp8_mqa_logits
+from tile_kernels.attention.fp8_paged_mqa_logits import fp8_paged_mqa_logits
 from tile_kernels.attention.kv_cache import KVCache
 from tile_kernels.attention.scaled_dot_product_attention import scaled_dot_product_attention
 from tile_kernels.attention.topk_indices import topk_indices
@@ -20,6 +22,8 @@ __all__ = [
     'flash_attn_func',
     'flash_attn_varlen_func',
     'flash_attn_with_kvcache',
+    'fp8_mqa_logits',
+    'fp8_paged_mqa_logits',
     'scaled_dot_product_attention',
     'topk_indices',
 ]

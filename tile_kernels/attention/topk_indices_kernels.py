@@ -257,6 +257,7 @@ def topk_indices_kernel(
             x_local = T.alloc_local((width,), elem)
             name_local = T.alloc_local((width,), T.int32)
             rank_local = T.alloc_local((width,), T.int32)
+            key_local = T.alloc_local((width,), T.uint32)
             edge_local = T.alloc_local((1,), T.uint32)
             bits_local, need_local = T.alloc_local((1,), T.int32), T.alloc_local((1,), T.int32)
             cut = Cut(edge_local, bits_local, need_local)
@@ -276,12 +277,16 @@ def topk_indices_kernel(
                 first = T.max(T.min(start[row], num_columns), 0)
             if has_end:
                 last = T.min(end[row], num_columns)
-            # The vectors of this part, in order: one for each thread, and so on.
+            # The vectors of this part, in order: one for each thread, and so on. Variables, lest divisions be repeated.
+            aligned = T.alloc_var(T.int32)
+            first_vector = T.alloc_var(T.int32)
+            last_vector = T.alloc_var(T.int32)
+            num_steps = T.alloc_var(T.int32)
             aligned = T.truncdiv(first, width) * width
-            num_vectors = T.truncdiv(T.max(last - aligned, 0) + width - 1, width)
-            own_vectors = T.truncdiv(num_vectors + num_parts - 1, num_parts)
-            first_vector = part * own_vectors
-            last_vector = T.min(first_vector + own_vectors, num_vectors)
+            last_vector = T.truncdiv(T.max(last - aligned, 0) + width - 1, width)
+            num_steps = T.truncdiv(last_vector + num_parts - 1, num_parts)
+            first_vector = part * num_steps
+            last_vector = T.min(first_vector + num_steps, last_vector)
             num_steps = T.truncdiv(T.max(last_vector - first_vector, 0) + num_threads - 1, num_threads)
 
             if copied:
@@ -329,9 +334,9 @@ def topk_indices_kernel(
                     inside = T.And(vector < last_vector, T.And(column + e >= first, column + e < last))
                     rank_local[e] = -1
                     if inside:
-                        key = order_key(T.cast(x_local[e], T.float32))
+                        key_local[e] = order_key(T.cast(x_local[e], T.float32))
                         valid = name_local[e] >= 0 if mapped else True
-                        if T.And(valid, key >= lowest):
+                        if T.And(valid, key_local[e] >= lowest):
                             rank_local[e] = passed
                             passed += 1
                 earlier = passed
@@ -346,7 +351,7 @@ def topk_indices_kernel(
                 earlier += T.warp_reduce_sum(T.if_then_else(lane < warp, sums, 0)) - passed
                 for e in T.unroll(width):
                     if rank_local[e] >= 0:
-                        key_shared[number + earlier + rank_local[e]] = order_key(T.cast(x_local[e], T.float32))
+                        key_shared[number + earlier + rank_local[e]] = key_local[e]
                         column_shared[number + earlier + rank_local[e]] = column + e
                 number += T.warp_reduce_sum(T.if_then_else(lane < num_warps, sums, 0))
 
