@@ -9,6 +9,7 @@ from tile_kernels.attention.decode import decode, flash_attn_with_kvcache
 from tile_kernels.attention.fp8_mqa_logits import fp8_mqa_logits
 from tile_kernels.attention.fp8_paged_mqa_logits import fp8_paged_mqa_logits
 from tile_kernels.attention.kv_cache import KVCache
+from tile_kernels.attention.nsa_attend import nsa_attend, nsa_attend_bwd
 from tile_kernels.attention.scaled_dot_product_attention import scaled_dot_product_attention
 from tile_kernels.attention.topk_indices import topk_indices
 
@@ -24,6 +25,8 @@ __all__ = [
     'flash_attn_with_kvcache',
     'fp8_mqa_logits',
     'fp8_paged_mqa_logits',
+    'nsa_attend',
+    'nsa_attend_bwd',
     'scaled_dot_product_attention',
     'topk_indices',
 ]

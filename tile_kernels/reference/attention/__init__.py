@@ -5,9 +5,10 @@ from tile_kernels.reference.attention.combine import combine
 from tile_kernels.reference.attention.decode import decode
 from tile_kernels.reference.attention.fp8_mqa_logits import fp8_mqa_logits
 from tile_kernels.reference.attention.fp8_paged_mqa_logits import fp8_paged_mqa_logits
+from tile_kernels.reference.attention.nsa_attend import nsa_attend, nsa_attend_bwd
 from tile_kernels.reference.attention.topk_indices import topk_indices
 
-__all__ = ['attend', 'attend_bwd', 'combine', 'decode', 'fp8_mqa_logits', 'fp8_paged_mqa_logits', 'topk_indices']
+__all__ = ['attend', 'attend_bwd', 'combine', 'decode', 'fp8_mqa_logits', 'fp8_paged_mqa_logits', 'nsa_attend', 'nsa_attend_bwd', 'topk_indices']
 
 
 def __dir__() -> list[str]:
