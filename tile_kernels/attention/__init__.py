@@ -10,6 +10,8 @@ from tile_kernels.attention.fp8_mqa_logits import fp8_mqa_logits
 from tile_kernels.attention.fp8_paged_mqa_logits import fp8_paged_mqa_logits
 from tile_kernels.attention.kv_cache import KVCache
 from tile_kernels.attention.nsa_attend import nsa_attend, nsa_attend_bwd
+from tile_kernels.attention.nsa_scores import nsa_scores
+from tile_kernels.attention.parallel_nsa import parallel_nsa
 from tile_kernels.attention.scaled_dot_product_attention import scaled_dot_product_attention
 from tile_kernels.attention.topk_indices import topk_indices
 
@@ -27,6 +29,8 @@ __all__ = [
     'fp8_paged_mqa_logits',
     'nsa_attend',
     'nsa_attend_bwd',
+    'nsa_scores',
+    'parallel_nsa',
     'scaled_dot_product_attention',
     'topk_indices',
 ]

@@ -44,7 +44,6 @@ def check_tokens(q: Tensor, k: Tensor, v: Tensor, block_size: int, cu_seqlens: T
     check_dim(value_dim, 'the last extent of v')
     check_heads(q_heads, kv_heads)
     check.at_most(q_heads // kv_heads, MAX_GROUP, 'query heads of a kv head')
-    check_vectors(q=q, k=k, v=v)
     check.one_of(block_size, SIZES, 'block_size')
     check.at_most(batch * tokens, (1 << 31) - (1 << 17), 'the number of tokens')
     check.packed(cu_seqlens, 'cu_seqlens', 'sequences+1', torch.int32)
@@ -65,6 +64,7 @@ def _check(
     block_size: int,
 ) -> int:
     number = check_tokens(q, k, v, block_size, cu_seqlens)
+    check_vectors(q=q, k=k, v=v)
     batch, tokens, heads = k.shape[:3]
     same = dict(batch=batch, tokens=tokens, heads=heads)
     check.packed(block_indices, 'block_indices', 'batch tokens heads listed', torch.int32, **same)
