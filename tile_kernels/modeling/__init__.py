@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from tile_kernels.modeling.engram import Engram, EngramGateLayer
     from tile_kernels.modeling.mhc.pipeline import MHCPipeline
     from tile_kernels.modeling.moe import MoELayer
+    from tile_kernels.modeling.nsa import NSA
 
 #: Public name -> module that defines it.
 _HOMES = {
@@ -18,8 +19,9 @@ _HOMES = {
     'EngramGateLayer': 'engram',
     'MHCPipeline': 'mhc.pipeline',
     'MoELayer': 'moe',
+    'NSA': 'nsa',
 }
-_MODULES = ('attention', 'engram', 'mhc', 'moe')
+_MODULES = ('attention', 'engram', 'mhc', 'moe', 'nsa')
 
 #: Without the modules: `import *` must not replace the families that have the same names.
 __all__ = [*_HOMES]
