@@ -43,8 +43,8 @@ def plain_nsa(q, k, v, gates, number, window, lists=None):
     group = heads // kv_heads
     q, k, v = (x.double() for x in (q, k, v))
     means = [x[: tokens // SIZE * SIZE].unflatten(0, (-1, SIZE)).mean(1).to(BF16).double() for x in (k, v)]
-    first = lambda x: x.transpose(0, 1)  # noqa: E731
-    wide = lambda x: first(x.repeat_interleave(group, 1))  # noqa: E731
+    first = lambda x: x.transpose(0, 1)
+    wide = lambda x: first(x.repeat_interleave(group, 1))
     token, block = torch.arange(tokens), torch.arange(tokens // SIZE)
     complete = ((block + 1) * SIZE - 1 <= token[:, None]).expand(heads, -1, -1)
     compressed, weights = masked(first(q), wide(means[0]), wide(means[1]), complete)

@@ -2,8 +2,8 @@
 
     logits[i, j] = sf[j] * sum_h relu(sum_d q[i, h, d] * kv[j, d]) * weights[i, h]       start[i] <= j < end[i]
 
-Elsewhere logits are -inf, or not written. `mqa_logits_kernels` describes the kernels. Compute bound: the floor is the
-time of the products on fp8 tensor cores.
+Elsewhere logits are -inf, or not written. `fp8_mqa_logits_kernels` describes the kernels. Compute bound: the floor is
+the time of the products on fp8 tensor cores.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.attention._checks import check_vectors, lengths_int32
-from tile_kernels.attention.mqa_logits_kernels import FP8, MQA_LOGITS, TILE, num_queries
+from tile_kernels.attention.fp8_mqa_logits_kernels import FP8, MQA_LOGITS, TILE, num_queries
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.launch import launch

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tile_kernels.attention._checks import lengths_int32
 from tile_kernels.attention.fp8_mqa_logits import LOGITS, check_heads_and_dim, num_parts, padded_rows
-from tile_kernels.attention.mqa_logits_kernels import FP8, MQA_LOGITS, TILE
+from tile_kernels.attention.fp8_mqa_logits_kernels import FP8, MQA_LOGITS, TILE
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.launch import launch
@@ -40,7 +40,9 @@ def _fp8_paged_mqa_logits(
     pages, *_ = check.shape(
         kv_cache, 'kv_cache', 'pages 64 1 dim+4', dtype=CODES, **{'64': TILE, '1': 1, 'dim+4': dim + 4}
     )
-    check.packed(weights, 'weights', 'batch*tokens heads', torch.float32, **{'batch*tokens': batch * tokens}, heads=heads)
+    check.packed(
+        weights, 'weights', 'batch*tokens heads', torch.float32, **{'batch*tokens': batch * tokens}, heads=heads
+    )
     columns = check.shape(context_lens, 'context_lens', 'batch columns', dtype=torch.int32, batch=batch)[1]
     if columns not in (1, tokens):
         check.fail('context_lens', 'must have one length per sequence or per token', check.describe(context_lens))
@@ -49,7 +51,11 @@ def _fp8_paged_mqa_logits(
     check.at_least(max_context_len, 0, 'max_context_len')
     check.at_most(max_context_len, 1 << 30, 'max_context_len')
     check.contiguous(q, 'q')
-    if pages and not kv_cache[0].is_contiguous() or kv_cache.stride(0) % 16 or check.vector_bytes(q, kv_cache[:, 0, 0]) < 16:
+    if (
+        (pages and not kv_cache[0].is_contiguous())
+        or kv_cache.stride(0) % 16
+        or check.vector_bytes(q, kv_cache[:, 0, 0]) < 16
+    ):
         check.fail('kv_cache', 'must have contiguous pages at multiples of 16 bytes', check.describe(kv_cache))
     check.same_device(q=q, kv_cache=kv_cache, weights=weights, context_lens=context_lens, block_table=block_table)
     logits = padded_rows(batch * tokens, max_context_len, q.device)
@@ -94,8 +100,8 @@ def fp8_paged_mqa_logits(
             `fp8_mqa_logits`.
         kv_cache: (pages, 64, 1, dim + 4) uint8: a page holds 64 * dim codes and then 64 float32 factors.
         weights: (batch * tokens, heads) float32, with the factors of q.
-        context_lens: (batch,) int32 or int64, the keys of a sequence with its new tokens: token t of n sees
-            context_lens - n + t + 1 of them; or (batch, tokens), the keys that each token sees.
+        context_lens: (batch,) int32 or int64, the keys of a sequence with its new tokens. Token t of n sees
+            context_lens - n + t + 1 of them. Or (batch, tokens), the keys that each token sees.
         block_table: (batch, most_pages) int32 or int64, the pages of every sequence. A negative page is a hole, its
             logits are -inf; those of a page that does not exist are NaN.
         schedule_meta: accepted; nothing is scheduled on the host.

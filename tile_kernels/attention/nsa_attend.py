@@ -3,10 +3,9 @@
     p[i, j] = exp(scale * sum_d q[i, d] * k[j, d]) / sum_j ...           over the keys of the listed blocks, j <= i
     o[i, d] = sum_j p[i, j] * v[j, d]
 
-Entry n of a list is block n: keys n * block_size to (n + 1) * block_size - 1 of the own sequence. -1 is none, a block
-behind the token is none either, and a block listed twice counts twice. The kernels are in `nsa_attend_kernels`. The
-floor is reading the listed blocks of every token, mostly from the L2 cache: with few query heads per kv head this
-takes longer than the products.
+Block n are the keys from n * block_size on of the own sequence. Entries below 0 and blocks behind the token are none,
+and a block that is listed twice counts twice. The kernels are in `nsa_attend_kernels`. Every token reads its blocks,
+mostly from the L2 cache. With 16 query heads per kv head this takes longer than the products.
 """
 
 import math

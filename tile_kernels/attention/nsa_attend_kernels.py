@@ -1,9 +1,10 @@
 """Kernels of `nsa_attend` and of its gradient, by mma. See `nsa_attend` for the formula.
 
-Forward and dq: a thread block owns one token and one kv head, so its rows are the query heads of that kv head, padded
-to 16, 32 or 64, and it goes over the blocks of the token's list. dk and dv: a thread block owns up to 64 keys of a
-block and goes over the tokens whose list has it, several at a time. Their numbers are sorted by block beforehand. So
-every sum has one order, and nothing is added to memory.
+Forward and dq: a thread block owns one token and one kv head. Its rows are the query heads of that kv head, padded to
+16, 32 or 64. It goes over the blocks of the token's list.
+Gradients of keys and values: a thread block owns up to 64 keys of a block. It goes over the tokens whose list has the
+block, several at a time; their numbers are sorted by block beforehand.
+So every sum has one order, and nothing is added to memory. Tiles are copied by cp.async, which needs no registers.
 """
 
 import math
@@ -97,6 +98,46 @@ def list_length(block_counts, token, head, num_listed, counted: bool):
     return length
 
 
+@macro
+def copy_keys(x, batch, first, head, number, x_shared, width: int, num_threads: int):
+    """Start to copy `number` keys or values from token `first` on, 16 bytes per thread; 0 behind them."""
+    rows, vectors = int(x_shared.shape[0]), int(x_shared.shape[1]) // 8
+    for step in T.unroll(-(-rows * vectors // num_threads)):
+        index = step * num_threads + T.get_thread_binding()
+        i, column = T.truncdiv(index, vectors), T.truncmod(index, vectors) * 8
+        if index < rows * vectors:
+            T.ptx_cp_async(
+                T.access_ptr(x_shared[i, column], 'w', 8),
+                T.access_ptr(x[batch, first + T.min(i, number - 1), head, T.min(column, width - 8)], 'r', 8),
+                8,
+                T.And(i < number, column < width),
+            )
+
+
+@macro
+def copy_rows(x, batch, rows, number, x_shared, width: int, num_threads: int):
+    """Start to copy the first `number` of some rows; 0 behind them."""
+    extent, vectors = int(x_shared.shape[0]), int(x_shared.shape[1]) // 8
+    for step in T.unroll(-(-extent * vectors // num_threads)):
+        index = step * num_threads + T.get_thread_binding()
+        i, column = T.truncdiv(index, vectors), T.truncmod(index, vectors) * 8
+        if index < extent * vectors:
+            T.ptx_cp_async(
+                T.access_ptr(x_shared[i, column], 'w', 8),
+                T.access_ptr(x[batch, rows.query[i], rows.head[i], T.min(column, width - 8)], 'r', 8),
+                8,
+                T.And(i < number, column < width),
+            )
+
+
+@macro
+def finish_copies():
+    """Wait until all threads have what they copied."""
+    T.ptx_commit_group()
+    T.ptx_wait_group(0)
+    T.sync_threads()
+
+
 # Forward ------------------------------------------------------------------------------------
 
 
@@ -160,23 +201,20 @@ def nsa_attend_kernel(
                         for part in T.serial(size // keys):
                             key = block * size + part * keys
                             if key <= token.position:
-                                load_keys(
-                                    k, token.batch, token.start, head, key, token.position + 1, k_shared, head_dim
-                                )
-                                load_keys(
-                                    v, token.batch, token.start, head, key, token.position + 1, v_shared, value_dim
-                                )
+                                own_keys = (token.batch, token.start + key, head, token.position + 1 - key)
+                                copy_keys(k, *own_keys, k_shared, head_dim, 2 * tile)
+                                copy_keys(v, *own_keys, v_shared, value_dim, 2 * tile)
+                                finish_copies()
                                 T.clear(scores)
                                 T.gemm(q_shared, k_shared, scores, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
                                 for i, j in T.Parallel(tile, keys):
-                                    scores[i, j] = T.if_then_else(
-                                        key + j <= token.position, scores[i, j] * scale, -inf
-                                    )
+                                    scores[i, j] = T.if_then_else(key + j <= token.position, scores[i, j] * scale, -inf)
                                 softmax_step(scores, top, total, factor, block_top, block_sum)
                                 T.copy(scores, weights)
                                 for i, d in T.Parallel(tile, wide_v):
                                     acc[i, d] = acc[i, d] * factor[i]
                                 T.gemm(weights, v_shared, acc, policy=T.GemmWarpPolicy.FullRow)
+                                T.sync_threads()
             for i in T.Parallel(tile):
                 seen = total[i] != 0.0
                 factor[i] = T.if_then_else(seen, 1.0 / total[i], T.float32(0.0))
@@ -276,12 +314,10 @@ def nsa_attend_dq_kernel(
                         for part in T.serial(size // keys):
                             key = block * size + part * keys
                             if key <= token.position:
-                                load_keys(
-                                    k, token.batch, token.start, head, key, token.position + 1, k_shared, head_dim
-                                )
-                                load_keys(
-                                    v, token.batch, token.start, head, key, token.position + 1, v_shared, value_dim
-                                )
+                                own_keys = (token.batch, token.start + key, head, token.position + 1 - key)
+                                copy_keys(k, *own_keys, k_shared, head_dim, 2 * tile)
+                                copy_keys(v, *own_keys, v_shared, value_dim, 2 * tile)
+                                finish_copies()
                                 T.clear(scores)
                                 T.gemm(q_shared, k_shared, scores, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
                                 T.clear(dp)
@@ -294,6 +330,7 @@ def nsa_attend_dq_kernel(
                                     )
                                 T.copy(dp, ds)
                                 T.gemm(ds, k_shared, acc, policy=T.GemmWarpPolicy.FullRow)
+                                T.sync_threads()
             for i, d in T.Parallel(tile, wide):
                 if T.And(i < group, d < head_dim):
                     dq[token.batch, token.number, head * group + i, d] = acc[i, d] * out_scale
@@ -402,8 +439,10 @@ def nsa_attend_dkv_kernel(head_dim: int, value_dim: int, dtype: torch.dtype, siz
                         delta_shared[i] = T.if_then_else(
                             i < own_rows, delta[own_batch, rows.query[i], rows.head[i]], T.float32(0.0)
                         )
-                    load_rows(q, own_batch, 0, rows, 0, own_rows, q_shared, head_dim)
-                    load_rows(do, own_batch, 0, rows, 0, own_rows, do_shared, value_dim)
+                    T.sync_threads()
+                    copy_rows(q, own_batch, rows, own_rows, q_shared, head_dim, 2 * keys)
+                    copy_rows(do, own_batch, rows, own_rows, do_shared, value_dim, 2 * keys)
+                    finish_copies()
                     T.clear(scores)
                     T.gemm(k_shared, q_shared, scores, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
                     for j, i in T.Parallel(keys, queries):
@@ -421,6 +460,7 @@ def nsa_attend_dkv_kernel(head_dim: int, value_dim: int, dtype: torch.dtype, siz
                                 scores[j, i] == 0.0, T.float32(0.0), scores[j, i] * (dp[j, i] - delta_shared[i])
                             )
                         T.gemm(weights, q_shared, dk_acc, policy=T.GemmWarpPolicy.FullRow)
+                    T.sync_threads()
                 if with_dk:
                     for j, d in T.Parallel(keys, wide):
                         if T.And(key + j < length, d < head_dim):

@@ -5,7 +5,7 @@
 k are the means of the keys of complete blocks, lse that of attention to them. The first block, the own block of t and
 the one before it have the score inf, so they are always selected. Blocks behind t have the score -inf.
 A thread block owns some tokens of a kv head, all query heads of them, and goes over tiles of 64 blocks. Products are
-by mma with blocks as rows, so the sum over heads is one over registers and four lanes, as in `mqa_logits_kernels`.
+by mma with blocks as rows, so the sum over heads is one over registers and four lanes, as in `fp8_mqa_logits_kernels`.
 """
 
 import math
@@ -17,7 +17,7 @@ from torch import Tensor
 from tile_kernels.attention._checks import HALVES, check_dim, check_heads, check_vectors
 from tile_kernels.attention._macros import find_block, padded
 from tile_kernels.attention.nsa_attend import MAX_GROUP, SIZES
-from tile_kernels.attention.nsa_attend_kernels import LOG2E, strided
+from tile_kernels.attention.nsa_attend_kernels import LOG2E
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import PLAIN_PRODUCTS, kernel
@@ -49,11 +49,11 @@ def nsa_scores_kernel(head_dim: int, dtype: torch.dtype, group: int, size: int, 
     elem = T.dtype(dtype)
     wide, heads, tokens = padded(head_dim), padded_heads(group), tile_tokens(group)
     pairs = heads * tokens
-    q_type, q_strides = strided('q', (batch, num_tokens, q_heads, head_dim), elem)
+    q_strides = [T.dynamic(f'q_stride{dim}') for dim in range(3)]
 
     @T.prim_func
     def nsa_scores(
-        q: q_type,
+        q: T.StridedTensor((batch, num_tokens, q_heads, head_dim), (*q_strides, 1), elem),
         k: T.Tensor((batch, num_means, kv_heads, head_dim), elem),
         lse: T.Tensor((batch, num_tokens, q_heads), T.float32),
         cu_seqlens: T.Tensor((num_cuts,), T.int32),

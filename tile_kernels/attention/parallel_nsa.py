@@ -50,7 +50,7 @@ def attend_means(
     Tokens that see equally many are `size` neighbors, of which the first is one later than a block. As heads of one
     query they make this causal attention of blocks + 1 queries to `blocks` keys.
     """
-    batch, tokens, heads, _ = q.shape
+    tokens, heads = q.shape[1:3]
     kv_heads, group = k.shape[2], heads // k.shape[2]
     options: dict[str, Any] = dict(causal=True, softmax_scale=scale, return_lse=True)
     if cu_seqlens is None:
@@ -124,8 +124,8 @@ def parallel_nsa(
         block_indices: (batch, tokens, kv_heads, listed) int32 or int64, blocks of the own sequence; -1 is none. Unless
             given, the blocks of largest score: the sum over heads of the weights of their means. The first block, the
             own one and the one before it are always among them.
-        block_counts: how many blocks are selected, up to 4096; with `block_indices` an integer is ignored, and a tensor
-            (batch, tokens, kv_heads) says how many entries of a list count.
+        block_counts: how many blocks are selected, up to 4096. With `block_indices` an integer is ignored. A tensor
+            (batch, tokens, kv_heads) then says how many entries of a list count.
         block_size: keys of a block: 16, 32, 64 or 128.
         window_size: keys that a token sees in the window, itself included; 0 leaves it out.
         scale: factor of the scores of all branches, 1 / sqrt(dim) unless given.

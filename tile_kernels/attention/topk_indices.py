@@ -4,7 +4,7 @@
 
 NaN is below -inf, both zeros are equal, and of equal numbers the smaller column wins. Behind the last one is -1.
 
-A thread block reads a part of a row once, 16 bytes per thread, and keeps a list of the numbers that may be among the k
+A thread block reads a part of a row once, 16 bytes per thread. It keeps a list of the numbers that may be among the k
 largest, in the order of columns. When the list is full, it is cut to its k best entries, and from then on only larger
 numbers enter. A cut takes up to three histograms of 2048 bins over the keys that are left, from the smallest to the
 largest one. So the worst input costs more cuts, never another pass over memory. If rows are few and long, several
@@ -138,9 +138,9 @@ def random_logits(
 ) -> dict:
     """Arguments of `topk_indices`.
 
-    `bounds` names the bounds that are given; what lies outside is NaN. `content` is 'normal', 'ties' (few different
-    numbers, NaN, inf and both zeros), 'equal', 'rising' (every number is the largest so far) or 'near' (numbers that
-    differ in their last bits). Rows are `pad` elements apart.
+    `bounds` names the bounds that are given; what lies outside is NaN. `content` is 'normal', 'ties', 'equal', 'rising'
+    or 'near'. Ties are few different numbers, NaN, inf and both zeros. Near numbers differ in their last bits. Rows
+    are `pad` elements apart.
     """
     whole = torch.randn(rows, columns + pad)
     if content == 'ties':

@@ -102,11 +102,14 @@ class NSA(nn.Module):
         q, k = self._rotate(q, k, positions)
         if cu_seqlens is not None:
             q, k, v, gates = (t[None] for t in (q, k, v, gates))
+        g_cmp, g_slc, g_swa = gates.unbind(-1)
         o = parallel_nsa(
             q,
             k,
             v,
-            *gates.unbind(-1),
+            g_cmp,
+            g_slc,
+            g_swa,
             block_counts=self.block_counts,
             block_size=self.block_size,
             window_size=self.window,

@@ -9,7 +9,18 @@ from tile_kernels.reference.attention.nsa_attend import nsa_attend, nsa_attend_b
 from tile_kernels.reference.attention.nsa_scores import nsa_scores
 from tile_kernels.reference.attention.topk_indices import topk_indices
 
-__all__ = ['attend', 'attend_bwd', 'combine', 'decode', 'fp8_mqa_logits', 'fp8_paged_mqa_logits', 'nsa_attend', 'nsa_attend_bwd', 'nsa_scores', 'topk_indices']
+__all__ = [
+    'attend',
+    'attend_bwd',
+    'combine',
+    'decode',
+    'fp8_mqa_logits',
+    'fp8_paged_mqa_logits',
+    'nsa_attend',
+    'nsa_attend_bwd',
+    'nsa_scores',
+    'topk_indices',
+]
 
 
 def __dir__() -> list[str]:

@@ -92,9 +92,7 @@ def nsa_attend_bwd(
     kv_heads = k.shape[2]
     for b in range(q.shape[0]):
         counts = None if block_counts is None else block_counts[b]
-        own_q, own_k, own_v, p, _ = _products(
-            q[b], k[b], v[b], block_indices[b], counts, cu_seqlens, block_size, scale
-        )
+        own_q, own_k, own_v, p, _ = _products(q[b], k[b], v[b], block_indices[b], counts, cu_seqlens, block_size, scale)
         own_do = do[b].double().transpose(0, 1)
         dp = own_do @ own_v.transpose(1, 2)
         ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale

@@ -1,10 +1,10 @@
 """Kernels of `fp8_mqa_logits` and `fp8_paged_mqa_logits`, which describe the formula.
 
 A thread block owns some queries, all heads of them, and goes over tiles of 64 keys. The product has keys as rows and
-(query, head) as columns, so the sum over heads is one over registers of a thread and then of four lanes. relu(x) is
-(x + |x|) / 2, one instruction that keeps NaN, and the half is in the weights.
+(query, head) as columns. So the sum over heads is one over registers of a thread and then of four lanes. The kernels
+compute relu(x) as (x + |x|) / 2: one instruction that keeps NaN, and the half is in the weights.
 
-With wgmma, one warpgroup loads tiles by TMA for two others, which take turns: the tensor cores work for one of them
+With wgmma, one warpgroup loads tiles by TMA for two others, which take turns. The tensor cores work for one of them
 while the other adds. With mma, codes are widened to bfloat16, in which they and their products are exact.
 """
 
@@ -128,7 +128,7 @@ def store_logits(logits, queries, sums_shared, row, end_row, tile, page, num_pag
     serves=lambda static, gpu: gpu.has_wgmma and static.dim >= 64,
 )
 def mqa_logits_kernel(heads: int, dim: int, tokens: int, wide: bool, clean: bool):
-    """`tokens` is the number of queries of a sequence whose keys are in pages, or 0; `wide`: each has its own length."""
+    """`tokens` is the number of queries of a sequence with keys in pages, or 0; with `wide` each has its own length."""
     num_pairs, num_rows, num_columns = T.dynamic('num_pairs'), T.dynamic('num_rows'), T.dynamic('num_columns')
     num_pages, page_tokens = T.dynamic('num_pages'), T.dynamic('page_tokens')
     num_starts, num_ends, end_columns = T.dynamic('num_starts'), T.dynamic('num_ends'), T.dynamic('end_columns')
@@ -266,7 +266,7 @@ def portable_mqa_logits_kernel(heads: int, dim: int, tokens: int, wide: bool, cl
             q_shared = T.alloc_shared((pairs, dim), T.bfloat16)
             kv_shared = T.alloc_shared((TILE, dim), T.bfloat16)
             out_shared = T.alloc_shared((queries, TILE), T.float32)
-            weight = T.alloc_fragment((pairs,), T.float32)
+            weight_shared = T.alloc_shared((pairs,), T.float32)
             acc = T.alloc_fragment((TILE, pairs), T.float32)
             sums = T.alloc_fragment((TILE, queries), T.float32)
             page = T.alloc_var(T.int32, init=0)
@@ -275,7 +275,7 @@ def portable_mqa_logits_kernel(heads: int, dim: int, tokens: int, wide: bool, cl
             own = find_queries(start, end, pid, num_rows, num_columns, queries, tokens, wide, part, num_parts)
             if own.first < own.last:
                 for j in T.Parallel(pairs):
-                    weight[j] = T.if_then_else(
+                    weight_shared[j] = T.if_then_else(
                         row * heads + j < num_pairs, weights[T.min(row * heads + j, num_pairs - 1)] * 0.5, 0.0
                     )
                 for j, d in T.Parallel(pairs, dim):
@@ -299,7 +299,7 @@ def portable_mqa_logits_kernel(heads: int, dim: int, tokens: int, wide: bool, cl
                 T.clear(acc)
                 T.gemm(kv_shared, q_shared, acc, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
                 for i, j in T.Parallel(TILE, pairs):
-                    acc[i, j] = (acc[i, j] + T.abs(acc[i, j])) * weight[j]
+                    acc[i, j] = (acc[i, j] + T.abs(acc[i, j])) * weight_shared[j]
                 T.reduce_sum(T.reshape(acc, (TILE, queries, heads)), sums, dim=2)
                 for i, b in T.Parallel(TILE, queries):
                     out_shared[b, i] = sums[i, b] * sf[source, T.min(key + i, page_tokens - 1)]
