@@ -351,7 +351,7 @@ def nsa_attend_dkv_kernel(head_dim: int, value_dim: int, dtype: torch.dtype, siz
     elem = T.dtype(dtype)
     wide, wide_v = padded(head_dim), padded(value_dim)
     keys = min(size, 64)
-    queries = QUERY_ROWS if wide + wide_v <= 256 else 32
+    queries = QUERY_ROWS if wide + wide_v < 256 else QUERY_ROWS // 2  # registers
     q_type, q_strides = strided('q', (batch, num_tokens, q_heads, head_dim), elem)
     k_type, k_strides = strided('k', (batch, num_tokens, kv_heads, head_dim), elem)
     v_type, v_strides = strided('v', (batch, num_tokens, kv_heads, value_dim), elem)
