@@ -102,7 +102,7 @@ def list_length(block_counts, token, head, num_listed, counted: bool):
 def copy_keys(x, batch, first, head, number, x_shared, width: int, num_threads: int):
     """Start to copy `number` keys or values from token `first` on, 16 bytes per thread; 0 behind them."""
     rows, vectors = int(x_shared.shape[0]), int(x_shared.shape[1]) // 8
-    for step in T.unroll(-(-rows * vectors // num_threads)):
+    for step in T.unroll(-(-rows * vectors // num_threads), unroll_factor=8):
         index = step * num_threads + T.get_thread_binding()
         i, column = T.truncdiv(index, vectors), T.truncmod(index, vectors) * 8
         if index < rows * vectors:
@@ -118,7 +118,7 @@ def copy_keys(x, batch, first, head, number, x_shared, width: int, num_threads: 
 def copy_rows(x, batch, rows, number, x_shared, width: int, num_threads: int):
     """Start to copy the first `number` of some rows; 0 behind them."""
     extent, vectors = int(x_shared.shape[0]), int(x_shared.shape[1]) // 8
-    for step in T.unroll(-(-extent * vectors // num_threads)):
+    for step in T.unroll(-(-extent * vectors // num_threads), unroll_factor=8):
         index = step * num_threads + T.get_thread_binding()
         i, column = T.truncdiv(index, vectors), T.truncmod(index, vectors) * 8
         if index < extent * vectors:
