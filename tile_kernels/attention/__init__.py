@@ -7,8 +7,14 @@ from tile_kernels.attention.append import append
 from tile_kernels.attention.attend import attend, attend_bwd, flash_attn_func, flash_attn_varlen_func
 from tile_kernels.attention.combine import combine, flash_attn_combine
 from tile_kernels.attention.decode import decode, flash_attn_with_kvcache
+from tile_kernels.attention.fp8_mqa_logits import fp8_mqa_logits
+from tile_kernels.attention.fp8_paged_mqa_logits import fp8_paged_mqa_logits
 from tile_kernels.attention.kv_cache import KVCache
+from tile_kernels.attention.nsa_attend import nsa_attend, nsa_attend_bwd
+from tile_kernels.attention.nsa_scores import nsa_scores
+from tile_kernels.attention.parallel_nsa import parallel_nsa
 from tile_kernels.attention.scaled_dot_product_attention import scaled_dot_product_attention
+from tile_kernels.attention.topk_indices import topk_indices
 
 __all__ = [
     'KVCache',
@@ -21,7 +27,14 @@ __all__ = [
     'flash_attn_func',
     'flash_attn_varlen_func',
     'flash_attn_with_kvcache',
+    'fp8_mqa_logits',
+    'fp8_paged_mqa_logits',
+    'nsa_attend',
+    'nsa_attend_bwd',
+    'nsa_scores',
+    'parallel_nsa',
     'scaled_dot_product_attention',
+    'topk_indices',
 ]
 
 

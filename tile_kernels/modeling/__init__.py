@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from tile_kernels.modeling.engram import Engram, EngramGateLayer
     from tile_kernels.modeling.mamba2 import Mamba2
     from tile_kernels.modeling.mhc.pipeline import MHCPipeline
+    from tile_kernels.modeling.mla import MLA
     from tile_kernels.modeling.moe import MoELayer
+    from tile_kernels.modeling.nsa import NSA
     from tile_kernels.modeling.quant_linear import QuantLinear, quantize_model
     from tile_kernels.modeling.retention import Retention
 
@@ -23,11 +25,13 @@ _HOMES = {
     'GatedDeltaNet': 'delta_net',
     'KimiDeltaAttention': 'delta_net',
     'MHCPipeline': 'mhc.pipeline',
+    'MLA': 'mla',
     'Mamba2': 'mamba2',
     'MoELayer': 'moe',
+    'NSA': 'nsa',
     'QuantLinear': 'quant_linear',
-    'quantize_model': 'quant_linear',
     'Retention': 'retention',
+    'quantize_model': 'quant_linear',
 }
 _MODULES = tuple(sorted({home.partition('.')[0] for home in _HOMES.values()}))
 

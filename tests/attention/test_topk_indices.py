@@ -1,0 +1,120 @@
+"""The k largest of a row: what the contract does not see. Results are compared with a sort that is written out."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+
+from tile_kernels import ArgumentError, knobs
+from tile_kernels.attention import topk_indices
+from tile_kernels.attention.topk_indices import num_parts
+
+DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
+
+
+@pytest.fixture(autouse=True)
+def interpreting():
+    with knobs(interpret=True):
+        yield
+
+
+def expected(row: list[float], k: int) -> list[int]:
+    """Sort by (number or not, value, -column) in plain Python."""
+    order = sorted(range(len(row)), key=lambda j: (not math.isnan(row[j]), 0 if math.isnan(row[j]) else row[j], -j))
+    best = sorted(order[::-1][:k])
+    return best + [-1] * (k - len(best))
+
+
+def check_rows(logits: Tensor, k: int, start: Tensor | None = None, end: Tensor | None = None) -> Tensor:
+    found = topk_indices(logits, k, start, end)
+    columns = logits.shape[1]
+    for r, row in enumerate(logits.float().tolist()):
+        first = 0 if start is None else min(max(int(start[r]), 0), columns)
+        last = columns if end is None else max(min(int(end[r]), columns), first)
+        assert found[r].tolist() == expected(row[first:last], k), (r, first, last)
+    return found
+
+
+def test_nan_infinities_and_zeros():
+    row = [math.nan, -math.inf, 0.0, -0.0, math.inf, -1.0, math.nan, math.inf, -math.inf, 1e-45, -1e-45, 3e38]
+    logits = torch.tensor([row, row[::-1], [math.nan] * 12, [-0.0, 0.0] * 6], device=DEVICE)
+    for k in range(1, 14):
+        check_rows(logits, k)
+        check_rows(logits.bfloat16(), k)
+
+
+def test_bounds_are_clamped_and_may_be_empty():
+    logits = torch.randn(6, 33, device=DEVICE)
+    start = torch.tensor([-5, 7, 32, 33, 40, 3], device=DEVICE)  # int64
+    end = torch.tensor([4, 7, 99, 33, 50, -2], device=DEVICE, dtype=torch.int32)
+    check_rows(logits, 5, start, end)
+    check_rows(logits, 5, end=end)
+    check_rows(logits, 40, start=start)
+
+
+def test_what_lies_outside_has_no_effect():
+    logits = torch.randn(3, 50, device=DEVICE)
+    start, end = torch.tensor([3, 0, 20], device=DEVICE), torch.tensor([30, 11, 50], device=DEVICE)
+    before = topk_indices(logits, 6, start, end)
+    column = torch.arange(50, device=DEVICE)
+    outside = (column < start[:, None]) | (column >= end[:, None])
+    for garbage in (math.nan, math.inf, -math.inf):
+        assert torch.equal(topk_indices(logits.masked_fill(outside, garbage), 6, start, end), before)
+
+
+@pytest.mark.parametrize('content', ['rising', 'falling', 'equal', 'two'])
+def test_rows_that_fill_the_list_again_and_again(content):
+    """Lists are cut several times, with ties across the cut."""
+    column = torch.arange(20_000, device=DEVICE)
+    row = dict(rising=column, falling=-column, equal=column * 0, two=(column * 7919 % 5 == 0).long())[content]
+    k = 1500
+    found = topk_indices(row.float().repeat(140, 1)[:2] if content == 'two' else row[None].float(), k)
+    order = torch.sort(row, descending=True, stable=True).indices[:k].sort().values
+    assert torch.equal(found[0], order.int())
+
+
+def test_parts_are_merged():
+    assert num_parts(1, 17_000, 9) == 2 and num_parts(200, 17_000, 9) == 1
+    logits = (torch.randn(2, 17_000, device=DEVICE) * 4).round()
+    logits[:, 5000:5040] = math.nan
+    start, end = torch.tensor([100, 9000], device=DEVICE), torch.tensor([16_990, 9003], device=DEVICE)
+    indices, values = topk_indices(logits, 9, start, end, return_values=True)
+    assert torch.equal(indices, check_rows(logits, 9, start, end))
+    assert torch.equal(values[0], logits[0, 100:][indices[0].long()])
+    assert values[1, 3:].eq(-math.inf).all() and indices[1].tolist() == [0, 1, 2, *[-1] * 6]
+
+
+def test_a_planted_error_is_found():
+    logits = torch.tensor([[1.0, 1.0, 0.0, 1.0]], device=DEVICE)
+    assert check_rows(logits, 2).tolist() == [[0, 1]]
+    with pytest.raises(AssertionError):
+        assert topk_indices(logits, 2)[0].tolist() == expected(logits[0].flip(0).tolist(), 2)
+
+
+def test_compile():
+    counter = CompileCounter()
+    compiled = torch.compile(lambda x, end: topk_indices(x, 3, end=end), backend=counter, fullgraph=True, dynamic=True)
+    for rows in (3, 5):
+        logits, end = torch.randn(rows, 9, device=DEVICE), torch.full((rows,), 7, device=DEVICE)
+        assert torch.equal(compiled(logits, end), topk_indices(logits, 3, end=end))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize(
+    ('given', 'sentence'),
+    [
+        (dict(k=5000), 'topk_indices: k must be at most 4096, got 5000'),
+        (dict(k=-1), 'k must be at least 0'),
+        (dict(k=1.5), 'k must be an integer'),
+        (dict(logits=torch.zeros(2, 3, dtype=torch.float16)), 'logits must be float32 or bfloat16'),
+        (dict(logits=torch.zeros(3)), r'logits must be \(rows, columns\)'),
+        (dict(start=torch.zeros(3, dtype=torch.int32)), r'start must be \(rows\) with rows = 2'),
+        (dict(end=torch.zeros(2)), 'end must be int32 or int64'),
+        (dict(logits=torch.zeros(3, 2).t()), 'logits must have stride 1 in the last dimension'),
+    ],
+)
+def test_bad_input_gets_one_sentence(given, sentence):
+    with pytest.raises(ArgumentError, match=sentence):
+        topk_indices(**dict(logits=torch.zeros(2, 3), k=2) | given)

@@ -1,0 +1,394 @@
+"""The kernel of `topk_indices`, which describes the method."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tile_kernels.core.jit import kernel
+from tile_kernels.core.lang import WARP, T, begin_early, macro
+
+#: Bins of a histogram, and the bits of a key that one histogram tells apart.
+DIGIT = 11
+BINS = 1 << DIGIT
+#: Vectors that a thread has in flight.
+STAGES = 4
+#: The largest k, and the entries of the list for small and large k: more than k and one vector of every thread.
+MAX_K = 4096
+CAPACITY, LARGE_CAPACITY = 8192, 16384
+
+#: Threads exchange what they found through shared memory, so the code itself places the barriers.
+PASS_CONFIGS = {
+    'TL_DISABLE_SAFE_MEMORY_ACCESS': True,
+    'TL_DISABLE_THREAD_STORAGE_SYNC': True,
+    'TL_DISABLE_SHARED_MEMORY_REUSE': True,
+}
+
+
+def choose(
+    dtype: torch.dtype, vector_bytes: int, has_start: bool, has_end: bool, mapped: bool, values: bool, large: bool,
+    size: int,
+) -> dict:  # fmt: skip
+    """Few rows get large thread blocks. A vector of every thread has to fit into the list beside k entries."""
+    few = size <= 264 and vector_bytes // dtype.itemsize <= 4
+    return dict(num_threads=1024 if few else 512)
+
+
+# Keys ---------------------------------------------------------------------------------------
+
+
+def order_key(x: Any) -> Any:
+    """A uint32 in the order of the float32 `x`; both zeros are equal, and NaN is 0, below -inf."""
+    bits = T.reinterpret(x, T.uint32)
+    flipped = T.if_then_else(bits >= T.uint32(0x80000000), ~bits, bits | T.uint32(0x80000000))
+    return T.if_then_else(T.isnan(x), T.uint32(0), T.if_then_else(x == 0.0, T.uint32(0x80000000), flipped))
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the threads of a block share: the list in the order of columns, a histogram and partial sums."""
+
+    key: Any
+    column: Any
+    histogram: Any
+    part: Any
+    found: Any
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Keys from `edge` on, of `bits` bits more, are the bin of the cut, and `need` of them are kept: the first.
+
+    All keys above the bin are kept.
+    """
+
+    edge: Any
+    bits: Any
+    need: Any
+
+
+def bin_mask(bits: Any) -> Any:
+    """The largest distance of a key of a bin from its edge."""
+    full = T.uint32(0xFFFFFFFF)
+    return T.if_then_else(bits > 0, full >> T.cast(T.max(32 - bits, 0), T.uint32) % T.uint32(32), T.uint32(0))
+
+
+def lanes_below(lane: Any) -> Any:
+    """The bits of the lanes before this one."""
+    return (T.uint32(1) << T.cast(lane, T.uint32)) - T.uint32(1)
+
+
+def count_bits(votes: Any) -> Any:
+    """Bits that are set."""
+    return T.cast(T.popcount(T.cast(votes, T.uint32)), T.int32)
+
+
+@macro
+def find_cut(shared, number, k, cut, num_threads: int):
+    """Find the cut below which keys are not among the k largest of the list, which has more than k."""
+    num_warps = num_threads // WARP
+    own_bins = BINS // num_threads
+    tx = T.get_thread_binding()
+    lane, warp = tx % WARP, tx // WARP
+    high = T.alloc_var(T.uint32, init=0)
+    low = T.alloc_var(T.uint32, init=0xFFFFFFFF)
+    shift = T.alloc_var(T.int32, init=0)
+    before = T.alloc_var(T.int32, init=0)
+    own = T.alloc_var(T.int32, init=0)
+    other = T.alloc_var(T.int32, init=0)
+    is_open = T.alloc_var(T.int32, init=1)
+    for step in T.serial(T.ceildiv(number, num_threads)):
+        if step * num_threads + tx < number:
+            high = T.max(high, shared.key[step * num_threads + tx])
+            low = T.min(low, shared.key[step * num_threads + tx])
+    high = T.warp_reduce_max(high)
+    low = T.warp_reduce_min(low)
+    if lane == 0:
+        shared.part[0, warp] = high
+        shared.part[1, warp] = low
+    T.sync_threads()
+    high = T.warp_reduce_max(shared.part[0, lane % num_warps])
+    low = T.warp_reduce_min(shared.part[1, lane % num_warps])
+    T.sync_threads()  # the caller may write there next
+    cut.edge[0] = low
+    cut.bits[0] = 32 - T.cast(T.clz(T.reinterpret(high - low, T.int32)), T.int32)
+    cut.need[0] = k
+    for _ in T.serial(-(-32 // DIGIT)):
+        if T.And(is_open != 0, cut.bits[0] > 0):
+            shift = T.max(cut.bits[0] - DIGIT, 0)
+            for i in T.unroll(own_bins):
+                shared.histogram[i * num_threads + tx] = 0
+            T.sync_threads()
+            for step in T.serial(T.ceildiv(number, num_threads)):
+                if step * num_threads + tx < number:
+                    key = shared.key[step * num_threads + tx]
+                    if T.And(key >= cut.edge[0], key - cut.edge[0] <= bin_mask(cut.bits[0])):
+                        digit = T.cast((key - cut.edge[0]) >> T.cast(shift, T.uint32), T.int32)
+                        T.atomic_add(shared.histogram[digit], 1)
+            T.sync_threads()
+            own = 0
+            for i in T.unroll(own_bins):  # from the highest bin down
+                own += shared.histogram[BINS - 1 - (tx * own_bins + i)]
+            before = own
+            for s in T.unroll(5):
+                other = T.shfl_up(before, 1 << s)
+                if lane >= (1 << s):
+                    before += other
+            if lane == WARP - 1:
+                shared.part[0, warp] = T.cast(before, T.uint32)
+            T.sync_threads()
+            other = 0
+            if lane < warp:
+                other = T.cast(shared.part[0, lane % num_warps], T.int32)
+            before += T.warp_reduce_sum(other) - own
+            for i in T.unroll(own_bins):
+                other = shared.histogram[BINS - 1 - (tx * own_bins + i)]
+                if T.And(before < cut.need[0], before + other >= cut.need[0]):
+                    shared.found[0] = BINS - 1 - (tx * own_bins + i)
+                    shared.found[1] = before
+                    shared.found[2] = other
+                before += other
+            T.sync_threads()
+            cut.edge[0] = cut.edge[0] + (T.cast(shared.found[0], T.uint32) << T.cast(shift, T.uint32))
+            cut.need[0] = cut.need[0] - shared.found[1]
+            cut.bits[0] = shift
+            if shared.found[2] == cut.need[0]:
+                is_open = 0
+
+
+@dataclass(frozen=True)
+class Kept:
+    """An entry of the list, whether it is kept, and its rank among those that are."""
+
+    column: Any
+    key: Any
+    flag: Any
+    rank: Any
+
+
+@macro
+def next_kept(shared, number, step, cut, done, num_threads: int):
+    """The entry of this thread in a step over the list; `done` counts entries above the bin and entries of it."""
+    num_warps = num_threads // WARP
+    tx = T.get_thread_binding()
+    lane, warp = tx % WARP, tx // WARP
+    index = step * num_threads + tx
+    key = T.alloc_var(T.uint32, init=0)
+    column = T.alloc_var(T.int32, init=0)
+    above = T.alloc_var(T.int32, init=0)
+    tie = T.alloc_var(T.int32, init=0)
+    if index < number:
+        key = shared.key[index]
+        column = shared.column[index]
+        if key >= cut.edge[0]:
+            above = T.if_then_else(key - cut.edge[0] > bin_mask(cut.bits[0]), 1, 0)
+            tie = 1 - above
+    above_votes = T.cast(T.ballot(above != 0), T.uint32)
+    tie_votes = T.cast(T.ballot(tie != 0), T.uint32)
+    if lane == 0:
+        shared.part[step % 2, warp] = T.cast(count_bits(above_votes) + (count_bits(tie_votes) << 16), T.uint32)
+    T.sync_threads()
+    sums = T.cast(shared.part[step % 2, lane % num_warps], T.int32)
+    earlier = T.alloc_var(T.int32)
+    every = T.alloc_var(T.int32)
+    earlier = T.warp_reduce_sum(T.if_then_else(lane < warp, sums, 0))
+    every = T.warp_reduce_sum(T.if_then_else(lane < num_warps, sums, 0))
+    above_rank = T.alloc_var(T.int32)
+    tie_rank = T.alloc_var(T.int32)
+    above_rank = done[0] + (earlier & 0xFFFF) + count_bits(above_votes & lanes_below(lane))
+    tie_rank = done[1] + (earlier >> 16) + count_bits(tie_votes & lanes_below(lane))
+    done[0] = done[0] + (every & 0xFFFF)
+    done[1] = done[1] + (every >> 16)
+    flag = T.alloc_var(T.int32)
+    flag = T.if_then_else(T.Or(above != 0, T.And(tie != 0, tie_rank < cut.need[0])), 1, 0)
+    rank = T.alloc_var(T.int32)
+    rank = above_rank + T.min(tie_rank, cut.need[0])
+    return Kept(column, key, flag, rank)
+
+
+# Kernel -------------------------------------------------------------------------------------
+
+
+@kernel(choose=choose, space=dict(num_threads=(512, 1024)), pass_configs=PASS_CONFIGS)
+def topk_indices_kernel(
+    dtype: torch.dtype,
+    vector_bytes: int,
+    has_start: bool,
+    has_end: bool,
+    mapped: bool,
+    values: bool,
+    large: bool,
+    *,
+    num_threads: int,
+):
+    """The k largest of a part of a row. With `mapped`, `names` has the indices of the numbers; negative ones are none.
+
+    `large` is for k beyond 2048.
+    """
+    num_rows, num_columns, stride = T.dynamic('num_rows'), T.dynamic('num_columns'), T.dynamic('stride')
+    num_parts, k = T.dynamic('num_parts'), T.dynamic('k')
+    num_starts, num_ends = T.dynamic('num_starts'), T.dynamic('num_ends')
+    name_rows, name_columns = T.dynamic('name_rows'), T.dynamic('name_columns')
+    value_rows, value_parts, value_columns = (T.dynamic(f'value_{name}') for name in ('rows', 'parts', 'columns'))
+    elem = T.dtype(dtype)
+    width = vector_bytes // dtype.itemsize
+    copied = vector_bytes >= 4  # what cp.async can copy
+    num_warps = num_threads // WARP
+    capacity = LARGE_CAPACITY if large else CAPACITY
+
+    @T.prim_func
+    def topk_indices(
+        logits: T.StridedTensor((num_rows, num_columns), (stride, 1), elem),
+        start: T.Tensor((num_starts,), T.int32),
+        end: T.Tensor((num_ends,), T.int32),
+        names: T.Tensor((name_rows, name_columns), T.int32),
+        indices: T.Tensor((num_rows, num_parts, k), T.int32),
+        chosen: T.Tensor((value_rows, value_parts, value_columns), elem),
+    ):
+        with T.Kernel(num_rows, num_parts, threads=num_threads) as (row, part):
+            T.assume(stride % width == 0)
+            key_shared = T.alloc_shared((capacity,), T.uint32)
+            column_shared = T.alloc_shared((capacity,), T.int32)
+            stage_shared = T.alloc_shared((STAGES, num_threads, width), elem)
+            histogram_shared = T.alloc_shared((BINS,), T.int32)
+            part_shared = T.alloc_shared((2, num_warps), T.uint32)
+            found_shared = T.alloc_shared((3,), T.int32)
+            shared = Shared(key_shared, column_shared, histogram_shared, part_shared, found_shared)
+            x_local = T.alloc_local((width,), elem)
+            name_local = T.alloc_local((width,), T.int32)
+            rank_local = T.alloc_local((width,), T.int32)
+            key_local = T.alloc_local((width,), T.uint32)
+            edge_local = T.alloc_local((1,), T.uint32)
+            bits_local, need_local = T.alloc_local((1,), T.int32), T.alloc_local((1,), T.int32)
+            cut = Cut(edge_local, bits_local, need_local)
+            done_local = T.alloc_local((2,), T.int32)
+            number = T.alloc_var(T.int32, init=0)
+            lowest = T.alloc_var(T.uint32, init=0)  # smaller keys are not among the k largest
+            passed = T.alloc_var(T.int32)
+            earlier = T.alloc_var(T.int32)
+            first = T.alloc_var(T.int32, init=0)
+            last = T.alloc_var(T.int32)
+            tx = T.get_thread_binding()
+            lane, warp = tx % WARP, tx // WARP
+
+            begin_early()
+            last = num_columns
+            if has_start:
+                first = T.max(T.min(start[row], num_columns), 0)
+            if has_end:
+                last = T.min(end[row], num_columns)
+            # The vectors of this part, in order: one for each thread, and so on. Variables, lest divisions be repeated.
+            aligned = T.alloc_var(T.int32)
+            first_vector = T.alloc_var(T.int32)
+            last_vector = T.alloc_var(T.int32)
+            num_steps = T.alloc_var(T.int32)
+            aligned = T.truncdiv(first, width) * width
+            last_vector = T.truncdiv(T.max(last - aligned, 0) + width - 1, width)
+            num_steps = T.truncdiv(last_vector + num_parts - 1, num_parts)
+            first_vector = part * num_steps
+            last_vector = T.min(first_vector + num_steps, last_vector)
+            num_steps = T.truncdiv(T.max(last_vector - first_vector, 0) + num_threads - 1, num_threads)
+
+            if copied:
+                for step in T.unroll(STAGES - 1):
+                    vector = first_vector + step * num_threads + tx
+                    column = aligned + vector * width
+                    if T.And(vector < last_vector, column + width <= num_columns):
+                        T.ptx_cp_async(
+                            T.access_ptr(stage_shared[step, tx, 0], 'w', width),
+                            T.access_ptr(logits[row, column], 'r', width),
+                            width,
+                        )
+                    T.ptx_commit_group()
+            for step in T.serial(num_steps):
+                vector = first_vector + step * num_threads + tx
+                column = aligned + vector * width
+                if copied:
+                    next_vector = vector + (STAGES - 1) * num_threads
+                    next_column = aligned + next_vector * width
+                    if T.And(next_vector < last_vector, next_column + width <= num_columns):
+                        T.ptx_cp_async(
+                            T.access_ptr(stage_shared[(step + STAGES - 1) % STAGES, tx, 0], 'w', width),
+                            T.access_ptr(logits[row, next_column], 'r', width),
+                            width,
+                        )
+                    T.ptx_commit_group()
+                    T.ptx_wait_group(STAGES - 1)
+                if vector < last_vector:
+                    if copied:  # noqa: SIM102
+                        if column + width <= num_columns:
+                            for e in T.vectorized(width):
+                                x_local[e] = stage_shared[step % STAGES, tx, e]
+                    if T.Or(not copied, column + width > num_columns):
+                        for e in T.unroll(width):
+                            if column + e < num_columns:
+                                x_local[e] = logits[row, column + e]
+                    if mapped:
+                        for e in T.unroll(width):
+                            if column + e < num_columns:
+                                name_local[e] = names[row, column + e]
+
+                # Append what may still be among the k largest, in the order of columns.
+                passed = 0
+                for e in T.unroll(width):
+                    inside = T.And(vector < last_vector, T.And(column + e >= first, column + e < last))
+                    rank_local[e] = -1
+                    if inside:
+                        key_local[e] = order_key(T.cast(x_local[e], T.float32))
+                        valid = name_local[e] >= 0 if mapped else True
+                        if T.And(valid, key_local[e] >= lowest):
+                            rank_local[e] = passed
+                            passed += 1
+                earlier = passed
+                for s in T.unroll(5):
+                    other = T.shfl_up(earlier, 1 << s)
+                    if lane >= (1 << s):
+                        earlier += other
+                if lane == WARP - 1:
+                    part_shared[step % 2, warp] = T.cast(earlier, T.uint32)
+                T.sync_threads()
+                sums = T.cast(part_shared[step % 2, lane % num_warps], T.int32)
+                earlier += T.warp_reduce_sum(T.if_then_else(lane < warp, sums, 0)) - passed
+                for e in T.unroll(width):
+                    if rank_local[e] >= 0:
+                        key_shared[number + earlier + rank_local[e]] = key_local[e]
+                        column_shared[number + earlier + rank_local[e]] = column + e
+                number += T.warp_reduce_sum(T.if_then_else(lane < num_warps, sums, 0))
+
+                # A full list is cut to its k best entries.
+                if T.And(number + num_threads * width > capacity, step + 1 < num_steps):
+                    T.sync_threads()
+                    find_cut(shared, number, k, cut, num_threads)
+                    done_local[0] = 0
+                    done_local[1] = 0
+                    for turn in T.serial(T.ceildiv(number, num_threads)):
+                        kept = next_kept(shared, number, turn, cut, done_local, num_threads)
+                        if kept.flag != 0:
+                            key_shared[kept.rank] = kept.key
+                            column_shared[kept.rank] = kept.column
+                    # Of equal keys the earlier ones are in the list already.
+                    lowest = cut.edge[0] + T.if_then_else(cut.bits[0] == 0, T.uint32(1), T.uint32(0))
+                    number = k
+                    T.sync_threads()
+
+            T.sync_threads()
+            edge_local[0] = T.uint32(0)
+            bits_local[0] = 0
+            need_local[0] = k
+            if number > k:
+                find_cut(shared, number, k, cut, num_threads)
+            done_local[0] = 0
+            done_local[1] = 0
+            for turn in T.serial(T.ceildiv(number, num_threads)):
+                kept = next_kept(shared, number, turn, cut, done_local, num_threads)
+                if kept.flag != 0:
+                    indices[row, part, kept.rank] = names[row, kept.column] if mapped else kept.column - first
+                    if values:
+                        chosen[row, part, kept.rank] = logits[row, kept.column]
+            for turn in T.serial(T.ceildiv(k, num_threads)):
+                if T.And(turn * num_threads + tx < k, turn * num_threads + tx >= number):
+                    indices[row, part, turn * num_threads + tx] = -1
+                    if values:
+                        chosen[row, part, turn * num_threads + tx] = T.cast(-T.infinity('float32'), elem)
+
+    return topk_indices
