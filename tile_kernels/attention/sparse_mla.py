@@ -1,0 +1,146 @@
+"""Latent attention of tokens that see listed keys only, for prefill and training.
+
+    s[i, h, j] = scale * sum_c q[i, h, c] * kv[j, c]                        c < 576, j in indices[i]
+    p[i, h, j] = exp(s[i, h, j]) / (sum_j exp(s[i, h, j]) + exp(sink[h]))   keys listed twice count twice
+    o[i, h, d] = sum_j p[i, h, j] * kv[j, d]                                d < 512
+    lse[i, h]  = log sum_j exp(s[i, h, j])                                  without the sink
+
+The kernel is that of `mla_decode`: a thread block owns up to 64 heads of a token and gathers its keys. Compute bound
+with many heads; with few, the floor is reading the listed keys of every token from the L2 cache. It has not run on a
+GPU yet.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from tile_kernels.attention._checks import check_sink, check_vectors, lengths_int32
+from tile_kernels.attention._samples import LATENT_SUMS, random_lists
+from tile_kernels.attention.mla_decode import MAX_ROWS, check_queries, latent_parts
+from tile_kernels.attention.mla_decode_kernels import LISTED, LOG2E, mla_decode_kernel
+from tile_kernels.attention.pack_mla_cache import KEY, LATENT
+from tile_kernels.core import check
+from tile_kernels.core.cases import grid
+from tile_kernels.core.launch import launch
+from tile_kernels.core.op import op
+
+# Op -----------------------------------------------------------------------------------------
+
+
+def check_sparse(q: Tensor, kv: Tensor, indices: Tensor, topk_length: Tensor | None, sink: Tensor | None) -> None:
+    """Check the arguments of sparse latent attention."""
+    check_queries(q, 'tokens')
+    tokens, heads, _ = q.shape
+    keys, _, _ = check.shape(kv, 'kv', f'keys 1 {KEY}', dtype=q.dtype)
+    check_vectors(kv=kv)
+    check.packed(indices, 'indices', 'tokens 1 topk', torch.int32, tokens=tokens)
+    check.packed(topk_length, 'topk_length', 'tokens', torch.int32, tokens=tokens)
+    check_sink(sink, heads, q.dtype)
+    check.at_most(tokens, MAX_ROWS, 'tokens of q')
+    check.at_most(keys, MAX_ROWS, 'keys of kv')
+    check.same_device(q=q, kv=kv, indices=indices, topk_length=topk_length, sink=sink)
+
+
+@op(outputs='o max_logits lse')
+def sparse_mla(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    topk_length: Tensor | None = None,
+    sink: Tensor | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Latent attention over listed keys; see `flash_mla_sparse_fwd`.
+
+    Args:
+        q: (tokens, heads, 576) bfloat16 or float16.
+        kv: (keys, 1, 576) of q's dtype.
+        indices: (tokens, 1, topk) int32, the keys of every token.
+        topk_length: (tokens,) int32, how many of them count.
+        sink: (heads,) logits that join the denominator.
+        scale: factor of the scores.
+
+    Returns:
+        o (tokens, heads, 512) of q's dtype, the largest score and lse, both (tokens, heads) float32.
+    """
+    check_sparse(q, kv, indices, topk_length, sink)
+    tokens, heads, _ = q.shape
+    o = torch.empty(tokens, heads, LATENT, dtype=q.dtype, device=q.device)
+    max_logits = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
+    lse = torch.empty_like(max_logits)
+    if kv.shape[0] == 0 or indices.shape[2] == 0:
+        return o.zero_(), max_logits.fill_(-math.inf), lse.fill_(math.inf)
+    sink_dtype = None if sink is None else sink.dtype
+    static = (q.dtype, False, LISTED, topk_length is not None, False, sink_dtype, False, True)
+    launch(
+        mla_decode_kernel,
+        static,
+        q.unsqueeze(1),
+        *latent_parts(kv.unsqueeze(0)),
+        indices.squeeze(1),
+        topk_length,
+        sink,
+        o[None, :, None],
+        lse[None, :, None],
+        max_logits.unsqueeze(1),
+        1,
+        scale * LOG2E,
+        size=heads if tokens else 0,
+    )
+    return o, max_logits, lse
+
+
+# Public function ----------------------------------------------------------------------------
+
+
+def flash_mla_sparse_fwd(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float,
+    d_v: int = LATENT,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Latent attention of tokens that see listed keys only; takes the calls of FlashMLA.
+
+    Args:
+        q: (tokens, heads, 576) bfloat16 or float16; 1 to 128 heads.
+        kv: (keys, 1, 576) of q's dtype; the first 512 channels are the values.
+        indices: (tokens, 1, topk) int32, the keys that a token sees. Entries below 0, or not below `keys`, are none and
+            load nothing; a key that occurs twice counts twice.
+        sm_scale: factor of the scores.
+        d_v: 512.
+        attn_sink: (heads,) logits that join the denominator.
+        topk_length: (tokens,) int32: only so many entries of a token count.
+
+    Returns:
+        o (tokens, heads, 512), the largest score and lse, both (tokens, heads) float32, natural logarithms without the
+        sink. A token that sees no key has o = 0, largest score -inf and lse = +inf.
+    """
+    check.equal(d_v, LATENT, 'd_v')
+    check.number(sm_scale, 'sm_scale')
+    check.dtype(indices, 'indices', (torch.int32, torch.int64))
+    return sparse_mla(q, kv, indices.int(), lengths_int32(topk_length, 'topk_length'), attn_sink, scale=sm_scale)
+
+
+# Cases --------------------------------------------------------------------------------------
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+SMOKE = (
+    grid(tokens=[0, 1], keys=[5, 0], heads=[1], topk=[32])
+    + grid(tokens=[3], keys=[40], heads=[17], topk=[40], sink=[F32], short=[True], dtype=[F16])
+    + grid(tokens=[2], keys=[9], heads=[65], topk=[64], sink=[BF16])
+    + grid(tokens=[1], keys=[3], heads=[2], topk=[0])
+)
+FULL = grid(tokens=[513], keys=[8191], heads=[16, 24, 64, 128], topk=[2048], sink=[F32], short=[True])
+BENCH = grid(tokens=[4096], keys=[8192], heads=[128, 16], topk=[2048])
+
+
+def products(q: Tensor, indices: Tensor, **others: object) -> int:
+    """Operations of the two products."""
+    return 2 * q.shape[0] * q.shape[1] * indices.shape[-1] * (KEY + LATENT)
+
+
+sparse_mla.cases(make=random_lists, match=LATENT_SUMS, smoke=SMOKE, full=FULL, bench=BENCH, flops=products)
