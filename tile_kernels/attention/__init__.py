@@ -7,6 +7,7 @@ from tile_kernels.attention.attend import attend, attend_bwd, flash_attn_func, f
 from tile_kernels.attention.combine import combine, flash_attn_combine
 from tile_kernels.attention.decode import decode, flash_attn_with_kvcache
 from tile_kernels.attention.kv_cache import KVCache
+from tile_kernels.attention.latent_cache import LatentCache
 from tile_kernels.attention.mla_decode import MLASchedule, flash_mla_with_kvcache, get_mla_metadata, mla_decode
 from tile_kernels.attention.pack_mla_cache import pack_mla_cache
 from tile_kernels.attention.scaled_dot_product_attention import scaled_dot_product_attention
@@ -15,6 +16,7 @@ from tile_kernels.attention.unpack_mla_cache import unpack_mla_cache
 
 __all__ = [
     'KVCache',
+    'LatentCache',
     'MLASchedule',
     'attend',
     'attend_bwd',

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from tile_kernels.modeling.attention import Attention
     from tile_kernels.modeling.engram import Engram, EngramGateLayer
     from tile_kernels.modeling.mhc.pipeline import MHCPipeline
+    from tile_kernels.modeling.mla import MLA
     from tile_kernels.modeling.moe import MoELayer
 
 #: Public name -> module that defines it.
@@ -17,9 +18,10 @@ _HOMES = {
     'Engram': 'engram',
     'EngramGateLayer': 'engram',
     'MHCPipeline': 'mhc.pipeline',
+    'MLA': 'mla',
     'MoELayer': 'moe',
 }
-_MODULES = ('attention', 'engram', 'mhc', 'moe')
+_MODULES = ('attention', 'engram', 'mhc', 'mla', 'moe')
 
 #: Without the modules: `import *` must not replace the families that have the same names.
 __all__ = [*_HOMES]
