@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tile_kernels.attention._checks import FP8, HALVES
+from tile_kernels.attention._checks import FP8, HALVES, check_extents
 from tile_kernels.attention.mla_decode import PAGE_MULTIPLE, flash_mla_with_kvcache
 from tile_kernels.attention.pack_mla_cache import KEY, LATENT, TOKEN_BYTES, pack_mla_cache
 from tile_kernels.core import check
@@ -105,7 +105,7 @@ class LatentLayerCache:
     def append(self, kv: Tensor) -> None:
         """Append latent keys, (batch, tokens, 576), and advance the lengths."""
         cache = self.cache
-        _, tokens, _ = check.shape(kv, 'kv', f'batch tokens {KEY}', batch=cache.batch)
+        _, tokens, _ = check_extents(kv, 'kv', f'batch tokens {KEY}', HALVES, batch=cache.batch)
         counts = cache._counts[self.index]
         if max(counts) + tokens > cache.capacity:
             fact = f'{max(counts)} of {cache.capacity} taken'

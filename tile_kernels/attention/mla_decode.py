@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tile_kernels.attention._checks import HALVES, check_sink, check_vectors, lengths_int32
+from tile_kernels.attention._checks import HALVES, check_extents, check_sink, check_vectors, lengths_int32
 from tile_kernels.attention._samples import LATENT_SUMS, latent_products, random_latent_cache
 from tile_kernels.attention.mla_decode_kernels import (
     LISTED,
@@ -50,7 +50,7 @@ def automatic_splits(num_blocks: Any, most_keys: Any) -> int:
 
 def check_queries(q: Tensor, spec: str) -> None:
     """Queries of 576 channels with 1 to 128 heads, read 16 bytes at a time."""
-    *_, heads, _ = check.shape(q, 'q', f'{spec} heads {KEY}', dtype=HALVES)
+    *_, heads, _ = check_extents(q, 'q', f'{spec} heads {KEY}', HALVES)
     check.at_least(heads, 1, 'heads of q')
     check.at_most(heads, MAX_HEADS, 'heads of q')
     check_vectors(q=q)
@@ -99,9 +99,9 @@ def mla_decode(
     """
     check_queries(q, 'batch tokens')
     batch, tokens, heads, _ = q.shape
-    check.dtype(check.tensor(k_cache, 'k_cache'), 'k_cache', (q.dtype, *CACHES))
-    fp8 = k_cache.dtype in CACHES
-    pages, page_size, _, _ = check.shape(k_cache, 'k_cache', f'pages page_size 1 {TOKEN_BYTES if fp8 else KEY}')
+    fp8 = check.tensor(k_cache, 'k_cache').dtype in CACHES
+    spec = f'pages page_size 1 {TOKEN_BYTES if fp8 else KEY}'
+    pages, page_size, _, _ = check_extents(k_cache, 'k_cache', spec, (q.dtype, *CACHES))
     if fp8 and q.dtype is not torch.bfloat16:
         check.fail('q', 'must be bfloat16 with an fp8 cache', check.describe(q))
     check_vectors(k_cache=k_cache)

@@ -29,6 +29,13 @@ VECTOR = 8  # channels of a 16-byte access; 16 codes
 #: Page id of a key that must not exist; any other negative one is a hole.
 WRONG = -(1 << 31) + 1
 LN2 = math.log(2)
+#: Every index is in bounds by what the kernels say themselves; they also say where threads wait for each other.
+OWN_BARRIERS = {
+    'TL_DISABLE_SAFE_MEMORY_ACCESS': True,
+    'TL_DISABLE_THREAD_STORAGE_SYNC': True,
+    'TL_DISABLE_SHARED_MEMORY_REUSE': True,
+}
+PORTABLE = {**PLAIN_PRODUCTS, **OWN_BARRIERS}
 LOG2E = math.log2(math.e)
 
 
@@ -63,20 +70,29 @@ def choose(
 @macro
 def find_block(table, unit, num_keys, block, page_size, num_pages, keys: str, page_shared, offset_shared, slot):
     """Find page and offset of every key of a block."""
-    for j in T.Parallel(BLOCK_N):
-        key = block * BLOCK_N + j
-        page_shared[slot, j] = -1
-        offset_shared[slot, j] = 0
+    thread = T.get_thread_binding()
+    page = T.alloc_var(T.int32, init=-1)
+    found = T.alloc_var(T.int32, init=0)
+    if thread < BLOCK_N:
+        page = -1
+        found = 0
+        key = block * BLOCK_N + thread
         if key < num_keys:
             if keys == PAGED:
-                page = table[unit, T.truncdiv(key, page_size)]
-                page_shared[slot, j] = T.if_then_else(page < num_pages, page, WRONG)
-                offset_shared[slot, j] = T.truncmod(key, page_size)
+                page = T.truncdiv(key, page_size)
+                found = key - page * page_size
+                page = table[unit, page]
+                if page >= num_pages:
+                    page = WRONG
             else:
-                token = table[unit, key]
-                page = T.truncdiv(token, page_size)
-                page_shared[slot, j] = T.if_then_else(T.And(token >= 0, page < num_pages), page, -1)
-                offset_shared[slot, j] = token - page * page_size
+                found = table[unit, key]
+                if found >= 0:
+                    page = T.truncdiv(found, page_size)
+                    found = found - page * page_size
+                    if page >= num_pages:
+                        page = -1
+        page_shared[slot, thread] = page
+        offset_shared[slot, thread] = T.if_then_else(page < 0, 0, found)
 
 
 @macro
@@ -105,7 +121,7 @@ def widen(codes_shared, factor_shared, kv_shared, elem):
 
 
 @macro
-def hide_infinite(kv_shared, stage, acc, row, num_heads, offset, key):
+def hide_infinite(kv_shared, stage, acc, token_shared, offset, key):
     """Rows must not meet values they do not see, which may be inf or NaN: weight 0 would not hide these.
 
     Such values are replaced by 0 for the product; rows that see them get them as they are.
@@ -121,13 +137,15 @@ def hide_infinite(kv_shared, stage, acc, row, num_heads, offset, key):
             odd[j, d] = T.if_then_else(T.isfinite(number), 0.0, 1.0)
         T.reduce_max(odd, odd_rows, dim=1, clear=False)
     T.reduce_max(odd_rows, odd_any, dim=0)
-    flag_shared[0] = odd_any[0]
+    T.sync_threads()
+    if T.get_thread_binding() == 0:
+        flag_shared[0] = odd_any[0]
     T.sync_threads()
     if flag_shared[0] != 0.0:
         for j in T.unroll(BLOCK_N, unroll_factor=1):  # rare: code is spared
             for i, d in T.Parallel(acc.shape[0], LATENT):
                 value = T.cast(kv_shared[stage, j, d], T.float32)
-                sees = key + j <= T.truncdiv(row + i, num_heads) + offset
+                sees = key + j <= token_shared[i] + offset
                 if T.And(sees, T.Not(T.isfinite(value))):
                     acc[i, d] = acc[i, d] + value
         T.sync_threads()
@@ -143,7 +161,7 @@ def hide_infinite(kv_shared, stage, acc, row, num_heads, offset, key):
 @kernel(
     choose=choose,
     space=dict(block_m=(16, 32, 64), stages=(1, 2), threads=(128, 256)),
-    pass_configs={**PLAIN_PRODUCTS, 'TL_DISABLE_SAFE_MEMORY_ACCESS': True},
+    pass_configs=PORTABLE,
 )
 def mla_decode_kernel(
     dtype: torch.dtype,
@@ -219,9 +237,10 @@ def mla_decode_kernel(
                 factor_shared = T.alloc_shared((1, BLOCK_N, GROUPS), T.float32)
 
             num_rows = unit_tokens * heads
-            blocks = T.truncdiv(num_rows + block_m - 1, block_m)
-            unit = T.truncdiv(pid, blocks)
-            row = (pid - unit * blocks) * block_m
+            unit = T.alloc_var(T.int32)  # variables, lest divisions be repeated
+            row = T.alloc_var(T.int32)
+            unit = T.truncdiv(pid, T.truncdiv(num_rows + block_m - 1, block_m))
+            row = (pid - unit * T.truncdiv(num_rows + block_m - 1, block_m)) * block_m
             own_batch = T.alloc_var(T.int32)
             own_token = T.alloc_var(T.int32, init=0)
             own_batch = unit
@@ -248,18 +267,21 @@ def mla_decode_kernel(
                 last = T.min(first + every, last)
             offset = num_keys - unit_tokens  # position of the first token among the keys
 
+            token_shared = T.alloc_shared((block_m,), T.int32)
+            head_shared = T.alloc_shared((block_m,), T.int32)
+            thread = T.get_thread_binding()
+            if thread < block_m:
+                token_shared[thread] = own_token + T.truncdiv(row + thread, heads)
+                head_shared[thread] = T.truncmod(row + thread, heads)
+            T.sync_threads()
             zero = T.cast(0.0, elem)
             for i, d in T.Parallel(block_m, LATENT):
                 q_shared[i, d] = T.if_then_else(
-                    row + i < num_rows,
-                    q[own_batch, own_token + T.truncdiv(row + i, heads), T.truncmod(row + i, heads), d],
-                    zero,
+                    row + i < num_rows, q[own_batch, token_shared[i], head_shared[i], d], zero
                 )
             for i, d in T.Parallel(block_m, ROTARY):
                 q_rotary_shared[i, d] = T.if_then_else(
-                    row + i < num_rows,
-                    q[own_batch, own_token + T.truncdiv(row + i, heads), T.truncmod(row + i, heads), LATENT + d],
-                    zero,
+                    row + i < num_rows, q[own_batch, token_shared[i], head_shared[i], LATENT + d], zero
                 )
             T.fill(top, -inf)
             T.clear(total)
@@ -350,9 +372,7 @@ def mla_decode_kernel(
                 if causal:  # noqa: SIM102 - known when the kernel is built
                     if crosses:
                         for i, j in T.Parallel(block_m, BLOCK_N):
-                            scores[i, j] = T.if_then_else(
-                                key + j <= T.truncdiv(row + i, heads) + offset, scores[i, j], -inf
-                            )
+                            scores[i, j] = T.if_then_else(key + j <= token_shared[i] + offset, scores[i, j], -inf)
                 if keys == PAGED:
                     for i, j in T.Parallel(block_m, BLOCK_N):
                         scores[i, j] = T.if_then_else(page_shared[slot, j] == WRONG, nan, scores[i, j])
@@ -362,7 +382,7 @@ def mla_decode_kernel(
                     acc[i, d] = acc[i, d] * factor[i]
                 if causal:  # noqa: SIM102
                     if crosses:
-                        hide_infinite(kv_shared, stage, acc, row, heads, offset, key)
+                        hide_infinite(kv_shared, stage, acc, token_shared, offset, key)
                 T.sync_threads()
                 T.gemm(weight_shared, kv_shared[stage, :, :], acc, policy=T.GemmWarpPolicy.FullRow)
                 if stages == 1 and not fp8:  # noqa: SIM102
@@ -376,7 +396,7 @@ def mla_decode_kernel(
 
             nothing = T.float32(-inf if split else inf)
             for i in T.Parallel(block_m):
-                token, head = own_token + T.truncdiv(row + i, heads), T.truncmod(row + i, heads)
+                token, head = token_shared[i], head_shared[i]
                 seen = total[i] != 0.0
                 factor[i] = total[i]
                 if sink_dtype is not None:
@@ -393,9 +413,7 @@ def mla_decode_kernel(
                     )
             for i, d in T.Parallel(block_m, LATENT):
                 if row + i < num_rows:
-                    o[part, own_batch, own_token + T.truncdiv(row + i, heads), T.truncmod(row + i, heads), d] = (
-                        acc[i, d] * factor[i]
-                    )
+                    o[part, own_batch, token_shared[i], head_shared[i], d] = acc[i, d] * factor[i]
 
     return mla_decode
 

@@ -11,7 +11,7 @@ and does not count for the maximum. Memory bound: the floor is reading the keys 
 import torch
 from torch import Tensor
 
-from tile_kernels.attention._checks import FP8
+from tile_kernels.attention._checks import FP8, check_extents, check_vectors
 from tile_kernels.attention._samples import random_latents
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
@@ -115,12 +115,9 @@ def _pack_mla_cache(kv: Tensor, cache: Mut, slots: Tensor | None = None) -> None
         cache: (slots, 656) uint8 or float8_e4m3fn, contiguous.
         slots: (tokens,) int64.
     """
-    tokens, _ = check.shape(kv, 'kv', f'tokens {KEY}', dtype=torch.bfloat16)
-    check.unit_stride(kv, 'kv')
-    if kv.numel() and check.vector_bytes(kv) < 16:
-        fact = check.describe(kv)
-        check.fail('kv', 'must have a base and strides that are multiples of 16 bytes', fact, 'pass kv.contiguous()')
-    capacity, _ = check.shape(cache, 'cache', f'slots {TOKEN_BYTES}', dtype=CACHES)
+    tokens, _ = check_extents(kv, 'kv', f'tokens {KEY}', torch.bfloat16)
+    check_vectors(kv=kv)
+    capacity, _ = check_extents(cache, 'cache', f'slots {TOKEN_BYTES}', CACHES)
     check.contiguous(cache, 'cache')
     if cache.numel() and check.vector_bytes(cache) < 16:
         check.fail('cache', 'must begin at a multiple of 16 bytes', check.describe(cache))

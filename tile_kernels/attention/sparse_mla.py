@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from tile_kernels.attention._checks import check_sink, check_vectors, lengths_int32
+from tile_kernels.attention._checks import check_extents, check_sink, check_vectors, lengths_int32
 from tile_kernels.attention._samples import LATENT_SUMS, random_lists
 from tile_kernels.attention.mla_decode import MAX_ROWS, check_queries, latent_parts
 from tile_kernels.attention.mla_decode_kernels import LISTED, LOG2E, mla_decode_kernel
@@ -32,9 +32,10 @@ def check_sparse(q: Tensor, kv: Tensor, indices: Tensor, topk_length: Tensor | N
     """Check the arguments of sparse latent attention."""
     check_queries(q, 'tokens')
     tokens, heads, _ = q.shape
-    keys, _, _ = check.shape(kv, 'kv', f'keys 1 {KEY}', dtype=q.dtype)
+    keys, _, _ = check_extents(kv, 'kv', f'keys 1 {KEY}', q.dtype)
     check_vectors(kv=kv)
-    check.packed(indices, 'indices', 'tokens 1 topk', torch.int32, tokens=tokens)
+    check_extents(indices, 'indices', 'tokens 1 topk', torch.int32, tokens=tokens)
+    check.contiguous(indices, 'indices')
     check.packed(topk_length, 'topk_length', 'tokens', torch.int32, tokens=tokens)
     check_sink(sink, heads, q.dtype)
     check.at_most(tokens, MAX_ROWS, 'tokens of q')
