@@ -50,7 +50,7 @@ ALLOWED = {
         'gemm',
         'mhc',
         'modeling',
-        'moe',
+        'moe', 'norm',
         'quant',
     },
     'rand': {'core', 'rand'},
@@ -89,7 +89,7 @@ def test_importing_costs_little_more_than_torch():
 #: Packages a user imports from, and the modules `dir()` shows besides their names.
 SHOWN_MODULES = {
     'tile_kernels': {'config', 'distributed', 'interpreter', 'modeling', 'reference', 'testing', 'torch', 'utils'},
-    'tile_kernels.modeling': {'attention', 'engram', 'mhc', 'moe'},
+    'tile_kernels.modeling': {'attention', 'engram', 'mhc', 'mla', 'moe'},
 }
 PUBLIC = [
     'tile_kernels',
