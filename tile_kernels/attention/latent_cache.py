@@ -12,6 +12,9 @@ from tile_kernels.attention.mla_decode import PAGE_MULTIPLE, flash_mla_with_kvca
 from tile_kernels.attention.pack_mla_cache import KEY, LATENT, TOKEN_BYTES, pack_mla_cache
 from tile_kernels.core import check
 
+#: Tokens of a page of `fp8_paged_mqa_logits`.
+INDEX_PAGE = 64
+
 
 class LatentCache:
     """Latent keys of all layers and sequences, and their lengths on the device.
@@ -29,6 +32,7 @@ class LatentCache:
         *,
         page: int = 64,
         dtype: torch.dtype | str = torch.bfloat16,
+        index_dim: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         """Memory for `max_tokens` tokens of `batch` sequences.
@@ -39,6 +43,8 @@ class LatentCache:
             max_tokens: tokens of a sequence, at most; rounded up to whole pages.
             page: tokens of a page, a multiple of 16.
             dtype: bfloat16, float16, or 'e4m3' for tokens of 656 bytes as `pack_mla_cache` makes them.
+            index_dim: extent of the keys by which an indexer selects tokens, kept in fp8 beside the latent ones; None
+                keeps none. Pages then have 64 tokens.
             device: where it lives.
         """
         sizes = dict(num_layers=num_layers, batch=batch, max_tokens=max_tokens, page=page)
@@ -56,6 +62,13 @@ class LatentCache:
         # the last page is spare
         self.pages = torch.zeros(num_layers, batch * pages + 1, page, 1, width, dtype=stored, device=device)
         self.block_table = torch.arange(batch * pages, dtype=torch.int32, device=device).view(batch, pages)
+        self.index_pages: Tensor | None = None
+        self.index_dim = index_dim
+        if index_dim is not None:
+            check.integer(index_dim, 'index_dim', least=1)
+            check.equal(page, INDEX_PAGE, 'page with index_dim')
+            shape = (num_layers, batch * pages + 1, page, 1, index_dim + 4)
+            self.index_pages = torch.zeros(shape, dtype=torch.uint8, device=device)
         self._lengths = torch.zeros(num_layers, batch, dtype=torch.int32, device=device)
         self._counts = [[0] * batch for _ in range(num_layers)]
 
@@ -102,9 +115,19 @@ class LatentLayerCache:
         """The pages of this layer, (pages, page_size, 1, 576) or (pages, page_size, 1, 656)."""
         return self.cache.pages[self.index]
 
-    def append(self, kv: Tensor) -> None:
-        """Append latent keys, (batch, tokens, 576), and advance the lengths."""
+    @property
+    def index_pages(self) -> Tensor | None:
+        """The keys of the indexer in pages, (pages, 64, 1, index_dim + 4) bytes."""
+        return None if self.cache.index_pages is None else self.cache.index_pages[self.index]
+
+    def append(self, kv: Tensor, index_keys: tuple[Tensor, Tensor] | None = None) -> None:
+        """Append latent keys, (batch, tokens, 576), and advance the lengths.
+
+        `index_keys` are fp8 codes (batch, tokens, index_dim) and their factors (batch, tokens).
+        """
         cache = self.cache
+        if (index_keys is None) != (cache.index_pages is None):
+            check.fail('index_dim of the cache', 'must be that of the layer', str(cache.index_dim))
         _, tokens, _ = check_extents(kv, 'kv', f'batch tokens {KEY}', HALVES, batch=cache.batch)
         counts = cache._counts[self.index]
         if max(counts) + tokens > cache.capacity:
@@ -119,7 +142,22 @@ class LatentLayerCache:
             pack_mla_cache(rows.to(torch.bfloat16), self.pages, slots)
         else:
             self.pages.view(-1, KEY).index_copy_(0, slots, rows.to(cache.pages.dtype))
+        if index_keys is not None:
+            self._append_index(index_keys, slots)
         self.lengths.add_(tokens)
+
+    def _append_index(self, index_keys: tuple[Tensor, Tensor], slots: Tensor) -> None:
+        """Write codes and factors to their pages: a page has all of its codes first, then its factors."""
+        codes, factors = index_keys
+        pages = check.tensor(self.index_pages, 'index_pages')
+        page_size, dim = pages.shape[1], pages.shape[3] - 4
+        check.equal(codes.shape[-1], dim, 'index_dim')
+        rows = pages.view(len(pages), -1)
+        own_codes = rows[:, : page_size * dim].unflatten(1, (page_size, dim))
+        own_factors = rows[:, page_size * dim :].view(torch.float32)
+        page, offset = slots // page_size, slots % page_size
+        own_codes[page, offset] = codes.flatten(0, 1).view(torch.uint8)
+        own_factors[page, offset] = factors.flatten()
 
     def attend(self, q: Tensor, *, softmax_scale: float, indices: Tensor | None = None, **options: Any) -> Tensor:
         """Attention of the last tokens, (batch, tokens, heads, 576), over all that was appended.

@@ -8,16 +8,21 @@
 Training and prefill run in this multi-head form. Decoding runs in latent form: the part of `kv_b_proj` that makes keys
 is applied to the queries, the part that makes values to the result. So the cache holds c and r only, 576 numbers of a
 token, for all heads. Rotary pairs are channels (2i, 2i + 1), angle position * theta^(-2i / dim).
+
+With `index_topk` every token sees only so many keys: an indexer scores all earlier tokens with small fp8 keys, as
+DeepSeek-V3.2 does, and the best are attended to in latent form.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from tile_kernels.attention import flash_attn_func, flash_attn_varlen_func
+from tile_kernels import attention
+from tile_kernels.attention import flash_attn_func, flash_attn_varlen_func, flash_mla_sparse_fwd
 from tile_kernels.attention.attend import needs_gradient
 from tile_kernels.attention.latent_cache import LatentLayerCache
 from tile_kernels.attention.pack_mla_cache import LATENT, ROTARY
@@ -26,6 +31,9 @@ from tile_kernels.norm import norm_forward
 from tile_kernels.transform import rotary_embedding
 
 EPS = 1e-6
+FP8 = torch.float8_e4m3fn
+#: New tokens of a call of `fp8_paged_mqa_logits`, and rows of scores that are in memory at a time.
+INDEX_TOKENS, INDEX_ROWS = 4, 4096
 
 
 class RMSNorm(nn.Module):
@@ -39,6 +47,40 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last dimension."""
         return norm_forward(x.flatten(0, -2), self.weight, EPS)[0].view(x.shape)
+
+
+def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of the last dimension and one factor for it."""
+    wide = x.float()
+    factor = wide.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448.0
+    return (wide / factor).clamp(-448.0, 448.0).to(FP8), factor.squeeze(-1)
+
+
+class Indexer(nn.Module):
+    """Scores of earlier tokens, by which every token selects the keys it sees; parameters as in DeepSeek-V3.2.
+
+    The public layer also rotates queries and keys by a Hadamard matrix before they become fp8. That changes no score
+    but for rounding and is left out. Selecting has no gradient.
+    """
+
+    def __init__(self, hidden_size: int, q_lora_rank: int, heads: int, dim: int, rope: int, **factory: Any) -> None:
+        """An indexer of `heads` heads of `dim` channels, the first `rope` of which are rotated."""
+        super().__init__()
+        self.heads, self.dim, self.rope = heads, dim, rope
+        self.wq_b = nn.Linear(q_lora_rank, heads * dim, bias=False, **factory)
+        self.wk = nn.Linear(hidden_size, dim, bias=False, **factory)
+        self.k_norm = nn.LayerNorm(dim, eps=EPS, **factory)
+        self.weights_proj = nn.Linear(hidden_size, heads, bias=False, **factory)
+
+    def forward(self, x: Tensor, compressed: Tensor, angles: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
+        """Queries and keys in fp8, both over all tokens, and the weights of heads with all factors of queries."""
+        q = self.wq_b(compressed).view(-1, self.heads, self.dim)
+        k = self.k_norm(self.wk(x)).view(-1, 1, self.dim)
+        q, k = rotary_embedding(q, angles, k)
+        codes, factor = to_fp8(q)
+        weights = self.weights_proj(x).view(-1, self.heads).float() * factor * (self.heads * self.dim) ** -0.5
+        key, key_factor = to_fp8(k.squeeze(1))
+        return codes, (key, key_factor), weights
 
 
 class MLA(nn.Module):
@@ -58,6 +100,9 @@ class MLA(nn.Module):
         qk_rope_head_dim: int = 64,
         v_head_dim: int = 128,
         rope_theta: float = 1e4,
+        index_topk: int | None = None,
+        index_heads: int = 64,
+        index_dim: int = 128,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
     ) -> None:
@@ -72,6 +117,9 @@ class MLA(nn.Module):
             qk_rope_head_dim: channels that are; 64 with a cache.
             v_head_dim: channels of a head of values.
             rope_theta: base of the rotary angles.
+            index_topk: keys that a token sees, selected by an indexer; all unless given. Needs `q_lora_rank`.
+            index_heads: heads of the indexer.
+            index_dim: channels of a head of the indexer: 32, 64 or 128.
             dtype: of the parameters.
             device: where they live.
         """
@@ -101,6 +149,15 @@ class MLA(nn.Module):
         self.kv_a_layernorm = RMSNorm(kv_lora_rank, **factory)
         self.kv_b_proj = nn.Linear(kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim), bias=False, **factory)
         self.o_proj = nn.Linear(num_heads * v_head_dim, hidden_size, bias=False, **factory)
+        self.index_topk = index_topk
+        if index_topk is not None:
+            check.integer(index_topk, 'index_topk', least=1)
+            for name, value in (('index_heads', index_heads), ('index_dim', index_dim)):
+                check.integer(value, name, least=1)
+            if q_lora_rank is None:
+                check.fail('q_lora_rank', 'must be a number with index_topk', 'None')
+            check.equal((kv_lora_rank, qk_rope_head_dim), (LATENT, ROTARY), 'kv_lora_rank, qk_rope_head_dim')
+            self.indexer = Indexer(hidden_size, q_lora_rank, index_heads, index_dim, qk_rope_head_dim, **factory)
 
     def forward(
         self,
@@ -135,16 +192,85 @@ class MLA(nn.Module):
         latent = self.kv_a_layernorm(latent.contiguous())
         q_rope, k_rope = rotary_embedding(q_rope.flatten(0, -3), angles, k_rope.reshape(-1, 1, self.rope), None, True)
         q_rope, k_rope = q_rope.view(*rows, self.num_heads, self.rope), k_rope.view(*rows, 1, self.rope)
+        selector = None
+        if self.index_topk is not None:
+            with torch.no_grad():
+                selector = self.indexer(x, compressed, angles)
         if cache is None:
-            o = self._multi_head(q_nope, q_rope, latent, k_rope, cu_seqlens)
+            o = self._own_keys(q_nope, q_rope, latent, k_rope, cu_seqlens, selector)
         else:
             is_first = cache.is_empty
-            cache.append(torch.cat((latent, k_rope.squeeze(-2)), dim=-1))
+            keys = None if selector is None else tuple(part.unflatten(0, rows) for part in selector[1])
+            cache.append(torch.cat((latent, k_rope.squeeze(-2)), dim=-1), keys)
             if is_first and rows[-1] > 1:
-                o = self._multi_head(q_nope, q_rope, latent, k_rope, None)
+                o = self._own_keys(q_nope, q_rope, latent, k_rope, None, selector)
             else:
-                o = self._latent(q_nope, q_rope, cache)
+                indices = None if selector is None else self._select_cached(selector, rows, cache)
+                o = self._absorbed(q_nope, q_rope, lambda q: cache.attend(q, softmax_scale=self.scale, indices=indices))
         return self.o_proj(o.flatten(-2))
+
+    def _own_keys(
+        self,
+        q_nope: Tensor,
+        q_rope: Tensor,
+        latent: Tensor,
+        k_rope: Tensor,
+        cu_seqlens: Tensor | None,
+        selector: tuple | None,
+    ) -> Tensor:
+        """Attention of tokens to each other."""
+        if selector is None or q_nope.shape[-3] <= self.index_topk:
+            return self._multi_head(q_nope, q_rope, latent, k_rope, cu_seqlens)
+        indices = self._select(selector, q_nope.shape[:-2], cu_seqlens)
+        kv = torch.cat((latent, k_rope.squeeze(-2)), dim=-1).view(-1, 1, LATENT + ROTARY)
+
+        def attend(q: Tensor) -> Tensor:
+            rows = q.view(-1, *q.shape[-2:])
+            return flash_mla_sparse_fwd(rows, kv, indices, self.scale)[0].view(*q.shape[:-1], LATENT)
+
+        return self._absorbed(q_nope, q_rope, attend)
+
+    def _select(self, selector: tuple, rows: torch.Size, cu_seqlens: Tensor | None) -> Tensor:
+        """The keys that every token sees, (tokens, 1, index_topk): rows of all keys, -1 for none."""
+        q, keys, weights = selector
+        token = torch.arange(len(q), device=q.device, dtype=torch.int32)
+        if cu_seqlens is None:
+            start = token // rows[-1] * rows[-1]
+        else:
+            sequence = torch.searchsorted(cu_seqlens, token.to(cu_seqlens.dtype), right=True) - 1
+            start = cu_seqlens[sequence].int()
+        found = []
+        for first in range(0, len(q), INDEX_ROWS):
+            own = slice(first, first + INDEX_ROWS)
+            logits = attention.fp8_mqa_logits(q[own], keys, weights[own], start[own], token[own] + 1, False)
+            listed = attention.topk_indices(logits, self.index_topk, start[own], token[own] + 1)
+            found.append(torch.where(listed >= 0, listed + start[own, None], -1))
+        return torch.cat(found)[:, None]
+
+    def _select_cached(self, selector: tuple, rows: tuple[int, ...], cache: LatentLayerCache) -> Tensor:
+        """The keys that every token sees, (batch, tokens, index_topk), counted from the start of its sequence."""
+        q, _, weights = selector
+        batch, tokens = rows
+        q, weights = q.unflatten(0, (batch, tokens)), weights.unflatten(0, (batch, tokens))
+        seen = cache.lengths[:, None] - tokens + 1 + torch.arange(tokens, device=q.device, dtype=torch.int32)
+        capacity = cache.cache.capacity
+        seen = torch.where(seen <= capacity, seen, 0)  # a sequence that is too long sees nothing
+        found = []
+        for first in range(0, tokens, INDEX_TOKENS):
+            own = slice(first, first + INDEX_TOKENS)
+            lengths = seen[:, own].contiguous()
+            logits = attention.fp8_paged_mqa_logits(
+                q[:, own].contiguous(),
+                cache.index_pages,
+                weights[:, own].flatten(0, 1).contiguous(),
+                lengths,
+                cache.cache.block_table,
+                None,
+                capacity,
+            )
+            listed = attention.topk_indices(logits, self.index_topk, None, lengths.flatten())
+            found.append(listed.view(batch, -1, self.index_topk))
+        return torch.cat(found, dim=1)
 
     def _multi_head(
         self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, cu_seqlens: Tensor | None
@@ -158,13 +284,12 @@ class MLA(nn.Module):
             return cast('Tensor', flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, **options))
         return cast('Tensor', flash_attn_func(q, k, v, **options))
 
-    def _latent(self, q_nope: Tensor, q_rope: Tensor, cache: LatentLayerCache) -> Tensor:
-        """Attention over the cache: projections of keys and values are applied to queries and to the result."""
+    def _absorbed(self, q_nope: Tensor, q_rope: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+        """Attention over latent keys: projections of keys and values are applied to queries and to the result."""
         weight = self.kv_b_proj.weight.view(self.num_heads, self.nope + self.value, self.kv_lora_rank)
         to_key, to_value = weight.split((self.nope, self.value), dim=1)
-        q = torch.cat((torch.einsum('bthd,hdc->bthc', q_nope, to_key), q_rope), dim=-1)
-        o = cache.attend(q, softmax_scale=self.scale)
-        return torch.einsum('bthc,hdc->bthd', o, to_value)
+        q = torch.cat((torch.einsum('...hd,hdc->...hc', q_nope, to_key), q_rope), dim=-1)
+        return torch.einsum('...hc,hdc->...hd', attend(q), to_value)
 
     def _check_cache(self, x: Tensor, cu_seqlens: Tensor | None) -> None:
         if cu_seqlens is not None:
