@@ -186,6 +186,50 @@ def test_the_schedule_is_empty():
     assert torch.equal(run(q, cache, table, 40, tile_scheduler_metadata=schedule)[0], run(q, cache, table, 40)[0])
 
 
+@pytest.mark.parametrize('heads', [2, 20])
+def test_the_gradient_of_sparse_attention(heads):
+    q = torch.randn(3, heads, 576, device=DEVICE).to(BF16).requires_grad_()
+    kv = torch.randn(30, 1, 576, device=DEVICE).to(BF16).requires_grad_()
+    sink = torch.randn(heads, device=DEVICE).requires_grad_()
+    lists = torch.randint(-2, 33, (3, 1, 40), device=DEVICE).int()
+    lists[1] = -1
+    lists[2, 0, :2] = 7  # twice
+    upstream = torch.randn(3, heads, 512, device=DEVICE).to(BF16)
+    operands = (q, kv, sink)
+
+    def gradients(deterministic):
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            o, _, _ = flash_mla_sparse_fwd(q, kv, lists, 0.05, attn_sink=sink)
+            return torch.autograd.grad(o, operands, upstream)
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    wide_q, wide_kv, wide_sink = (x.detach().double().requires_grad_() for x in operands)
+    rows = []
+    for t in range(3):
+        own = lists[t, 0][(lists[t, 0] >= 0) & (lists[t, 0] < 30)].long()
+        scores = wide_q[t] @ wide_kv[own, 0].T * 0.05
+        weights = torch.cat((scores, wide_sink[:, None]), 1).softmax(1)[:, :-1]
+        rows.append(weights @ wide_kv[own, 0, :512])
+    expected = torch.autograd.grad(torch.stack(rows), (wide_q, wide_kv, wide_sink), upstream.double())
+    for found in (gradients(False), gradients(True)):
+        assert not found[0][1].any()
+        for a, b in zip(found, expected, strict=True):
+            assert (a.double() - b).abs().max() <= 0.02 * b.abs().max()
+
+
+def test_a_deterministic_gradient_may_come_in_chunks(monkeypatch):
+    from tile_kernels.attention import sparse_mla_bwd
+
+    home = importlib.import_module('tile_kernels.attention.sparse_mla')
+    given = home._make_bwd(deterministic=True, tokens=5, keys=9, heads=3, topk=32, short=True)
+    given = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+    whole = sparse_mla_bwd(**given)
+    monkeypatch.setattr(home, 'CHUNK_BYTES', 2 * 4 * 576 * 32)
+    assert all(torch.equal(a, b) for a, b in zip(sparse_mla_bwd(**given), whole, strict=True))
+
+
 # Faults that a test must catch --------------------------------------------------------------
 
 FAULTS = {

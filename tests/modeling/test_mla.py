@@ -224,6 +224,20 @@ def test_a_token_sees_the_keys_that_the_indexer_selects(indexing):
         torch.testing.assert_close(packed[9:], both[0, :4], rtol=1e-2, atol=1e-2)
 
 
+def test_selected_keys_have_gradients(indexing):
+    layer = make_sparse(3)
+    x = torch.randn(1, 7, HIDDEN, device=DEVICE).to(BF16).requires_grad_()
+    names = [name for name, _ in layer.named_parameters() if not name.startswith('indexer.')]
+    wide, wide_x = copy.deepcopy(layer).float(), x.detach().float().requires_grad_()
+    upstream = torch.randn_like(wide_x)
+    own = torch.autograd.grad(layer(x), [x, *map(layer.get_parameter, names)], upstream.to(BF16))
+    with torch.no_grad():
+        hidden = ~selected(layer, x)
+    other = torch.autograd.grad(plain(wide, wide_x, hidden), [wide_x, *map(wide.get_parameter, names)], upstream)
+    for a, b in zip(own, other, strict=True):
+        assert (a.float() - b).abs().max() <= 0.05 * b.abs().max() + 1e-2
+
+
 def test_selecting_all_keys_changes_nothing(indexing):
     layer, dense = make_sparse(9), make()
     dense.load_state_dict(layer.state_dict(), strict=False)

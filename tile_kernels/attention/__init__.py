@@ -11,7 +11,7 @@ from tile_kernels.attention.latent_cache import LatentCache
 from tile_kernels.attention.mla_decode import MLASchedule, flash_mla_with_kvcache, get_mla_metadata, mla_decode
 from tile_kernels.attention.pack_mla_cache import pack_mla_cache
 from tile_kernels.attention.scaled_dot_product_attention import scaled_dot_product_attention
-from tile_kernels.attention.sparse_mla import flash_mla_sparse_fwd, sparse_mla
+from tile_kernels.attention.sparse_mla import flash_mla_sparse_fwd, sparse_mla, sparse_mla_bwd
 from tile_kernels.attention.unpack_mla_cache import unpack_mla_cache
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     'pack_mla_cache',
     'scaled_dot_product_attention',
     'sparse_mla',
+    'sparse_mla_bwd',
     'unpack_mla_cache',
 ]
 
