@@ -232,47 +232,73 @@ def test_a_deterministic_gradient_may_come_in_chunks(monkeypatch):
 
 # Faults that a test must catch --------------------------------------------------------------
 
+#: Kernel, text, and what replaces it.
 FAULTS = {
-    'a wrong page offset': ('found = key - page * page_size', 'found = T.truncmod(key + 1, page_size)'),
-    'a wrong base of lse': ('(top[i] + T.log2(total[i])) * LN2', '(top[i] + T.log2(total[i]))'),
-    'a page of the wrong sequence': ('page = table[unit, page]', 'page = table[0, page]'),
+    'a wrong page offset': ('', 'found = key - page * page_size', 'found = T.truncmod(key + 1, page_size)'),
+    'a wrong base of lse': ('', '(top[i] + T.log2(total[i])) * LN2', '(top[i] + T.log2(total[i]))'),
+    'a page of the wrong sequence': ('', 'page = table[unit, page]', 'page = table[0, page]'),
+    'a wrong page offset, Hopper': (
+        '_hopper',
+        'found = key - page * page_size',
+        'found = T.truncmod(key + 1, page_size)',
+    ),
+    'a wrong base of lse, Hopper': ('_hopper', '(top[i] + T.log2(total[i])) * LN2', '(top[i] + T.log2(total[i]))'),
+    'weights of the wrong maximum, Hopper': (
+        '_hopper',
+        'factor[0][i] = T.exp2(block_top[0]',
+        'factor[0][i] = T.exp2(top[0]',
+    ),
 }
-RACE = (
-    'T.sync_threads()\n                T.gemm(weight_shared,',
-    'T.gemm(weight_shared,',
-)
+RACES = {
+    'no barrier before weights are read': (
+        '',
+        'T.sync_threads()\n                T.gemm(weight_shared,',
+        'T.gemm(weight_shared,',
+    ),
+    'the other warpgroup does not wait for weights': (
+        '_hopper',
+        'T.sync_threads(WEIGHT_FIRST',
+        'T.named_barrier_arrive(WEIGHT_FIRST',
+    ),
+}
 
 
 def plant(monkeypatch, tmp_path, fault):
-    """Replace the kernel by one with a fault; kernels need a file."""
-    source = pathlib.Path(kernels_file.__file__).read_text()
-    assert source.count(fault[0]) >= 1
-    path = tmp_path / 'faulty_kernels.py'
-    path.write_text(source.replace(*fault))
+    """Replace a kernel by one with a fault; kernels need a file."""
+    name, old, new = f'mla_decode{fault[0]}_kernels', *fault[1:]
+    source = (pathlib.Path(kernels_file.__file__).parent / f'{name}.py').read_text()
+    assert source.count(old) >= 1
+    path = tmp_path / f'faulty_{name}.py'
+    path.write_text(source.replace(old, new))
     monkeypatch.setattr(jit, 'kernels', dict(jit.kernels))
-    spec = importlib.util.spec_from_file_location('faulty_kernels', path)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     home = importlib.import_module('tile_kernels.attention.mla_decode')
-    monkeypatch.setattr(home, 'mla_decode_kernel', module.mla_decode_kernel)
+    kernel = f'mla_decode{fault[0]}_kernel'
+    variants = tuple(getattr(module, kernel) if v.name == kernel else v for v in home.MLA_DECODE)
+    monkeypatch.setattr(home, 'MLA_DECODE', variants)
 
 
 @pytest.mark.skipif(DEVICE != 'cpu', reason='the fault is planted for the interpreter')
 @pytest.mark.parametrize('fault', FAULTS)
 def test_a_planted_fault_is_found(fault, monkeypatch, tmp_path):
-    q, kv, cache, table = operands(keys=20)
-    check_plain(*run(q, cache, table, 20), plain(q, kv))
+    keys, heads = (100, 33) if FAULTS[fault][0] else (20, 2)
+    q, kv, cache, table = operands(batch=2 if 'sequence' in fault else 1, heads=heads, keys=keys)
+    check_plain(*run(q, cache, table, keys), plain(q, kv))
     plant(monkeypatch, tmp_path, FAULTS[fault])
     with pytest.raises(AssertionError):
-        check_plain(*run(q, cache, table, 20), plain(q, kv))
+        check_plain(*run(q, cache, table, keys), plain(q, kv))
 
 
 @pytest.mark.skipif(DEVICE != 'cpu', reason='the interpreter finds races')
-def test_a_planted_race_is_found(monkeypatch, tmp_path):
-    q, _, cache, table = operands(batch=1, keys=20)
-    plant(monkeypatch, tmp_path, RACE)
-    with knobs(checks='races'), pytest.raises(DataRace, match='weight_shared'):
-        run(q, cache, table, 20)
+@pytest.mark.parametrize('race', RACES)
+def test_a_planted_race_is_found(race, monkeypatch, tmp_path):
+    keys, heads = (100, 33) if RACES[race][0] else (20, 2)
+    q, _, cache, table = operands(batch=1, heads=heads, keys=keys)
+    plant(monkeypatch, tmp_path, RACES[race])
+    with knobs(checks='races'), pytest.raises(DataRace, match='_shared'):
+        run(q, cache, table, keys)
 
 
 # Bad input ----------------------------------------------------------------------------------

@@ -18,10 +18,13 @@ from torch import Tensor
 
 from tile_kernels.attention._checks import HALVES, check_extents, check_sink, check_vectors, lengths_int32
 from tile_kernels.attention._samples import LATENT_SUMS, latent_products, random_latent_cache
+from tile_kernels.attention.mla_decode_hopper_kernels import mla_decode_hopper_kernel
 from tile_kernels.attention.mla_decode_kernels import (
     LISTED,
     LOG2E,
+    PACKED_HEADS,
     PAGED,
+    SINGLE,
     mla_decode_kernel,
     mla_merge_kernel,
     tile_rows,
@@ -33,6 +36,8 @@ from tile_kernels.core.gpus import SUM_SMS
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
 
+#: Variants of the kernel.
+MLA_DECODE = mla_decode_hopper_kernel, mla_decode_kernel
 MAX_HEADS = 128
 MAX_SPLITS = 256
 PAGE_MULTIPLE = 16
@@ -131,27 +136,28 @@ def mla_decode(
     check.same_device(**operands, topk_length=topk_length, sink=sink)
     o = torch.empty(batch, tokens, heads, LATENT, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, tokens, heads, dtype=torch.float32, device=q.device)
-    keys = PAGED if indices is None else LISTED
+    keys = LISTED if indices is not None else SINGLE if heads > PACKED_HEADS else PAGED
     table = check.tensor(block_table, 'block_table') if indices is None else indices.flatten(0, 1)
     if pages * page_size == 0 or table.shape[1] == 0:
-        if keys == PAGED and q.numel():  # lengths are not known here
+        if keys != LISTED and q.numel():  # lengths are not known here
             check.fail('k_cache', 'must hold at least one key', check.describe(k_cache))
         return o.zero_(), lse.fill_(math.inf)
     unit_tokens = tokens if keys == PAGED else 1
+    units = batch if keys == PAGED else batch * tokens
     rows = unit_tokens * heads
-    blocks = -(-rows // tile_rows(rows)) * table.shape[0]
-    splits = num_splits or automatic_splits(blocks, table.shape[1] * (page_size if keys == PAGED else 1))
+    blocks = -(-rows // tile_rows(rows)) * units
+    splits = num_splits or automatic_splits(blocks, table.shape[1] * (1 if keys == LISTED else page_size))
     if splits > 1:
         parts = torch.empty(splits, *o.shape, dtype=torch.float32, device=q.device)
         lse_parts = torch.empty(splits, *lse.shape, dtype=torch.float32, device=q.device)
     else:
         parts, lse_parts = o[None], lse[None]
     own_sink = sink if splits == 1 else None
-    lengths = cache_seqlens if keys == PAGED else topk_length
-    static: tuple = (q.dtype, fp8, keys, lengths is not None, causal and tokens > 1)
-    static += (None if own_sink is None else own_sink.dtype, splits > 1, False)
+    lengths = topk_length if keys == LISTED else cache_seqlens
+    static: tuple = (q.dtype, fp8, keys, lengths is not None, keys == PAGED and causal and tokens > 1)
+    static += (None if own_sink is None else own_sink.dtype, splits > 1, False, rows > PACKED_HEADS)
     launch(
-        mla_decode_kernel,
+        MLA_DECODE,
         static,
         q,
         *latent_parts(k_cache),
@@ -161,7 +167,9 @@ def mla_decode(
         parts,
         lse_parts,
         None,
+        units,
         unit_tokens,
+        int(causal),
         scale * LOG2E,
         size=rows if q.numel() else 0,
     )
@@ -281,6 +289,9 @@ SMOKE = (
     + grid(queries=[1], lengths=[(20, 40, 9)], heads=[2], wrong=[True], splits=[1, 2])
     + grid(queries=[2], lengths=[(70, 3)], heads=[33], fp8=[True], causal=[True], splits=[1])
     + grid(queries=[2], lengths=[(50, 64)], heads=[5], topk=[40], fp8=[True], short=[True], splits=[2])
+    + grid(queries=[2], lengths=[(150,)], heads=[40], causal=[True], sink=[BF16], splits=[1])
+    + grid(queries=[1], lengths=[(17, 20, 33)], heads=[33], wrong=[True], splits=[1])
+    + grid(queries=[1], lengths=[(140,)], heads=[64], holes=[True], dtype=[F16], splits=[2])
     + grid(queries=[1], lengths=[(33, 70)], heads=[65], topk=[64], sink=[F32], splits=[1])
 )
 BENCH = (

@@ -1,7 +1,8 @@
 """Kernels of latent attention, by mma on every GPU. See `mla_decode` for the formula.
 
-All heads share keys of 576 channels, whose first 512 are the values. A thread block owns a tile of rows. In a paged
-cache, row r of a sequence is head r % heads of token r // heads. With lists of keys, rows are the heads of one token.
+All heads share keys of 576 channels, whose first 512 are the values. A thread block owns a tile of rows. With few
+heads and pages, row r of a sequence is head r % heads of token r // heads, and the causal mask differs inside a tile.
+With more heads, or with lists of keys, rows are heads of one token; a causal mask only shortens its keys.
 
 Keys come in blocks of 32. While a block is used, cp.async loads the next: 16 bytes per thread, zeros where there is no
 key. An fp8 block is loaded as it is and widened to the model dtype in shared memory. Warps stand in two groups behind
@@ -21,8 +22,10 @@ from tile_kernels.core.jit import PLAIN_PRODUCTS, kernel
 from tile_kernels.core.lang import T, macro
 from tile_kernels.device.softmax import finite_top, softmax_step
 
-#: How keys are found: by a table of pages and lengths, or by a list for every token.
-PAGED, LISTED = 'paged', 'listed'
+#: How keys are found: by a table of pages and lengths, the same with rows of one token, or by a list for every token.
+PAGED, SINGLE, LISTED = 'paged', 'single', 'listed'
+#: Heads of a tile whose rows may belong to several tokens, at most.
+PACKED_HEADS = 32
 
 BLOCK_N = 32
 VECTOR = 8  # channels of a 16-byte access; 16 codes
@@ -53,6 +56,7 @@ def choose(
     sink_dtype: torch.dtype | None,
     split: bool,
     logits: bool,
+    tall: bool,
     num_rows: int,
     gpu: Gpu,
 ) -> dict:
@@ -68,6 +72,34 @@ def choose(
 
 
 @macro
+def find_keys(table, lengths, batch, token, num_tokens, later, width, page_size, num_pages, keys: str, shortened: bool):
+    """The number of keys of a unit, and whether its sequence is wrong: too long, or with a page behind its own keys.
+
+    Pages of its own keys are checked when they are loaded. With `later` a token does not see the keys behind it.
+    """
+    num_keys = T.alloc_var(T.int32)
+    is_wrong = T.alloc_var(T.int32, init=0)
+    num_keys = width
+    if keys == LISTED:
+        if shortened:
+            num_keys = T.max(T.min(lengths[batch], width), 0)
+    else:
+        num_keys = T.max(lengths[batch], 0)
+        if num_keys > width * page_size:
+            num_keys = 0
+            is_wrong = 1
+        if keys == SINGLE:
+            length = T.alloc_var(T.int32)
+            length = T.truncdiv(num_keys + page_size - 1, page_size)
+            num_keys = T.max(num_keys - later * (num_tokens - 1 - token), 0)
+            own = T.truncdiv(num_keys + page_size - 1, page_size)
+            for page in T.serial(length - own):
+                if table[batch, own + page] >= num_pages:
+                    is_wrong = 1
+    return num_keys, is_wrong
+
+
+@macro
 def find_block(table, unit, num_keys, block, page_size, num_pages, keys: str, page_shared, offset_shared, slot):
     """Find page and offset of every key of a block."""
     thread = T.get_thread_binding()
@@ -78,7 +110,7 @@ def find_block(table, unit, num_keys, block, page_size, num_pages, keys: str, pa
         found = 0
         key = block * BLOCK_N + thread
         if key < num_keys:
-            if keys == PAGED:
+            if keys != LISTED:
                 page = T.truncdiv(key, page_size)
                 found = key - page * page_size
                 page = table[unit, page]
@@ -172,6 +204,7 @@ def mla_decode_kernel(
     sink_dtype: torch.dtype | None,
     split: bool,
     logits: bool,
+    tall: bool,
     *,
     block_m: int,
     stages: int,
@@ -208,10 +241,12 @@ def mla_decode_kernel(
         o: T.Tensor((num_splits, batch, tokens, heads, LATENT), T.float32 if split else elem),
         lse: T.Tensor((num_splits, batch, tokens, heads), T.float32),
         max_logits: T.Tensor((batch, tokens, heads), T.float32),
+        num_units: T.int32,
         unit_tokens: T.int32,
+        later: T.int32,
         scale: T.float32,
     ):
-        with T.Kernel(T.ceildiv(unit_tokens * heads, block_m) * units, num_splits, threads=threads) as (pid, part):
+        with T.Kernel(T.ceildiv(unit_tokens * heads, block_m) * num_units, num_splits, threads=threads) as (pid, part):
             for stride in q_strides:
                 T.assume(stride % VECTOR == 0)
             for stride in latent_strides:
@@ -244,20 +279,14 @@ def mla_decode_kernel(
             own_batch = T.alloc_var(T.int32)
             own_token = T.alloc_var(T.int32, init=0)
             own_batch = unit
-            if keys == LISTED:
+            if keys != PAGED:
                 own_batch = T.truncdiv(unit, tokens)
                 own_token = unit - own_batch * tokens
 
-            num_keys = T.alloc_var(T.int32)
-            is_wrong = T.alloc_var(T.int32, init=0)  # more keys than the table has pages for
-            num_keys = width
-            if keys == PAGED:
-                num_keys = T.max(lengths[own_batch], 0)
-                if num_keys > width * page_size:
-                    num_keys = 0
-                    is_wrong = 1
-            elif shortened:
-                num_keys = T.max(T.min(lengths[own_batch], width), 0)
+            num_keys, is_wrong = find_keys(
+                table, lengths, own_batch, own_token, tokens, later, width, page_size, pages, keys, shortened
+            )
+            listed = unit if keys == LISTED else own_batch
             first = T.alloc_var(T.int32, init=0)
             last = T.alloc_var(T.int32)
             last = T.truncdiv(num_keys + BLOCK_N - 1, BLOCK_N)
@@ -288,7 +317,7 @@ def mla_decode_kernel(
             T.clear(acc)
 
             if first < last:
-                find_block(table, unit, num_keys, first, page_size, pages, keys, page_shared, offset_shared, 0)
+                find_block(table, listed, num_keys, first, page_size, pages, keys, page_shared, offset_shared, 0)
                 T.sync_threads()
                 if fp8:
                     load_block(latent, page_shared, offset_shared, 0, codes_shared, 0, LATENT, 16, threads)
@@ -304,7 +333,7 @@ def mla_decode_kernel(
                 if first + step + 1 < last:
                     find_block(
                         table,
-                        unit,
+                        listed,
                         num_keys,
                         first + step + 1,
                         page_size,
@@ -373,7 +402,7 @@ def mla_decode_kernel(
                     if crosses:
                         for i, j in T.Parallel(block_m, BLOCK_N):
                             scores[i, j] = T.if_then_else(key + j <= token_shared[i] + offset, scores[i, j], -inf)
-                if keys == PAGED:
+                if keys != LISTED:
                     for i, j in T.Parallel(block_m, BLOCK_N):
                         scores[i, j] = T.if_then_else(page_shared[slot, j] == WRONG, nan, scores[i, j])
                 softmax_step(scores, top, total, factor, block_top, block_sum)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from tile_kernels.attention._checks import check_extents, check_sink, check_vectors, lengths_int32
 from tile_kernels.attention._samples import LATENT_SUMS, random_lists
-from tile_kernels.attention.mla_decode import MAX_ROWS, check_queries, latent_parts
-from tile_kernels.attention.mla_decode_kernels import LISTED, LOG2E, mla_decode_kernel
+from tile_kernels.attention.mla_decode import MAX_ROWS, MLA_DECODE, check_queries, latent_parts
+from tile_kernels.attention.mla_decode_kernels import LISTED, LOG2E, PACKED_HEADS
 from tile_kernels.attention.pack_mla_cache import KEY, LATENT
 from tile_kernels.attention.sparse_mla_bwd_kernels import sparse_mla_bwd_kernel, sparse_mla_sum_kernel, tile_heads
 from tile_kernels.core import check
@@ -157,9 +157,9 @@ def sparse_mla(
     if kv.shape[0] == 0 or indices.shape[2] == 0:
         return o.zero_(), max_logits.fill_(-math.inf), lse.fill_(math.inf)
     sink_dtype = None if sink is None else sink.dtype
-    static = (q.dtype, False, LISTED, topk_length is not None, False, sink_dtype, False, True)
+    static = (q.dtype, False, LISTED, topk_length is not None, False, sink_dtype, False, True, heads > PACKED_HEADS)
     launch(
-        mla_decode_kernel,
+        MLA_DECODE,
         static,
         q.unsqueeze(1),
         *latent_parts(kv.unsqueeze(0)),
@@ -169,7 +169,9 @@ def sparse_mla(
         o[None, :, None],
         lse[None, :, None],
         max_logits.unsqueeze(1),
+        tokens,
         1,
+        0,
         scale * LOG2E,
         size=heads if tokens else 0,
     )
