@@ -227,7 +227,8 @@ def random_latent_cache(
     chosen = random.Random(pages)  # not of torch: a dry run has no numbers
     order = chosen.sample(range(pages), pages)
     table = torch.full((number, most), pages + 7, dtype=torch.int32, device='cpu')  # never read behind the length
-    own_slots, seen, taken = [], set(), 0
+    own_slots, taken = [], 0
+    seen: set[int] = set()
     for i, (count, length) in enumerate(zip(counts, lengths, strict=True)):
         own = order[taken : taken + count]
         taken += count

@@ -2,13 +2,14 @@
 
 A thread block owns 64 heads of one token. Keys come in pairs of blocks of 64. Two warpgroups multiply: the first scores
 the first block of a pair, the second the other one. Each owns half of the 512 columns of the result, so each needs the
-weights of both blocks: its own are in registers, those of the other come through shared memory. While one warpgroup
+weights of both blocks. Its own are in registers, those of the other come through shared memory. While one warpgroup
 computes weights, the other uses the tensor cores.
 
     first: scores 0, maximum a -> o += p0 v0                    -> p0 scaled to b, stored -> o scaled to b, o += p1 v1
     second: scores 1            -> maximum b from a, p1 stored  -> o scaled to b, o += p1 v1 -> o += p0 v0
 
-A third warpgroup loads: cp.async, 16 bytes per thread, zeros where there is no key. A block is cut into its left and
+A third warpgroup loads: cp.async, 16 bytes per thread, zeros where there is no key. It widens the codes of an fp8 cache
+on the way. A block is cut into its left and
 right half of columns. A half is free as soon as its last product is done, so the next pair arrives while this one is
 used. Weights are stored where the rotary channels of their block were, which nobody reads after the scores.
 """
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from tile_kernels.attention.mla_decode_kernels import LISTED, LN2, LOG2E, OWN_BARRIERS, PAGED, VECTOR, WRONG, find_keys
-from tile_kernels.attention.pack_mla_cache import GROUPS, LATENT, ROTARY
+from tile_kernels.attention.pack_mla_cache import GROUP, GROUPS, LATENT, ROTARY
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, macro
 from tile_kernels.device.softmax import finite_top
@@ -29,6 +30,7 @@ ROWS = 64
 KEYS = 64
 HALF = LATENT // 2
 LEFT, RIGHT = 0, 1
+CODES = 16  # of a 16-byte access
 #: Registers of a thread of the warpgroup that loads, and of those that multiply; together those of an SM.
 LOADING_REGISTERS, MULTIPLYING_REGISTERS = 72, 216
 #: Named barriers: maximum of the first and of the second warpgroup, weights of both, sums, and the loading warpgroup.
@@ -82,6 +84,35 @@ def load_half(latent, page_shared, offset_shared, kv_shared, which: int, half: i
 
 
 @macro
+def widen_half(latent, factors, page_shared, offset_shared, kv_shared, which: int, half: int):
+    """Load half of the codes of a block and store them as numbers; 16 codes of a thread at a time, four in flight."""
+    thread = T.get_thread_binding() - 2 * WARPGROUP
+    column = thread % 16 * CODES
+    codes = T.alloc_local((4, CODES), latent.dtype)
+    scales = T.alloc_local((4,), T.float32)
+    numbers = T.alloc_local((CODES,), kv_shared.dtype)
+    for batch in T.unroll(KEYS // 32):
+        for step in T.unroll(4):
+            j = batch * 32 + step * 8 + thread // 16
+            scales[step] = 0.0
+            if page_shared[which, j] >= 0:
+                scales[step] = factors[page_shared[which, j], offset_shared[which, j], (half * HALF + column) // GROUP]
+                for e in T.vectorized(CODES):
+                    codes[step, e] = latent[page_shared[which, j], offset_shared[which, j], half * HALF + column + e]
+            else:
+                for e in T.vectorized(CODES):
+                    codes[step, e] = T.cast(0.0, latent.dtype)
+        for step in T.unroll(4):
+            for e in T.unroll(CODES):
+                numbers[e] = T.cast(T.cast(codes[step, e], T.float32) * scales[step], kv_shared.dtype)
+            for p in T.unroll(CODES // VECTOR):
+                for e in T.vectorized(VECTOR):
+                    kv_shared[which, half, batch * 32 + step * 8 + thread // 16, column + p * VECTOR + e] = numbers[
+                        p * VECTOR + e
+                    ]
+
+
+@macro
 def load_rotary(rotary, page_shared, offset_shared, rotary_shared, which: int):
     """Start to copy the rotary channels of a block."""
     thread = T.get_thread_binding() - 2 * WARPGROUP
@@ -97,9 +128,12 @@ def load_rotary(rotary, page_shared, offset_shared, rotary_shared, which: int):
 
 
 @macro
-def finish(full, which: int):
-    """Tell the readers when the copies of this thread are complete."""
-    T.cp_async_barrier_noinc(full[which])
+def finish(full, which: int, widened: bool, copied: bool):
+    """Tell the readers when what this thread widened and copied is there; see the counts of `full`."""
+    if copied:
+        T.cp_async_barrier_noinc(full[which])
+    if widened:
+        T.fence_proxy_async()
     T.mbarrier_arrive(full[which])
 
 
@@ -154,7 +188,7 @@ def store_logs(top, total, lse, max_logits, part, batch, token, row, is_wrong, l
 
 @kernel(
     pass_configs=OWN_BARRIERS,
-    serves=lambda static, gpu: gpu.has_wgmma and static.tall and static.keys != PAGED and not static.fp8,
+    serves=lambda static, gpu: gpu.has_wgmma and static.tall and static.keys != PAGED,
 )
 def mla_decode_hopper_kernel(
     dtype: torch.dtype,
@@ -178,7 +212,7 @@ def mla_decode_hopper_kernel(
         strides = [T.dynamic(f'{name}_stride{dim}') for dim in range(2)]
         return T.StridedTensor((pages, page_size, columns), (*strides, 1), cache_elem), strides
 
-    latent_type, latent_strides = cached('latent', LATENT, elem)
+    latent_type, latent_strides = cached('latent', LATENT, T.float8_e4m3fn if fp8 else elem)
     factor_type, _ = cached('factor', GROUPS, T.float32)
     rotary_type, rotary_strides = cached('rotary', ROTARY, elem)
     inf = math.inf
@@ -202,8 +236,10 @@ def mla_decode_hopper_kernel(
         scale: T.float32,
     ):
         with T.Kernel(T.ceildiv(heads, ROWS) * num_units, num_splits, threads=3 * WARPGROUP) as (pid, part):
-            for stride in q_strides + latent_strides + rotary_strides:
+            for stride in q_strides + rotary_strides:
                 T.assume(stride % VECTOR == 0)
+            for stride in latent_strides:
+                T.assume(stride % (CODES if fp8 else VECTOR) == 0)
             q_shared = T.alloc_shared((2, ROWS, HALF), elem)
             q_rotary_shared = T.alloc_shared((ROWS, ROTARY), elem)
             kv_shared = T.alloc_shared((2, 2, KEYS, HALF), elem)
@@ -220,7 +256,9 @@ def mla_decode_hopper_kernel(
             total = [T.alloc_fragment((ROWS,), T.float32) for _ in (0, 1)]
             block_sum = [T.alloc_fragment((ROWS,), T.float32) for _ in (0, 1)]
             factor = [T.alloc_fragment((ROWS,), T.float32) for _ in (0, 1)]
-            full = [T.alloc_barrier([2 * WARPGROUP] * 2) for _ in (LEFT, RIGHT)]
+            # every loading thread arrives, and once more when its copies are complete; codes are not copied
+            counts = (WARPGROUP, 2 * WARPGROUP) if fp8 else (2 * WARPGROUP,) * 2
+            full = [T.alloc_barrier([*counts]), T.alloc_barrier([*reversed(counts)])]
             free = [T.alloc_barrier([WARPGROUP] * 2) for _ in (LEFT, RIGHT)]
 
             unit = T.alloc_var(T.int32)  # variables, lest divisions be repeated
@@ -263,22 +301,34 @@ def mla_decode_hopper_kernel(
                     block = (first + step) * 2
                     T.mbarrier_wait_parity(free[LEFT][0], parity)
                     find_pages(table, listed, num_keys, block, page_size, pages, keys, page_shared, offset_shared, 0)
-                    load_half(latent, page_shared, offset_shared, kv_shared, 0, LEFT)
-                    finish(full[LEFT], 0)
+                    if fp8:
+                        widen_half(latent, factors, page_shared, offset_shared, kv_shared, 0, LEFT)
+                    else:
+                        load_half(latent, page_shared, offset_shared, kv_shared, 0, LEFT)
+                    finish(full[LEFT], 0, fp8, not fp8)
                     T.mbarrier_wait_parity(free[RIGHT][1], parity)
                     find_pages(
                         table, listed, num_keys, block + 1, page_size, pages, keys, page_shared, offset_shared, 1
                     )
-                    load_half(latent, page_shared, offset_shared, kv_shared, 1, RIGHT)
-                    finish(full[RIGHT], 1)
+                    if fp8:
+                        widen_half(latent, factors, page_shared, offset_shared, kv_shared, 1, RIGHT)
+                    else:
+                        load_half(latent, page_shared, offset_shared, kv_shared, 1, RIGHT)
+                    finish(full[RIGHT], 1, fp8, not fp8)
                     T.mbarrier_wait_parity(free[RIGHT][0], parity)
-                    load_half(latent, page_shared, offset_shared, kv_shared, 0, RIGHT)
+                    if fp8:
+                        widen_half(latent, factors, page_shared, offset_shared, kv_shared, 0, RIGHT)
+                    else:
+                        load_half(latent, page_shared, offset_shared, kv_shared, 0, RIGHT)
                     load_rotary(rotary, page_shared, offset_shared, rotary_shared, 0)
-                    finish(full[RIGHT], 0)
+                    finish(full[RIGHT], 0, fp8, True)
                     T.mbarrier_wait_parity(free[LEFT][1], parity)
-                    load_half(latent, page_shared, offset_shared, kv_shared, 1, LEFT)
+                    if fp8:
+                        widen_half(latent, factors, page_shared, offset_shared, kv_shared, 1, LEFT)
+                    else:
+                        load_half(latent, page_shared, offset_shared, kv_shared, 1, LEFT)
                     load_rotary(rotary, page_shared, offset_shared, rotary_shared, 1)
-                    finish(full[LEFT], 1)
+                    finish(full[LEFT], 1, fp8, True)
 
             with T.ws(0):
                 T.inc_max_nreg(MULTIPLYING_REGISTERS)

@@ -1,7 +1,7 @@
 """Kernels of latent attention, by mma on every GPU. See `mla_decode` for the formula.
 
 All heads share keys of 576 channels, whose first 512 are the values. A thread block owns a tile of rows. With few
-heads and pages, row r of a sequence is head r % heads of token r // heads, and the causal mask differs inside a tile.
+heads and pages, row r of a sequence is head r % heads of token r // heads. The causal mask then differs inside a tile.
 With more heads, or with lists of keys, rows are heads of one token; a causal mask only shortens its keys.
 
 Keys come in blocks of 32. While a block is used, cp.async loads the next: 16 bytes per thread, zeros where there is no

@@ -2,8 +2,8 @@
 
 A thread block owns a tile of heads of one token and goes over blocks of 32 listed keys, which it gathers as
 `mla_decode` does. Scores are computed again. Gradients of queries stay in registers. Those of keys are added to float32
-memory by atomics, or stored for every listed key and summed in the order of tokens by a second kernel. Shared tiles
-are cut into pieces of 128 columns.
+memory by atomics. Or they are stored for every listed key, and a second kernel adds them in the order of tokens. Shared
+tiles are cut into pieces of 128 columns.
 """
 
 import math

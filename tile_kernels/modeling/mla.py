@@ -9,8 +9,8 @@ Training and prefill run in this multi-head form. Decoding runs in latent form: 
 is applied to the queries, the part that makes values to the result. So the cache holds c and r only, 576 numbers of a
 token, for all heads. Rotary pairs are channels (2i, 2i + 1), angle position * theta^(-2i / dim).
 
-With `index_topk` every token sees only so many keys: an indexer scores all earlier tokens with small fp8 keys, as
-DeepSeek-V3.2 does, and the best are attended to in latent form.
+With `index_topk` every token sees only so many keys. An indexer scores all earlier tokens with small fp8 keys, as
+DeepSeek-V3.2 does. Attention to the best runs in latent form.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class MLA(nn.Module):
         selector: tuple | None,
     ) -> Tensor:
         """Attention of tokens to each other."""
-        if selector is None or q_nope.shape[-3] <= self.index_topk:
+        if selector is None or self.index_topk is None or q_nope.shape[-3] <= self.index_topk:
             return self._multi_head(q_nope, q_rope, latent, k_rope, cu_seqlens)
         indices = self._select(selector, q_nope.shape[:-2], cu_seqlens)
         kv = torch.cat((latent, k_rope.squeeze(-2)), dim=-1).view(-1, 1, LATENT + ROTARY)
