@@ -54,6 +54,7 @@ ALLOWED = {
         'mhc',
         'modeling',
         'moe',
+        'norm',
         'quant',
     },
     'rand': {'core', 'rand'},

@@ -27,6 +27,18 @@ def check_vectors(**tensors: Tensor) -> None:
             )
 
 
+def check_extents(
+    x: Tensor, name: str, spec: str, dtype: torch.dtype | tuple[torch.dtype, ...], **known: int
+) -> tuple[int, ...]:
+    """As `check.shape`; numbers in `spec` are extents that must be."""
+    extents = check.shape(x, name, spec, None, **known)
+    for dim, extent in zip(spec.split(), extents, strict=True):
+        if dim.isdigit() and extent != int(dim):
+            check.fail(name, f'must be ({", ".join(spec.split())})', check.describe(x))
+    check.dtype(x, name, dtype)
+    return extents
+
+
 def check_dim(extent: int, name: str) -> None:
     """A head dimension."""
     if extent < 8 or extent > MAX_DIM or extent % 8:

@@ -150,3 +150,170 @@ def random_cache(
         made |= dict(k_descale=torch.rand(number, heads[1]) + 0.5, v_descale=torch.rand(number, heads[1]) + 0.5)
     made['sink'] = None if sink is None else torch.randn(heads[0]).to(sink)
     return made | dict(scale=dims[0] ** -0.5, left=band[0], right=band[1], softcap=softcap, num_splits=splits)
+
+
+# Latent attention ---------------------------------------------------------------------------
+
+LATENT, KEY, TOKEN_BYTES = 512, 576, 656
+
+
+def random_latents(
+    tokens: int,
+    spare: int,
+    placed: bool = False,
+    fp8: bool = False,
+    odd: bool = False,
+    strided: bool = False,
+    last: bool = False,
+) -> dict:
+    """Arguments of `pack_mla_cache`; with `placed`, slots are shuffled and some tokens are skipped.
+
+    With `odd`, tokens hold NaN, infinities, zeros and exact powers of two. With `last`, the last slot is used.
+    """
+    kv = torch.randn(tokens, KEY + 24 * strided).to(torch.bfloat16)[:, 8 * strided : KEY + 8 * strided]
+    if odd:
+        kv[0, 3], kv[0, 200], kv[0, 300:302] = math.nan, math.inf, -0.0
+        kv[1, :256] = 0.0
+        kv[2, :512] = kv[2, :512] * 1e-30
+        kv[3, :512] = 448.0
+        kv[4, 0], kv[4, 128] = 3e38, -449.0
+    capacity = tokens + spare
+    slots = None
+    if placed:
+        chosen = [capacity - 1] if last else random.Random(capacity).sample(range(capacity), tokens)
+        chosen[1::3] = [-1 - i if i % 2 else capacity + i for i in range(len(chosen[1::3]))]
+        slots = torch.tensor(chosen, dtype=torch.int64)
+    cache = torch.randint(0, 256, (capacity, TOKEN_BYTES), dtype=torch.uint8)
+    return dict(kv=kv, cache=cache.view(torch.float8_e4m3fn) if fp8 else cache, slots=slots)
+
+
+def random_tokens(shape: tuple, fp8: bool = False, odd: bool = False) -> dict:
+    """The argument of `unpack_mla_cache`: half of all codes, NaN not among them; factors are any numbers."""
+    cache = torch.randint(0, 256, (*shape, TOKEN_BYTES), dtype=torch.uint8) & 0xFE
+    factors = torch.randn(*shape, 4)
+    if odd:
+        factors[0], factors[1], factors[2, ..., 1] = 2.0**-13, 1e-30, -0.0
+    cache[..., LATENT : LATENT + 16] = factors.view(torch.uint8)
+    cache[..., LATENT + 16 :] = torch.randn(*shape, KEY - LATENT).to(torch.bfloat16).view(torch.uint8)
+    return dict(cache=cache.view(torch.float8_e4m3fn) if fp8 else cache)
+
+
+#: As `SUMS`; the values are the keys.
+LATENT_SUMS: dict = dict(o=dict(rtol=1e-2, atol=1e-2), lse=dict(rtol=1e-6, atol=1e-4), rtol=1e-2, atol=1e-2)
+
+
+def packed_latents(kv: Tensor) -> Tensor:
+    """Tokens of 656 bytes with factors that are any powers of two; bit-exactness is not the point here."""
+    codes = (kv[..., :LATENT].float() * 64).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    factors = torch.full((*kv.shape[:-1], 4), 2.0**-6, dtype=torch.float32)
+    rotary = kv[..., LATENT:].to(torch.bfloat16).contiguous()
+    return torch.cat((codes, factors.view(torch.uint8), rotary.view(torch.uint8)), dim=-1)
+
+
+def random_latent_cache(
+    queries: int,
+    lengths: tuple,
+    heads: int,
+    dtype: torch.dtype = torch.bfloat16,
+    page: int = 16,
+    fp8: bool = False,
+    causal: bool = False,
+    sink: torch.dtype | None = None,
+    splits: int = 1,
+    topk: int = 0,
+    short: bool = False,
+    holes: bool = False,
+    wrong: bool = False,
+) -> dict:
+    """Arguments of `mla_decode`. Whatever no sequence uses holds NaN: tails, spare pages, holes, keys not listed.
+
+    With `topk`, every token has a list that may name keys twice; the lists behind the first token are empty. With
+    `short`, only part of it counts. With `wrong`, the first sequence has a page that does not exist and the second is
+    too long.
+    """
+    number, small = len(lengths), sum(lengths) < 1 << 12
+    counts = [-(-length // page) for length in lengths]
+    most, pages = max(counts) + 1, sum(counts) + 2
+    chosen = random.Random(pages)  # not of torch: a dry run has no numbers
+    order = chosen.sample(range(pages), pages)
+    table = torch.full((number, most), pages + 7, dtype=torch.int32, device='cpu')  # never read behind the length
+    own_slots, taken = [], 0
+    seen: set[int] = set()
+    for i, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        own = order[taken : taken + count]
+        taken += count
+        if holes and count:
+            own[count // 2] = -1 - i
+        table[i, :count] = torch.tensor(own, dtype=torch.int32, device='cpu')
+        slots = [own[t // page] * page + t % page for t in range(length if small else 0) if own[t // page] >= 0]
+        own_slots.append(slots)
+        seen.update(slots if not topk else ())
+    q = torch.randn(number, queries, heads, KEY).to(dtype)
+    made: dict = dict(q=q)
+    if topk:
+        limits = [topk * (i + 1) // (number + 1) if short else topk for i in range(number)]
+        made['indices'] = torch.randint(0, sum(lengths), (number, queries, topk), dtype=torch.int32)
+        if small:
+            lists = [[chosen.choices(slots, k=topk) for _ in range(queries)] for slots in own_slots]
+            for own_lists, limit in zip(lists, limits, strict=True):
+                for t, entries in enumerate(own_lists):
+                    entries[5::7] = [-1 - n if n % 2 else pages * page + n for n in range(len(entries[5::7]))]
+                    if t:
+                        entries[:] = [-1] * topk
+                    seen.update(entries[:limit])
+            made['indices'] = torch.tensor(lists, dtype=torch.int32)
+        if short:
+            made['topk_length'] = torch.tensor(limits, dtype=torch.int32)
+    else:
+        given = torch.tensor(lengths, dtype=torch.int32)
+        if wrong:
+            table[0, 0] = pages
+            given[1] += 10_000
+        made |= dict(block_table=table.to(q.device), cache_seqlens=given)
+    used = torch.tensor([not small or slot in seen for slot in range(pages * page if small else 1)])
+    kv = torch.randn(pages * page, KEY)
+    kv = torch.where(used[:, None], kv, math.nan).view(pages, page, 1, KEY)
+    made['k_cache'] = packed_latents(kv) if fp8 else kv.to(dtype)
+    made['sink'] = None if sink is None else torch.randn(heads).to(sink)
+    return made | dict(scale=KEY**-0.5, causal=causal, num_splits=splits)
+
+
+def latent_products(
+    q: Tensor, k_cache: Tensor, indices: Tensor | None = None, block_table: Tensor | None = None, **others: object
+) -> int:
+    """Operations of the two products if every sequence fills its pages."""
+    rows = math.prod(q.shape[:-1])
+    if indices is not None:
+        return 2 * rows * indices.shape[-1] * (KEY + LATENT)
+    return 2 * rows * k_cache.shape[0] * k_cache.shape[1] // max(q.shape[0], 1) * (KEY + LATENT)
+
+
+def random_lists(
+    tokens: int,
+    keys: int,
+    heads: int,
+    topk: int,
+    dtype: torch.dtype = torch.bfloat16,
+    sink: torch.dtype | None = None,
+    short: bool = False,
+) -> dict:
+    """Arguments of `sparse_mla`. Keys that no token lists hold NaN; the last of several tokens lists none."""
+    q = torch.randn(tokens, heads, KEY).to(dtype)
+    made: dict = dict(q=q, indices=torch.randint(0, max(keys, 1), (tokens, 1, topk), dtype=torch.int32))
+    kv = torch.randn(keys, 1, KEY)
+    limits = [topk * (t + 1) // (tokens + 1) if short else topk for t in range(tokens)]
+    if tokens * topk < 1 << 12 and keys:
+        chosen = random.Random(keys)
+        lists = [[chosen.randrange(keys) for _ in range(topk)] for _ in range(tokens)]
+        seen = set()
+        for t, (entries, limit) in enumerate(zip(lists, limits, strict=True)):
+            entries[5::7] = [-1 - n if n % 2 else keys + n for n in range(len(entries[5::7]))]
+            if t and t == tokens - 1:
+                entries[:] = [-1] * topk
+            seen.update(entries[:limit])
+        made['indices'] = torch.tensor(lists, dtype=torch.int32).view(tokens, 1, topk)
+        kv = torch.where(torch.tensor([key in seen for key in range(keys)])[:, None, None], kv, math.nan)
+    if short:
+        made['topk_length'] = torch.tensor(limits, dtype=torch.int32)
+    made['sink'] = None if sink is None else torch.randn(heads).to(sink)
+    return made | dict(kv=kv.to(dtype), scale=KEY**-0.5)

@@ -1,0 +1,463 @@
+"""The kernel of latent attention for Hopper and more than 32 heads, by wgmma. See `mla_decode` for the formula.
+
+A thread block owns 64 heads of one token. Keys come in pairs of blocks of 64. Two warpgroups multiply: the first scores
+the first block of a pair, the second the other one. Each owns half of the 512 columns of the result, so each needs the
+weights of both blocks. Its own are in registers, those of the other come through shared memory. While one warpgroup
+computes weights, the other uses the tensor cores.
+
+    first: scores 0, maximum a -> o += p0 v0                    -> p0 scaled to b, stored -> o scaled to b, o += p1 v1
+    second: scores 1            -> maximum b from a, p1 stored  -> o scaled to b, o += p1 v1 -> o += p0 v0
+
+A third warpgroup loads: cp.async, 16 bytes per thread, zeros where there is no key. It widens the codes of an fp8 cache
+on the way. A block is cut into its left and
+right half of columns. A half is free as soon as its last product is done, so the next pair arrives while this one is
+used. Weights are stored where the rotary channels of their block were, which nobody reads after the scores.
+"""
+
+import math
+from typing import Any
+
+import torch
+
+from tile_kernels.attention.mla_decode_kernels import LISTED, LN2, LOG2E, OWN_BARRIERS, PAGED, VECTOR, WRONG, find_keys
+from tile_kernels.attention.pack_mla_cache import GROUP, GROUPS, LATENT, ROTARY
+from tile_kernels.core.jit import kernel
+from tile_kernels.core.lang import T, macro
+from tile_kernels.device.softmax import finite_top
+
+WARPGROUP = 128
+ROWS = 64
+KEYS = 64
+HALF = LATENT // 2
+LEFT, RIGHT = 0, 1
+CODES = 16  # of a 16-byte access
+#: Registers of a thread of the warpgroup that loads, and of those that multiply; together those of an SM.
+LOADING_REGISTERS, MULTIPLYING_REGISTERS = 72, 216
+#: Named barriers: maximum of the first and of the second warpgroup, weights of both, sums, and the loading warpgroup.
+TOP_FIRST, TOP_SECOND, WEIGHT_FIRST, WEIGHT_SECOND, SUMS, LOADING = 8, 9, 10, 11, 12, 13
+
+
+@macro
+def find_pages(table, listed, num_keys, block, page_size, num_pages, keys: str, page_shared, offset_shared, which: int):
+    """Find page and offset of every key of a block, by the first threads of the loading warpgroup."""
+    thread = T.get_thread_binding() - 2 * WARPGROUP
+    page = T.alloc_var(T.int32, init=-1)
+    found = T.alloc_var(T.int32, init=0)
+    if thread < KEYS:
+        page = -1
+        found = 0
+        key = block * KEYS + thread
+        if key < num_keys:
+            if keys != LISTED:
+                page = T.truncdiv(key, page_size)
+                found = key - page * page_size
+                page = table[listed, page]
+                if page >= num_pages:
+                    page = WRONG
+            else:
+                found = table[listed, key]
+                if found >= 0:
+                    page = T.truncdiv(found, page_size)
+                    found = found - page * page_size
+                    if page >= num_pages:
+                        page = -1
+        page_shared[which, thread] = page
+        offset_shared[which, thread] = T.if_then_else(page < 0, 0, found)
+    T.sync_threads(LOADING, WARPGROUP)
+
+
+@macro
+def load_half(latent, page_shared, offset_shared, kv_shared, which: int, half: int):
+    """Start to copy half of the columns of a block; a warp copies a row."""
+    thread = T.get_thread_binding() - 2 * WARPGROUP
+    column = thread % 32 * VECTOR
+    for step in T.unroll(KEYS // 4):
+        j = step * 4 + thread // 32
+        T.ptx_cp_async(
+            T.access_ptr(kv_shared[which, half, j, column], 'w', VECTOR),
+            T.access_ptr(
+                latent[T.max(page_shared[which, j], 0), offset_shared[which, j], half * HALF + column], 'r', VECTOR
+            ),
+            VECTOR,
+            page_shared[which, j] >= 0,
+        )
+
+
+@macro
+def widen_half(latent, factors, page_shared, offset_shared, kv_shared, which: int, half: int):
+    """Load half of the codes of a block and store them as numbers; 16 codes of a thread at a time, four in flight."""
+    thread = T.get_thread_binding() - 2 * WARPGROUP
+    column = thread % 16 * CODES
+    codes = T.alloc_local((4, CODES), latent.dtype)
+    scales = T.alloc_local((4,), T.float32)
+    numbers = T.alloc_local((CODES,), kv_shared.dtype)
+    for batch in T.unroll(KEYS // 32):
+        for step in T.unroll(4):
+            j = batch * 32 + step * 8 + thread // 16
+            scales[step] = 0.0
+            if page_shared[which, j] >= 0:
+                scales[step] = factors[page_shared[which, j], offset_shared[which, j], (half * HALF + column) // GROUP]
+                for e in T.vectorized(CODES):
+                    codes[step, e] = latent[page_shared[which, j], offset_shared[which, j], half * HALF + column + e]
+            else:
+                for e in T.vectorized(CODES):
+                    codes[step, e] = T.cast(0.0, latent.dtype)
+        for step in T.unroll(4):
+            for e in T.unroll(CODES):
+                numbers[e] = T.cast(T.cast(codes[step, e], T.float32) * scales[step], kv_shared.dtype)
+            for p in T.unroll(CODES // VECTOR):
+                for e in T.vectorized(VECTOR):
+                    kv_shared[which, half, batch * 32 + step * 8 + thread // 16, column + p * VECTOR + e] = numbers[
+                        p * VECTOR + e
+                    ]
+
+
+@macro
+def load_rotary(rotary, page_shared, offset_shared, rotary_shared, which: int):
+    """Start to copy the rotary channels of a block."""
+    thread = T.get_thread_binding() - 2 * WARPGROUP
+    column = thread % 8 * VECTOR
+    for step in T.unroll(KEYS // 16):
+        j = step * 16 + thread // 8
+        T.ptx_cp_async(
+            T.access_ptr(rotary_shared[which, j, column], 'w', VECTOR),
+            T.access_ptr(rotary[T.max(page_shared[which, j], 0), offset_shared[which, j], column], 'r', VECTOR),
+            VECTOR,
+            page_shared[which, j] >= 0,
+        )
+
+
+@macro
+def finish(full, which: int, widened: bool, copied: bool):
+    """Tell the readers when what this thread widened and copied is there; see the counts of `full`."""
+    if copied:
+        T.cp_async_barrier_noinc(full[which])
+    if widened:
+        T.fence_proxy_async()
+    T.mbarrier_arrive(full[which])
+
+
+@macro
+def mask_scores(scores, page_shared, which: int, scale, keys: str):
+    """Scale scores; those of missing keys become -inf, those of keys that must not exist NaN."""
+    for i, j in T.Parallel(ROWS, KEYS):
+        scores[i, j] = T.if_then_else(page_shared[which, j] >= 0, scores[i, j] * scale, -math.inf)
+    if keys != LISTED:
+        for i, j in T.Parallel(ROWS, KEYS):
+            scores[i, j] = T.if_then_else(page_shared[which, j] == WRONG, math.nan, scores[i, j])
+
+
+@macro
+def share_sums(total, sum_shared, which: int):
+    """Add the sums of both warpgroups."""
+    for i in T.Parallel(ROWS):
+        sum_shared[which, i] = total[i]
+    T.sync_threads(SUMS, 2 * WARPGROUP)
+    for i in T.Parallel(ROWS):
+        total[i] = sum_shared[0, i] + sum_shared[1, i]
+
+
+@macro
+def store_half(acc, top, total, factor, sink, o, part, batch, token, row, is_wrong, sink_dtype, which: int):
+    """Divide half of the columns by the sum and store them."""
+    heads = o.shape[3]
+    for i in T.Parallel(ROWS):
+        factor[i] = total[i]
+        if sink_dtype is not None:
+            number = T.cast(sink[T.min(row + i, heads - 1)], T.float32) * LOG2E
+            factor[i] = factor[i] + T.exp2(number - finite_top(top[i]))
+        factor[i] = T.if_then_else(total[i] != 0.0, 1.0 / factor[i], T.float32(0.0))
+        if is_wrong != 0:
+            factor[i] = math.nan
+    for i, d in T.Parallel(ROWS, HALF):
+        if row + i < heads:
+            o[part, batch, token, row + i, which * HALF + d] = acc[i, d] * factor[i]
+
+
+@macro
+def store_logs(top, total, lse, max_logits, part, batch, token, row, is_wrong, logits: bool, nothing: float):
+    """Store lse, and the largest score with `logits`."""
+    heads = lse.shape[3]
+    for i in T.Parallel(ROWS):
+        if row + i < heads:
+            if logits:
+                max_logits[batch, token, row + i] = top[i] * LN2
+            number = T.if_then_else(total[i] != 0.0, (top[i] + T.log2(total[i])) * LN2, T.float32(nothing))
+            lse[part, batch, token, row + i] = T.if_then_else(is_wrong != 0, math.nan, number)
+
+
+@kernel(
+    pass_configs=OWN_BARRIERS,
+    serves=lambda static, gpu: gpu.has_wgmma and static.tall and static.keys != PAGED,
+)
+def mla_decode_hopper_kernel(
+    dtype: torch.dtype,
+    fp8: bool,
+    keys: str,
+    shortened: bool,
+    causal: bool,
+    sink_dtype: torch.dtype | None,
+    split: bool,
+    logits: bool,
+    tall: bool,
+):
+    """Parameters are those of `mla_decode_kernel`."""
+    batch, tokens, heads = T.dynamic('batch'), T.dynamic('tokens'), T.dynamic('heads')
+    pages, page_size, units, width = (T.dynamic(name) for name in ('pages', 'page_size', 'units', 'width'))
+    num_lengths, num_splits = T.dynamic('num_lengths'), T.dynamic('num_splits')
+    elem = T.dtype(dtype)
+    q_strides = [T.dynamic(f'q_stride{dim}') for dim in range(3)]
+
+    def cached(name: str, columns: int, cache_elem: Any) -> Any:
+        strides = [T.dynamic(f'{name}_stride{dim}') for dim in range(2)]
+        return T.StridedTensor((pages, page_size, columns), (*strides, 1), cache_elem), strides
+
+    latent_type, latent_strides = cached('latent', LATENT, T.float8_e4m3fn if fp8 else elem)
+    factor_type, _ = cached('factor', GROUPS, T.float32)
+    rotary_type, rotary_strides = cached('rotary', ROTARY, elem)
+    inf = math.inf
+    nothing = -inf if split else inf  # lse without a key
+
+    @T.prim_func
+    def mla_decode_hopper(
+        q: T.StridedTensor((batch, tokens, heads, LATENT + ROTARY), (*q_strides, 1), elem),
+        latent: latent_type,
+        factors: factor_type,
+        rotary: rotary_type,
+        table: T.Tensor((units, width), T.int32),
+        lengths: T.Tensor((num_lengths,), T.int32),
+        sink: T.Tensor((heads,), T.dtype(sink_dtype or torch.float32)),
+        o: T.Tensor((num_splits, batch, tokens, heads, LATENT), T.float32 if split else elem),
+        lse: T.Tensor((num_splits, batch, tokens, heads), T.float32),
+        max_logits: T.Tensor((batch, tokens, heads), T.float32),
+        num_units: T.int32,
+        unit_tokens: T.int32,
+        later: T.int32,
+        scale: T.float32,
+    ):
+        with T.Kernel(T.ceildiv(heads, ROWS) * num_units, num_splits, threads=3 * WARPGROUP) as (pid, part):
+            for stride in q_strides + rotary_strides:
+                T.assume(stride % VECTOR == 0)
+            for stride in latent_strides:
+                T.assume(stride % (CODES if fp8 else VECTOR) == 0)
+            q_shared = T.alloc_shared((2, ROWS, HALF), elem)
+            q_rotary_shared = T.alloc_shared((ROWS, ROTARY), elem)
+            kv_shared = T.alloc_shared((2, 2, KEYS, HALF), elem)
+            rotary_shared = T.alloc_shared((2, KEYS, ROTARY), elem)  # then the weights of the block, (rows, keys)
+            page_shared = T.alloc_shared((2, KEYS), T.int32)
+            offset_shared = T.alloc_shared((2, KEYS), T.int32)
+            top_shared = T.alloc_shared((2, ROWS), T.float32)
+            sum_shared = T.alloc_shared((2, ROWS), T.float32)
+            scores = [T.alloc_fragment((ROWS, KEYS), T.float32) for _ in (0, 1)]
+            weights = [T.alloc_fragment((ROWS, KEYS), elem) for _ in (0, 1)]
+            acc = [T.alloc_fragment((ROWS, HALF), T.float32) for _ in (0, 1)]
+            top = [T.alloc_fragment((ROWS,), T.float32) for _ in (0, 1)]
+            block_top = [T.alloc_fragment((ROWS,), T.float32) for _ in (0, 1)]
+            total = [T.alloc_fragment((ROWS,), T.float32) for _ in (0, 1)]
+            block_sum = [T.alloc_fragment((ROWS,), T.float32) for _ in (0, 1)]
+            factor = [T.alloc_fragment((ROWS,), T.float32) for _ in (0, 1)]
+            # every loading thread arrives, and once more when its copies are complete; codes are not copied
+            counts = (WARPGROUP, 2 * WARPGROUP) if fp8 else (2 * WARPGROUP,) * 2
+            full = [T.alloc_barrier([*counts]), T.alloc_barrier([*reversed(counts)])]
+            free = [T.alloc_barrier([WARPGROUP] * 2) for _ in (LEFT, RIGHT)]
+
+            unit = T.alloc_var(T.int32)  # variables, lest divisions be repeated
+            row = T.alloc_var(T.int32)
+            own_batch = T.alloc_var(T.int32)
+            own_token = T.alloc_var(T.int32)
+            unit = T.truncdiv(pid, T.truncdiv(heads + ROWS - 1, ROWS))
+            row = (pid - unit * T.truncdiv(heads + ROWS - 1, ROWS)) * ROWS
+            own_batch = T.truncdiv(unit, tokens)
+            own_token = unit - own_batch * tokens
+            num_keys, is_wrong = find_keys(
+                table, lengths, own_batch, own_token, tokens, later, width, page_size, pages, keys, shortened
+            )
+            listed = unit if keys == LISTED else own_batch
+            first = T.alloc_var(T.int32, init=0)
+            last = T.alloc_var(T.int32)
+            last = T.truncdiv(num_keys + 2 * KEYS - 1, 2 * KEYS)  # pairs of blocks
+            if split:
+                every = T.truncdiv(last + num_splits - 1, num_splits)
+                first = T.min(part * every, last)
+                last = T.min(first + every, last)
+
+            zero = T.cast(0.0, elem)
+            for half in (LEFT, RIGHT):
+                for i, d in T.Parallel(ROWS, HALF):
+                    q_shared[half, i, d] = T.if_then_else(
+                        row + i < heads, q[own_batch, own_token, row + i, half * HALF + d], zero
+                    )
+            for i, d in T.Parallel(ROWS, ROTARY):
+                q_rotary_shared[i, d] = T.if_then_else(
+                    row + i < heads, q[own_batch, own_token, row + i, LATENT + d], zero
+                )
+            T.fence_proxy_async()
+            T.sync_threads()
+
+            with T.ws(2):
+                T.dec_max_nreg(LOADING_REGISTERS)
+                for step in T.serial(last - first):
+                    parity = (step & 1) ^ 1
+                    block = (first + step) * 2
+                    T.mbarrier_wait_parity(free[LEFT][0], parity)
+                    find_pages(table, listed, num_keys, block, page_size, pages, keys, page_shared, offset_shared, 0)
+                    if fp8:
+                        widen_half(latent, factors, page_shared, offset_shared, kv_shared, 0, LEFT)
+                    else:
+                        load_half(latent, page_shared, offset_shared, kv_shared, 0, LEFT)
+                    finish(full[LEFT], 0, fp8, not fp8)
+                    T.mbarrier_wait_parity(free[RIGHT][1], parity)
+                    find_pages(
+                        table, listed, num_keys, block + 1, page_size, pages, keys, page_shared, offset_shared, 1
+                    )
+                    if fp8:
+                        widen_half(latent, factors, page_shared, offset_shared, kv_shared, 1, RIGHT)
+                    else:
+                        load_half(latent, page_shared, offset_shared, kv_shared, 1, RIGHT)
+                    finish(full[RIGHT], 1, fp8, not fp8)
+                    T.mbarrier_wait_parity(free[RIGHT][0], parity)
+                    if fp8:
+                        widen_half(latent, factors, page_shared, offset_shared, kv_shared, 0, RIGHT)
+                    else:
+                        load_half(latent, page_shared, offset_shared, kv_shared, 0, RIGHT)
+                    load_rotary(rotary, page_shared, offset_shared, rotary_shared, 0)
+                    finish(full[RIGHT], 0, fp8, True)
+                    T.mbarrier_wait_parity(free[LEFT][1], parity)
+                    if fp8:
+                        widen_half(latent, factors, page_shared, offset_shared, kv_shared, 1, LEFT)
+                    else:
+                        load_half(latent, page_shared, offset_shared, kv_shared, 1, LEFT)
+                    load_rotary(rotary, page_shared, offset_shared, rotary_shared, 1)
+                    finish(full[LEFT], 1, fp8, True)
+
+            with T.ws(0):
+                T.inc_max_nreg(MULTIPLYING_REGISTERS)
+                T.fill(top[0], -inf)
+                T.clear(total[0])
+                T.clear(acc[0])
+                for step in T.serial(last - first):
+                    T.mbarrier_wait_parity(full[LEFT][0], step & 1)
+                    T.fence_proxy_async()
+                    T.wgmma_gemm(
+                        q_shared[LEFT, :, :], kv_shared[0, LEFT, :, :], scores[0], transpose_B=True, clear_accum=True
+                    )
+                    T.mbarrier_wait_parity(full[RIGHT][0], step & 1)
+                    T.fence_proxy_async()
+                    T.wgmma_gemm(q_shared[RIGHT, :, :], kv_shared[0, RIGHT, :, :], scores[0], transpose_B=True)
+                    T.wgmma_gemm(q_rotary_shared, rotary_shared[0, :, :], scores[0], transpose_B=True)
+                    T.wait_wgmma(0)
+                    mask_scores(scores[0], page_shared, 0, scale, keys)
+                    T.reduce_max(scores[0], block_top[0], dim=1)
+                    for i in T.Parallel(ROWS):
+                        block_top[0][i] = T.max(top[0][i], block_top[0][i])
+                        factor[0][i] = T.exp2(top[0][i] - finite_top(block_top[0][i]))
+                        top_shared[0, i] = block_top[0][i]
+                    T.named_barrier_arrive(TOP_FIRST, 2 * WARPGROUP)
+                    for i, j in T.Parallel(ROWS, KEYS):
+                        scores[0][i, j] = T.exp2(scores[0][i, j] - finite_top(block_top[0][i]))
+                    T.copy(scores[0], weights[0])
+                    for i, d in T.Parallel(ROWS, HALF):
+                        acc[0][i, d] = acc[0][i, d] * factor[0][i]
+                    T.wgmma_gemm(weights[0], kv_shared[0, LEFT, :, :], acc[0])
+                    T.reduce_sum(scores[0], block_sum[0], dim=1)
+                    for i in T.Parallel(ROWS):
+                        total[0][i] = total[0][i] * factor[0][i] + block_sum[0][i]
+                    T.sync_threads(TOP_SECOND, 2 * WARPGROUP)
+                    for i in T.Parallel(ROWS):
+                        top[0][i] = top_shared[1, i]
+                        factor[0][i] = T.exp2(block_top[0][i] - finite_top(top[0][i]))
+                        total[0][i] = total[0][i] * factor[0][i]
+                    for i, j in T.Parallel(ROWS, KEYS):
+                        scores[0][i, j] = scores[0][i, j] * factor[0][i]
+                    T.copy(scores[0], rotary_shared[0, :, :])
+                    T.fence_proxy_async()
+                    T.named_barrier_arrive(WEIGHT_FIRST, 2 * WARPGROUP)
+                    T.wait_wgmma(0)
+                    T.mbarrier_arrive(free[LEFT][0])
+                    for i, d in T.Parallel(ROWS, HALF):
+                        acc[0][i, d] = acc[0][i, d] * factor[0][i]
+                    T.sync_threads(WEIGHT_SECOND, 2 * WARPGROUP)
+                    T.wgmma_gemm(rotary_shared[1, :, :], kv_shared[1, LEFT, :, :], acc[0])
+                    T.wait_wgmma(0)
+                    T.mbarrier_arrive(free[LEFT][1])
+                share_sums(total[0], sum_shared, 0)
+                store_logs(
+                    top[0], total[0], lse, max_logits, part, own_batch, own_token, row, is_wrong, logits, nothing
+                )
+                store_half(
+                    acc[0],
+                    top[0],
+                    total[0],
+                    factor[0],
+                    sink,
+                    o,
+                    part,
+                    own_batch,
+                    own_token,
+                    row,
+                    is_wrong,
+                    sink_dtype,
+                    0,
+                )
+
+            with T.ws(1):
+                T.inc_max_nreg(MULTIPLYING_REGISTERS)
+                T.fill(top[1], -inf)
+                T.clear(total[1])
+                T.clear(acc[1])
+                for step in T.serial(last - first):
+                    T.mbarrier_wait_parity(full[RIGHT][1], step & 1)
+                    T.fence_proxy_async()
+                    T.wgmma_gemm(
+                        q_shared[RIGHT, :, :], kv_shared[1, RIGHT, :, :], scores[1], transpose_B=True, clear_accum=True
+                    )
+                    T.mbarrier_wait_parity(full[LEFT][1], step & 1)
+                    T.fence_proxy_async()
+                    T.wgmma_gemm(q_shared[LEFT, :, :], kv_shared[1, LEFT, :, :], scores[1], transpose_B=True)
+                    T.wgmma_gemm(q_rotary_shared, rotary_shared[1, :, :], scores[1], transpose_B=True)
+                    T.wait_wgmma(0)
+                    mask_scores(scores[1], page_shared, 1, scale, keys)
+                    T.reduce_max(scores[1], block_top[1], dim=1)
+                    T.sync_threads(TOP_FIRST, 2 * WARPGROUP)
+                    for i in T.Parallel(ROWS):
+                        block_top[1][i] = T.max(top_shared[0, i], block_top[1][i])
+                        factor[1][i] = T.exp2(top[1][i] - finite_top(block_top[1][i]))
+                        top[1][i] = block_top[1][i]
+                        top_shared[1, i] = block_top[1][i]
+                    T.named_barrier_arrive(TOP_SECOND, 2 * WARPGROUP)
+                    for i, j in T.Parallel(ROWS, KEYS):
+                        scores[1][i, j] = T.exp2(scores[1][i, j] - finite_top(top[1][i]))
+                    T.copy(scores[1], weights[1])
+                    T.copy(weights[1], rotary_shared[1, :, :])
+                    T.fence_proxy_async()
+                    T.named_barrier_arrive(WEIGHT_SECOND, 2 * WARPGROUP)
+                    for i, d in T.Parallel(ROWS, HALF):
+                        acc[1][i, d] = acc[1][i, d] * factor[1][i]
+                    T.wgmma_gemm(weights[1], kv_shared[1, RIGHT, :, :], acc[1])
+                    T.reduce_sum(scores[1], block_sum[1], dim=1)
+                    for i in T.Parallel(ROWS):
+                        total[1][i] = total[1][i] * factor[1][i] + block_sum[1][i]
+                    T.sync_threads(WEIGHT_FIRST, 2 * WARPGROUP)
+                    T.wgmma_gemm(rotary_shared[0, :, :], kv_shared[0, RIGHT, :, :], acc[1])
+                    T.wait_wgmma(1)
+                    T.mbarrier_arrive(free[RIGHT][1])
+                    T.wait_wgmma(0)
+                    T.mbarrier_arrive(free[RIGHT][0])
+                share_sums(total[1], sum_shared, 1)
+                store_half(
+                    acc[1],
+                    top[1],
+                    total[1],
+                    factor[1],
+                    sink,
+                    o,
+                    part,
+                    own_batch,
+                    own_token,
+                    row,
+                    is_wrong,
+                    sink_dtype,
+                    1,
+                )
+
+    return mla_decode_hopper
