@@ -40,13 +40,16 @@ from tile_kernels.attention.attend_bwd_kernels import (
     key_launches,
 )
 from tile_kernels.attention.attend_kernels import BLOCK_M, LOG2E, attend_kernel
+from tile_kernels.attention.attend_sm90_kernels import ATTEND, attend_sm90_kernel
 from tile_kernels.attention.decode import decode, spread_scale
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
-from tile_kernels.core.launch import launch
+from tile_kernels.core.launch import gpu_of, launch, num_workers, variant_for
 from tile_kernels.core.op import op
 
 MAX_ROWS = (1 << 31) - (1 << 17)
+#: In place of a scale of 0, which would make NaN of what is hidden.
+MIN_SCALE = 1e-30
 
 
 def num_blocks(x: Tensor, group: int, num_sequences: int, packed: bool, size: int = BLOCK_M) -> int:
@@ -232,31 +235,20 @@ def attend(
     static += (seqused_k is not None, left >= 0 or right >= 0, softcap > 0, None if sink is None else sink.dtype, False)
     blocks = num_blocks(q, q_heads // kv_heads, number, packed)
     lead = (None,) if packed else ()
-    launch(
-        attend_kernel,
-        static,
-        q[lead],
-        k[lead],
-        v[lead],
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_q,
-        seqused_k,
-        None,
-        None,
-        None,
-        sink,
-        o[lead].unsqueeze(0),
-        lse[lead].unsqueeze(0).transpose(2, 3),
-        blocks,
-        number,
-        number.bit_length() if isinstance(number, int) else 0,
-        scale / softcap if softcap > 0 else scale * LOG2E,
-        softcap * LOG2E,
-        bound(left),
-        bound(right),
-        size=blocks if q.numel() else 0,
-    )
+    given = (q[lead], k[lead], v[lead], cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    bits = number.bit_length() if isinstance(number, int) else 0
+    size = blocks if q.numel() else 0
+    if variant_for(ATTEND, static, gpu_of(q)) is attend_sm90_kernel:
+        if scale < 0.0:  # the kernel takes the maximum before it scales
+            given, scale = (-q[lead], *given[1:]), -scale
+        own_scale = scale / softcap if softcap > 0 else max(scale * LOG2E, MIN_SCALE)
+        options = (number, bits, own_scale, softcap * LOG2E, bound(left), bound(right), num_workers(q))
+        launch(attend_sm90_kernel, static, *given, sink, o[lead], lse[lead].transpose(1, 2), *options, size=size)
+        return o, lse
+    own_scale = scale / softcap if softcap > 0 else scale * LOG2E
+    options = (blocks, number, bits, own_scale, softcap * LOG2E, bound(left), bound(right))
+    parts = (o[lead].unsqueeze(0), lse[lead].unsqueeze(0).transpose(2, 3))
+    launch(attend_kernel, static, *given, None, None, None, sink, *parts, *options, size=size)
     return o, lse
 
 
