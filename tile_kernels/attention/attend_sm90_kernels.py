@@ -286,15 +286,23 @@ def shield(ring, values, number, acc, flags, tile, key, position, last_position,
     """Before the product with the values of a block: hide what is infinite in them where some row must not see it."""
     if needs_mask(tile, key, last_position, values.shape[1], masks):
         wait_full(ring, number)
-        hide_infinite(values, T.truncmod(number, ring.size), acc, flags, tile, key, position, masks)
+        hide_infinite(
+            values,
+            T.truncmod(number, ring.size),
+            acc,
+            flags,
+            tile.num_keys - key,
+            lambda i, j: visible(tile, position + i, key + j, masks),
+        )
 
 
 @macro
-def hide_infinite(values, slot, acc, flags, tile, key, position, masks):
+def hide_infinite(values, slot, acc, flags, limit, sees):
     """Rows must not meet values they do not see, which may be inf or NaN: weight 0 would not hide these.
 
-    Such values are replaced by 0 for the product; rows that see them get them as they are. Both multiplying warpgroups
-    take part. A flag tells of 256 numbers in order whether one of them is infinite.
+    They are replaced by 0 for the product; rows of `acc` that see them, `sees(row, value)`, get them as they are.
+    Values from `limit` on are seen by no row. Both multiplying warpgroups take part. A flag tells of 256 numbers in
+    order whether one of them is infinite.
     """
     _, keys, columns = values.shape
     thread = T.get_thread_binding()
@@ -318,12 +326,12 @@ def hide_infinite(values, slot, acc, flags, tile, key, position, masks):
         odd = odd | flags[slot, T.min(step * 32 + thread % 32, groups - 1)]
     odd = T.any_sync(odd)
     if odd != 0:
-        for j in T.unroll(T.min(keys, tile.num_keys - key), unroll_factor=1):  # rare: code is spared
+        for j in T.unroll(T.min(keys, limit), unroll_factor=1):  # rare: code is spared
             first, last = T.truncdiv(j * vectors, 32), T.truncdiv(j * vectors + vectors - 1, 32)
             if (flags[slot, first] | flags[slot, last]) != 0:
                 for i, d in T.Parallel(acc.shape[0], columns):
                     value = T.cast(values[slot, j, d], T.float32)
-                    if T.And(visible(tile, position + i, key + j, masks), T.Not(T.isfinite(value))):
+                    if T.And(sees(i, j), T.Not(T.isfinite(value))):
                         acc[i, d] = acc[i, d] + value
         T.sync_threads(BOTH, threads)
         for step in T.unroll(keys * vectors // threads, unroll_factor=1):
