@@ -35,18 +35,23 @@ from tile_kernels.attention.attend_bwd_kernels import (
     BLOCK_K,
     attend_delta_kernel,
     attend_dkv_kernel,
+    attend_dq_cast_kernel,
     attend_dq_kernel,
     attend_dsink_kernel,
     key_launches,
 )
+from tile_kernels.attention.attend_bwd_sm90_kernels import attend_bwd_sm90_kernel
 from tile_kernels.attention.attend_kernels import BLOCK_M, LOG2E, attend_kernel
+from tile_kernels.attention.attend_sm90_kernels import ATTEND, BLOCK, attend_sm90_kernel
 from tile_kernels.attention.decode import decode, spread_scale
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
-from tile_kernels.core.launch import launch
+from tile_kernels.core.launch import gpu_of, launch, num_workers, variant_for
 from tile_kernels.core.op import op
 
 MAX_ROWS = (1 << 31) - (1 << 17)
+#: In place of a scale of 0, which would make NaN of what is hidden.
+MIN_SCALE = 1e-30
 
 
 def num_blocks(x: Tensor, group: int, num_sequences: int, packed: bool, size: int = BLOCK_M) -> int:
@@ -120,8 +125,11 @@ def attend_bwd(
     left: int = -1,
     right: int = -1,
     softcap: float = 0.0,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of `attend`; equal bits in every run.
+    """Gradients of `attend`.
 
     Args:
         do: gradient of o, contiguous.
@@ -139,6 +147,9 @@ def attend_bwd(
         left: as there.
         right: as there.
         softcap: as there.
+        deterministic: whether the bits of dq must be equal in every run; those of the others always are.
+        sm_margin: as there; without effect here.
+        dlse: gradient of lse, contiguous.
 
     Returns:
         Gradients of q, k, v and sink in their dtypes, contiguous; the last has shape (0,) without a sink.
@@ -158,29 +169,47 @@ def attend_bwd(
     if tuple(lse.shape) != lse_shape:
         check.fail('lse', f'must be {lse_shape}', check.describe(lse))
     check.contiguous(lse, 'lse')
-    check.same_device(q=q, do=do, o=o, lse=lse)
+    if dlse is not None:
+        check.dtype(dlse, 'dlse', torch.float32)
+        if tuple(dlse.shape) != lse_shape:
+            check.fail('dlse', f'must be {lse_shape}', check.describe(dlse))
+        check.contiguous(dlse, 'dlse')
+    check.same_device(q=q, do=do, o=o, lse=lse, dlse=dlse)
     idle = q.numel() == 0 or k.numel() == 0
     new = torch.zeros if idle else torch.empty
     dq, dk, dv = (new(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dsink = torch.empty(0, device=q.device) if sink is None else new(sink.shape, dtype=sink.dtype, device=q.device)
     if idle:
         return dq, dk, dv, dsink
-    below, delta = torch.empty(2, q.shape[:-1].numel(), dtype=torch.float32, device=q.device)
     lead = (None,) if packed else ()
     sink_dtype = None if sink is None else sink.dtype
-    rows = do.view(-1, value_dim), lse[lead]
-    launch(attend_delta_kernel, (value_dim, q.dtype, sink_dtype), o.view(-1, value_dim), *rows, sink, below, delta)
+    both = sink is not None and dlse is not None
+    below, delta, *plain = torch.empty(3 if both else 2, q.shape[:-1].numel(), dtype=torch.float32, device=q.device)
+    rows = (o.view(-1, value_dim), do.view(-1, value_dim), lse[lead], None if dlse is None else dlse[lead], sink)
+    delta_static = (value_dim, q.dtype, sink_dtype, dlse is not None)
+    launch(attend_delta_kernel, delta_static, *rows, below, delta, plain[0] if both else None)
     if sink is not None:
-        launch(attend_dsink_kernel, (sink.dtype,), below.view(-1, q_heads), delta.view(-1, q_heads), sink, dsink)
+        own_delta = (plain[0] if both else delta).view(-1, q_heads)
+        launch(attend_dsink_kernel, (sink.dtype,), below.view(-1, q_heads), own_delta, sink, dsink)
     static: tuple = (dim, value_dim, q.dtype, packed, seqused_q is not None, seqused_k is not None)
     static += (left >= 0 or right >= 0, softcap > 0)
     operands = (q[lead], k[lead], v[lead], do[lead], below, delta, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     options: tuple = (number, number.bit_length() if isinstance(number, int) else 0)
     options += (scale / softcap if softcap > 0 else scale * LOG2E, softcap * LOG2E, bound(left), bound(right), scale)
+    ordered = deterministic or torch.are_deterministic_algorithms_enabled()
+    hopper = attend_bwd_sm90_kernel.claims((*static, not ordered), gpu_of(q))
+    if hopper:
+        blocks = num_blocks(k, 1, number, packed, BLOCK)
+        dq_sum = None if ordered else torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        given = (*operands, None if dq_sum is None else dq_sum[lead], dk[lead], dv[lead], blocks, *options)
+        launch(attend_bwd_sm90_kernel, (*static, not ordered), *given, size=blocks)
+        if dq_sum is not None:
+            launch(attend_dq_cast_kernel, (q.dtype,), dq_sum.view(-1), dq.view(-1), scale)
+            return dq, dk, dv, dsink
     blocks = num_blocks(q, q_heads // kv_heads, number, packed)
     launch(attend_dq_kernel, static, *operands, dq[lead], blocks, *options, size=blocks)
     blocks = num_blocks(k, 1, number, packed, BLOCK_K)
-    for result in key_launches(dim, value_dim):
+    for result in () if hopper else key_launches(dim, value_dim):
         launch(attend_dkv_kernel, (*static, result), *operands, dk[lead], dv[lead], blocks, *options, size=blocks)
     return dq, dk, dv, dsink
 
@@ -199,6 +228,8 @@ def attend(
     left: int = -1,
     right: int = -1,
     softcap: float = 0.0,
+    deterministic: bool = False,
+    sm_margin: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Attention of dense or packed sequences; see `flash_attn_func` and `flash_attn_varlen_func`.
 
@@ -215,11 +246,14 @@ def attend(
         left: keys before the own position that a query sees; -1 is all.
         right: keys behind it.
         softcap: bound of the scores, 0 for none.
+        deterministic: whether dq must have equal bits in every run.
+        sm_margin: SMs that the persistent kernel of Hopper leaves free; without effect elsewhere.
 
     Returns:
         o, contiguous with the dtype of q, and lse (batch, heads, tokens) or (heads, tokens) float32.
     """
     number = _check(q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, left, right, softcap)
+    check.at_least(sm_margin, 0, 'sm_margin')
     packed = cu_seqlens_q is not None
     q_heads, kv_heads, dim, value_dim = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
     lse_shape = (q_heads, q.shape[0]) if packed else (q.shape[0], q_heads, q.shape[1])
@@ -232,31 +266,21 @@ def attend(
     static += (seqused_k is not None, left >= 0 or right >= 0, softcap > 0, None if sink is None else sink.dtype, False)
     blocks = num_blocks(q, q_heads // kv_heads, number, packed)
     lead = (None,) if packed else ()
-    launch(
-        attend_kernel,
-        static,
-        q[lead],
-        k[lead],
-        v[lead],
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_q,
-        seqused_k,
-        None,
-        None,
-        None,
-        sink,
-        o[lead].unsqueeze(0),
-        lse[lead].unsqueeze(0).transpose(2, 3),
-        blocks,
-        number,
-        number.bit_length() if isinstance(number, int) else 0,
-        scale / softcap if softcap > 0 else scale * LOG2E,
-        softcap * LOG2E,
-        bound(left),
-        bound(right),
-        size=blocks if q.numel() else 0,
-    )
+    given = (q[lead], k[lead], v[lead], cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    bits = number.bit_length() if isinstance(number, int) else 0
+    size = blocks if q.numel() else 0
+    if variant_for(ATTEND, static, gpu_of(q)) is attend_sm90_kernel:
+        if scale < 0.0:  # the kernel takes the maximum before it scales
+            given, scale = (-q[lead], *given[1:]), -scale
+        workers = max(num_workers(q) - sm_margin, 1)
+        own_scale = scale / softcap if softcap > 0 else max(scale * LOG2E, MIN_SCALE)
+        options = (number, bits, own_scale, softcap * LOG2E, bound(left), bound(right), workers)
+        launch(attend_sm90_kernel, static, *given, sink, o[lead], lse[lead].transpose(1, 2), *options, size=size)
+        return o, lse
+    own_scale = scale / softcap if softcap > 0 else scale * LOG2E
+    options = (blocks, number, bits, own_scale, softcap * LOG2E, bound(left), bound(right))
+    parts = (o[lead].unsqueeze(0), lse[lead].unsqueeze(0).transpose(2, 3))
+    launch(attend_kernel, static, *given, None, None, None, sink, *parts, *options, size=size)
     return o, lse
 
 
@@ -284,6 +308,13 @@ def may_split(num_splits: int, *tensors: Tensor | None) -> bool:
     if num_splits > 1 and needed:
         check.fail('num_splits', 'must be 0 or 1 where a gradient is needed', str(num_splits))
     return num_splits != 1 and not needed
+
+
+def take_margin(foreign: dict[str, Any]) -> int:
+    """The SMs that attention leaves free; removed from `foreign`."""
+    margin = foreign.pop('sm_margin', 0)
+    check.integer(margin, 'sm_margin', least=0)
+    return margin
 
 
 def _default_scale(softmax_scale: float | None, q: Tensor) -> float:
@@ -321,10 +352,12 @@ def flash_attn_func(
         softcap: bound c of the scores: c * tanh(score / c); 0 is none.
         sink: (heads,) float32 or of the dtype of q: logits that join the denominator; also `learnable_sink`, `s_aux`
             and `attn_sink`.
-        deterministic: accepted; gradients have the same bits in every run in any case.
+        deterministic: whether the gradient of q must have the same bits in every run, as under
+            `torch.use_deterministic_algorithms`; those of k, v and sink always have. It costs time on Hopper.
         num_splits: into how many parts keys are split; 0 chooses. Only without gradients.
         return_lse: also return lse; also `return_attn_probs`.
-        foreign: arguments of FlashAttention that have no meaning here, at their neutral value.
+        foreign: `sm_margin`, the SMs to leave free on Hopper, and arguments of FlashAttention that have no meaning
+            here, at their neutral value.
 
     Returns:
         o (batch, tokens, heads, value_dim), with `return_lse` also lse (batch, heads, tokens) float32 without the sink.
@@ -332,17 +365,18 @@ def flash_attn_func(
     """
     sink = take(foreign, sink, None, *SINKS)
     return_lse = bool(return_lse or foreign.pop('return_attn_probs', False))
+    splitting = may_split(num_splits, q, k, v, sink)
+    sm_margin = 0 if splitting else take_margin(foreign)
     refuse(foreign)
     check.shape(q, 'q', 'batch tokens heads dim')
     left, right = window_of(causal, window_size)
-    splitting = may_split(num_splits, q, k, v, sink)
     q, k, v = autocast(q, k, v)
     options: dict[str, Any] = dict(scale=_default_scale(softmax_scale, q), left=left, right=right, softcap=softcap)
     if splitting:
         o, lse = decode(q, k, v, sink=sink, num_splits=num_splits, **options)
         lse = lse.transpose(1, 2)
     else:
-        o, lse = attend(q, k, v, sink, **options)
+        o, lse = attend(q, k, v, sink, deterministic=bool(deterministic), sm_margin=sm_margin, **options)
     return (o, lse) if return_lse else o
 
 
@@ -403,6 +437,8 @@ def flash_attn_varlen_func(
     sink = take(foreign, sink, None, *SINKS)
     block_table = take(foreign, block_table, None, 'page_table')
     return_lse = bool(return_lse or foreign.pop('return_attn_probs', False))
+    splitting = may_split(num_splits, q, k, v, sink)
+    sm_margin = 0 if splitting or block_table is not None else take_margin(foreign)
     refuse(foreign)
     check.shape(q, 'q', 'tokens heads dim')
     for name, number in (('max_seqlen_q', max_seqlen_q), ('max_seqlen_k', max_seqlen_k)):
@@ -410,7 +446,6 @@ def flash_attn_varlen_func(
             check.integer(number, name, least=0)
     check.tensor(cu_seqlens_q, 'cu_seqlens_q')
     left, right = window_of(causal, window_size)
-    splitting = may_split(num_splits, q, k, v, sink)
     cu_q, cu_k = lengths_int32(cu_seqlens_q, 'cu_seqlens_q'), lengths_int32(cu_seqlens_k, 'cu_seqlens_k')
     used_q, used_k = lengths_int32(seqused_q, 'seqused_q'), lengths_int32(seqused_k, 'seqused_k')
     options: dict[str, Any] = dict(scale=_default_scale(softmax_scale, q), left=left, right=right, softcap=softcap)
@@ -432,6 +467,7 @@ def flash_attn_varlen_func(
         o, lse = decode(q, k, v, used_k, cu_q, cu_k, used_q, sink=sink, num_splits=num_splits, **options)
         lse = lse.transpose(0, 1)
     else:
+        options |= dict(deterministic=bool(deterministic), sm_margin=sm_margin)
         o, lse = attend(q, k, v, sink, cu_q, cu_k, used_q, used_k, **options)
     return (o, lse) if return_lse else o
 

@@ -35,6 +35,7 @@ from tile_kernels.core.lang import T, macro
 from tile_kernels.device.mask import first_key, in_band, last_key
 
 BLOCK_K = 64  # keys of a block that owns them
+MOST_SINK = 100.0  # a sink that exceeds the scores by more, to base 2, leaves weights of 0
 #: Which gradients a launch over keys computes.
 BOTH, DK, DV = 'both', 'dk', 'dv'
 
@@ -48,20 +49,26 @@ def key_launches(head_dim: int, value_dim: int) -> tuple[str, ...]:
 
 
 @kernel()
-def attend_delta_kernel(value_dim: int, dtype: torch.dtype, sink_dtype: torch.dtype | None):
-    """`delta`, and `below`: the logarithm to base 2 of the denominator, +inf for a row that sees nothing."""
+def attend_delta_kernel(value_dim: int, dtype: torch.dtype, sink_dtype: torch.dtype | None, with_dlse: bool):
+    """`delta`, and `below`: the logarithm to base 2 of the denominator, +inf for a row that sees nothing.
+
+    A row with a result or a gradient that is not finite has NaN there. A gradient of lse is subtracted from `delta`;
+    `plain` is then `delta` without it, for the gradient of the sink.
+    """
     num_rows, batch, num_heads, num_tokens = (T.dynamic(n) for n in ('num_rows', 'batch', 'num_heads', 'num_tokens'))
     elem, wide, rows = T.dtype(dtype), padded(value_dim), 32
-    inf = math.inf
+    inf, nan = math.inf, math.nan
 
     @T.prim_func
     def attend_delta(
         o: T.Tensor((num_rows, value_dim), elem),
         do: T.Tensor((num_rows, value_dim), elem),
         lse: T.Tensor((batch, num_heads, num_tokens), T.float32),
+        dlse: T.Tensor((batch, num_heads, num_tokens), T.float32),
         sink: T.Tensor((num_heads,), T.dtype(sink_dtype or torch.float32)),
         below: T.Tensor((num_rows,), T.float32),
         delta: T.Tensor((num_rows,), T.float32),
+        plain: T.Tensor((num_rows,), T.float32),
     ):
         with T.Kernel(T.ceildiv(num_rows, rows), threads=THREADS) as pid:
             terms = T.alloc_fragment((rows, wide), T.float32)
@@ -75,16 +82,27 @@ def attend_delta_kernel(value_dim: int, dtype: torch.dtype, sink_dtype: torch.dt
                 row = pid * rows + i
                 if row < num_rows:
                     head, token = T.truncmod(row, num_heads), T.truncdiv(row, num_heads)
-                    own = lse[T.truncdiv(token, num_tokens), head, T.truncmod(token, num_tokens)] * LOG2E
-                    delta[row] = sums[i]
-                    if sink_dtype is None:
-                        below[row] = T.if_then_else(own == -inf, T.float32(inf), own)
-                    else:
+                    batch_index, own_token = T.truncdiv(token, num_tokens), T.truncmod(token, num_tokens)
+                    own = lse[batch_index, head, own_token] * LOG2E
+                    number = T.alloc_var(T.float32)
+                    number = own
+                    if sink_dtype is not None:
                         other = T.cast(sink[head], T.float32) * LOG2E
                         larger, smaller = T.max(own, other), T.min(own, other)
-                        both = larger + T.log2(1.0 + T.exp2(smaller - larger))
-                        nothing = T.Or(own == -inf, other == inf)
-                        below[row] = T.if_then_else(nothing, T.float32(inf), both)
+                        number = larger + T.log2(1.0 + T.exp2(smaller - larger))
+                        if other == inf:
+                            number = inf
+                    change = T.alloc_var(T.float32, init=0.0)
+                    if with_dlse:  # weights of lse are without the sink
+                        change = dlse[batch_index, head, own_token]
+                        if sink_dtype is not None and change != 0.0:
+                            change = change * T.exp2(T.min(number - own, MOST_SINK))
+                    if T.Not(T.And(T.isfinite(own), T.isfinite(sums[i] - change))):
+                        number = nan
+                    below[row] = T.if_then_else(own == -inf, T.float32(inf), number)
+                    delta[row] = T.if_then_else(own == -inf, T.float32(0.0), sums[i] - change)
+                    if with_dlse and sink_dtype is not None:
+                        plain[row] = sums[i]
 
     return attend_delta
 
@@ -118,6 +136,27 @@ def attend_dsink_kernel(sink_dtype: torch.dtype):
                 dsink[head] = T.cast(total[i], elem)
 
     return attend_dsink
+
+
+@kernel()
+def attend_dq_cast_kernel(dtype: torch.dtype):
+    """Scale the sum of dq and round it; a thread block has 4096 numbers, and `num_numbers` is a multiple of 8."""
+    num_numbers = T.dynamic('num_numbers')
+    block = 32 * THREADS
+
+    @T.prim_func
+    def attend_dq_cast(
+        dq_sum: T.Tensor((num_numbers,), T.float32),
+        dq: T.Tensor((num_numbers,), T.dtype(dtype)),
+        scale: T.float32,
+    ):
+        with T.Kernel(T.ceildiv(num_numbers, block), threads=THREADS) as pid:
+            T.assume(num_numbers % 8 == 0)
+            for i in T.Parallel(block):
+                if pid * block + T.truncdiv(i, 8) * 8 < num_numbers:
+                    dq[pid * block + i] = dq_sum[pid * block + i] * scale
+
+    return attend_dq_cast
 
 
 # Products -----------------------------------------------------------------------------------

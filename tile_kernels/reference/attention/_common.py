@@ -71,6 +71,7 @@ def attend_sequence(
 
 def gradient_sequence(
     do: Tensor,
+    dlse: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -80,7 +81,10 @@ def gradient_sequence(
     right: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and sink (Hq,) in float64, in the layouts of `attend_sequence`; autograd is not used."""
+    """Gradients of q, k, v and sink (Hq,) in float64, in the layouts of `attend_sequence`; autograd is not used.
+
+    `dlse` (Hq, Sq) is the gradient of lse.
+    """
     kv_heads = k.shape[1]
     group = q.shape[1] // kv_heads
     do, q, k, v = _heads_first(do, 1), _heads_first(q, 1), _heads_first(k, group), _heads_first(v, group)
@@ -89,7 +93,11 @@ def gradient_sequence(
     p = torch.where((total != 0).unsqueeze(-1), weights / below.unsqueeze(-1), 0.0)
     dp = do @ v.transpose(1, 2)
     delta = torch.where(visible, p * dp, 0.0).sum(-1)
-    ds = torch.where(visible, p * (dp - delta.unsqueeze(-1)) * slope, 0.0) * scale
+    ds = torch.where(visible, p * (dp - delta.unsqueeze(-1)), 0.0)
+    if dlse is not None:  # its weights are without the sink
+        alone = torch.where((total != 0).unsqueeze(-1), weights / total.unsqueeze(-1), 0.0)
+        ds = ds + torch.where(visible, alone * dlse.double().unsqueeze(-1), 0.0)
+    ds = torch.where(visible, ds * slope, 0.0) * scale
     dq, dk, dv = ds @ k, ds.transpose(1, 2) @ q, p.transpose(1, 2) @ do
     dk, dv = (x.transpose(0, 1).unflatten(1, (kv_heads, group)).sum(2) for x in (dk, dv))
     dsink = delta.new_zeros(delta.shape[0])

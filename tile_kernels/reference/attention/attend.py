@@ -36,6 +36,8 @@ def attend(
     left: int = -1,
     right: int = -1,
     softcap: float = 0.0,
+    deterministic: bool = False,
+    sm_margin: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Attention of every sequence in float64; rows that see no key are 0."""
     q4, k4, v4 = (x.unsqueeze(0) if cu_seqlens_q is not None else x for x in (q, k, v))
@@ -78,17 +80,24 @@ def attend_bwd(
     left: int = -1,
     right: int = -1,
     softcap: float = 0.0,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of every sequence in float64; dsink has shape (0,) without a sink."""
     packed = cu_seqlens_q is not None
     do4, q4, k4, v4 = (x.unsqueeze(0) if packed else x for x in (do, q, k, v))
+    dlse4 = dlse.unsqueeze(0) if packed and dlse is not None else dlse
     dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float64, device=x.device) for x in (q4, k4, v4))
     dsink = torch.zeros(q4.shape[2], dtype=torch.float64, device=q.device)
     queries = _sequences(cu_seqlens_q, seqused_q, q4.shape)
     keys = _sequences(cu_seqlens_k, seqused_k, k4.shape)
     for (batch, start, number), (k_batch, k_start, k_number) in zip(queries, keys, strict=True):
         rows, k_rows = (batch, slice(start, start + number)), (k_batch, slice(k_start, k_start + k_number))
-        own = gradient_sequence(do4[rows], q4[rows], k4[k_rows], v4[k_rows], sink, scale, left, right, softcap)
+        own_dlse = None if dlse4 is None else dlse4[batch, :, start : start + number]
+        own = gradient_sequence(
+            do4[rows], own_dlse, q4[rows], k4[k_rows], v4[k_rows], sink, scale, left, right, softcap
+        )
         dq[rows], dk[k_rows], dv[k_rows] = own[:3]
         dsink += own[3]
     gradients = [(g[0] if packed else g).to(q.dtype) for g in (dq, dk, dv)]

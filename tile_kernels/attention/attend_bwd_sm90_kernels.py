@@ -1,0 +1,389 @@
+"""The backward kernel of attention for Hopper. See `attend_bwd_kernels` for the formulas.
+
+A thread block owns 128 keys of one kv head, 64 for each multiplying warpgroup, and goes over the blocks of rows that see
+them, of all query heads of that kv head. One warpgroup loads by TMA. Scores and their gradients are computed transposed,
+
+    s' = k q'      dp' = v do'      p' = exp2(scale * s' - below)      ds' = p' * (dp' - delta)
+
+so p' and ds' multiply do and q from registers: dv += p' do, dk += ds' q. ds' goes to shared memory, too, for
+dq = ds k, whose columns the two warpgroups divide. The loading warpgroup adds dq to memory in float32 by TMA, in any
+order. In the deterministic mode the kernel leaves dq to `attend_dq_kernel`. No GPU has run this kernel yet.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tile_kernels.attention._macros import DENSE, PACKED, find_block, find_keys, used_length
+from tile_kernels.attention.attend_kernels import strided
+from tile_kernels.attention.attend_sm90_kernels import (
+    BLOCK,
+    BOTH,
+    LOADING_REGISTERS,
+    MEMBERS,
+    MULTIPLYING_REGISTERS,
+    ROLES,
+    ROWS,
+    WARPGROUP,
+    make_ring,
+    release,
+    tile_columns,
+    wait_free,
+    wait_full,
+)
+from tile_kernels.core.gpus import Gpu
+from tile_kernels.core.jit import kernel
+from tile_kernels.core.lang import T, macro
+from tile_kernels.device.mask import crosses_band, in_band
+
+BLOCK_M = 64  # rows of a step
+STAGES = 2
+
+
+def serves(static: Any, gpu: Gpu) -> bool:
+    """Tiles of up to 128 columns; the sums of wider ones do not fit into the registers."""
+    return gpu.has_wgmma and max(static.head_dim, static.value_dim) <= 128
+
+
+def dq_columns(wide: int, member: int) -> tuple[int, int]:
+    """The columns of dq that a multiplying warpgroup computes; they begin at a multiple of 64."""
+    cut = -(-wide // 128) * 64
+    return (0, cut) if member == 0 else (cut, wide)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The pairs of a row and a key in one step of a warpgroup."""
+
+    key: Any  # first key of the warpgroup
+    row: Any
+    num_keys: Any
+    num_rows: Any
+    offset: Any
+    left: Any
+    right: Any
+    banded: bool
+
+
+def sees(pairs: Pairs, key: Any, row: Any) -> Any:
+    """Whether a row of the step sees a key of the warpgroup."""
+    seen = T.And(pairs.key + key < pairs.num_keys, pairs.row + row < pairs.num_rows)
+    if not pairs.banded:
+        return seen
+    return T.And(seen, in_band(pairs.row + row + pairs.offset, pairs.key + key, pairs.left, pairs.right))
+
+
+def hides_some(pairs: Pairs, key: Any) -> Any:
+    """Whether a row of the step does not see all keys of the thread block, or does not exist."""
+    behind = T.Or(key + BLOCK > pairs.num_keys, pairs.row + BLOCK_M > pairs.num_rows)
+    if not pairs.banded:
+        return behind
+    last = T.min(pairs.row + BLOCK_M, pairs.num_rows) - 1 + pairs.offset
+    return T.Or(behind, crosses_band(pairs.row + pairs.offset, last, key, BLOCK, pairs.left, pairs.right))
+
+
+@macro
+def zero_infinite(x_shared, slot):
+    """Set what is infinite in rows of queries, or of what has their shape, to 0: some key is not seen by them.
+
+    `below` of these rows is NaN, so the keys that they see get NaN nevertheless. Both multiplying warpgroups take part.
+    """
+    _, num_rows, columns = x_shared.shape
+    thread = T.get_thread_binding()
+    threads, vectors = MEMBERS * WARPGROUP, columns // 8
+    numbers = T.alloc_local((8,), x_shared.dtype)
+    odd = T.alloc_var(T.int32, init=0)
+    for step in T.unroll(num_rows * vectors // threads, unroll_factor=1):
+        vector = step * threads + thread
+        row, column = T.truncdiv(vector, vectors), T.truncmod(vector, vectors) * 8
+        for e in T.vectorized(8):
+            numbers[e] = x_shared[slot, row, column + e]
+        odd = 0
+        for e in T.unroll(8):
+            if T.Not(T.isfinite(T.cast(numbers[e], T.float32))):
+                odd = 1
+                numbers[e] = T.cast(0.0, x_shared.dtype)
+        if odd != 0:
+            for e in T.vectorized(8):
+                x_shared[slot, row, column + e] = numbers[e]
+
+
+@macro
+def hide_keys(k_shared, odd_shared, limit):
+    """Set keys from `limit` on, and what is infinite in others, to 0, lest they reach dq of rows that see them not.
+
+    `odd_shared` marks the others; returns whether there are any. Both multiplying warpgroups take part.
+    """
+    keys, columns = k_shared.shape
+    thread = T.get_thread_binding()
+    threads, vectors = MEMBERS * WARPGROUP, columns // 8
+    odd = T.alloc_var(T.int32, init=0)
+    for step in T.unroll(keys * vectors // threads, unroll_factor=1):
+        vector = step * threads + thread
+        row, column = T.truncdiv(vector, vectors), T.truncmod(vector, vectors) * 8
+        odd = 0
+        for e in T.unroll(8):
+            if T.Not(T.isfinite(T.cast(k_shared[row, column + e], T.float32))):
+                odd = 1
+        hidden = T.alloc_var(T.int32)
+        hidden = T.if_then_else(row >= limit, 1, 0)
+        if (odd | hidden) != 0:
+            for e in T.unroll(8):
+                if T.Or(hidden != 0, T.Not(T.isfinite(T.cast(k_shared[row, column + e], T.float32)))):
+                    k_shared[row, column + e] = T.cast(0.0, k_shared.dtype)
+        for distance in (4, 3, 2, 1, 0)[5 - vectors.bit_length() + 1 :]:  # lanes of the same key
+            odd = odd | T.shfl_xor(odd, 1 << distance)
+        if T.truncmod(vector, vectors) == 0:
+            odd_shared[row] = T.if_then_else(hidden != 0, 0, odd)
+    T.fence_proxy_async()
+    T.sync_threads(BOTH, threads)
+    odd = 0
+    for step in T.unroll(keys // 32):
+        odd = odd | odd_shared[step * 32 + thread % 32]
+    return T.any_sync(odd)
+
+
+@kernel(pass_configs=ROLES, serves=serves)
+def attend_bwd_sm90_kernel(
+    head_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    packed: bool,
+    q_used: bool,
+    k_used: bool,
+    banded: bool,
+    capped: bool,
+    with_dq: bool,
+):
+    """`with_dq` adds dq without its scale to memory that holds 0."""
+    q_batch, q_tokens, q_heads = T.dynamic('q_batch'), T.dynamic('q_tokens'), T.dynamic('q_heads')
+    k_batch, k_tokens, kv_heads = T.dynamic('k_batch'), T.dynamic('k_tokens'), T.dynamic('kv_heads')
+    num_q, num_k, num_used_q, num_used_k = (T.dynamic(name) for name in ('num_q', 'num_k', 'num_used_q', 'num_used_k'))
+    num_rows_all = T.dynamic('num_rows_all')
+    elem = T.dtype(dtype)
+    wide, wide_v = tile_columns(head_dim), tile_columns(value_dim)
+    writers = [member for member in range(MEMBERS) if dq_columns(wide, member)[0] < wide]
+    q_type, q_strides = strided('q', (q_batch, q_tokens, q_heads, head_dim), elem)
+    k_type, k_strides = strided('k', (k_batch, k_tokens, kv_heads, head_dim), elem)
+    v_type, v_strides = strided('v', (k_batch, k_tokens, kv_heads, value_dim), elem)
+
+    @T.prim_func
+    def attend_bwd_sm90(
+        q: q_type,
+        k: k_type,
+        v: v_type,
+        do: T.Tensor((q_batch, q_tokens, q_heads, value_dim), elem),
+        below: T.Tensor((num_rows_all,), T.float32),
+        delta: T.Tensor((num_rows_all,), T.float32),
+        cu_seqlens_q: T.Tensor((num_q,), T.int32),
+        cu_seqlens_k: T.Tensor((num_k,), T.int32),
+        seqused_q: T.Tensor((num_used_q,), T.int32),
+        seqused_k: T.Tensor((num_used_k,), T.int32),
+        dq_sum: T.Tensor((q_batch, q_tokens, q_heads, head_dim), T.float32),
+        dk: T.Tensor((k_batch, k_tokens, kv_heads, head_dim), elem),
+        dv: T.Tensor((k_batch, k_tokens, kv_heads, value_dim), elem),
+        num_blocks: T.int32,
+        num_sequences: T.int32,
+        bits: T.int32,
+        scale: T.float32,
+        cap: T.float32,
+        left: T.int32,
+        right: T.int32,
+        out_scale: T.float32,
+    ):
+        with T.Kernel(num_blocks, kv_heads, threads=(MEMBERS + 1) * WARPGROUP) as (index, head):
+            for stride in q_strides + k_strides + v_strides:
+                T.assume(stride % 8 == 0)
+            k_shared = T.alloc_shared((BLOCK, wide), elem)
+            v_shared = T.alloc_shared((BLOCK, wide_v), elem)
+            q_shared = T.alloc_shared((STAGES, BLOCK_M, wide), elem)
+            do_shared = T.alloc_shared((STAGES, BLOCK_M, wide_v), elem)
+            ds_shared = T.alloc_shared((2, BLOCK, BLOCK_M), elem)
+            dq_shared = T.alloc_shared((BLOCK_M, wide), T.float32)
+            below_shared = T.alloc_shared((STAGES, BLOCK_M), T.float32)
+            delta_shared = T.alloc_shared((STAGES, BLOCK_M), T.float32)
+            odd_shared = T.alloc_shared((BLOCK,), T.int32)
+            kv_full = T.alloc_barrier([WARPGROUP])
+            dq_full, dq_free = T.alloc_barrier([len(writers) * WARPGROUP]), T.alloc_barrier([WARPGROUP])
+            q_ring, do_ring = make_ring(STAGES, MEMBERS * WARPGROUP), make_ring(STAGES, MEMBERS * WARPGROUP)
+            scores_of = [T.alloc_fragment((ROWS, BLOCK_M), T.float32) for _ in range(MEMBERS)]
+            dp_of = [T.alloc_fragment((ROWS, BLOCK_M), T.float32) for _ in range(MEMBERS)]
+            p_of = [T.alloc_fragment((ROWS, BLOCK_M), elem) for _ in range(MEMBERS)]
+            ds_of = [T.alloc_fragment((ROWS, BLOCK_M), elem) for _ in range(MEMBERS)]
+            dk_of = [T.alloc_fragment((ROWS, wide), T.float32) for _ in range(MEMBERS)]
+            dv_of = [T.alloc_fragment((ROWS, wide_v), T.float32) for _ in range(MEMBERS)]
+
+            group = T.alloc_var(T.int32)
+            group = T.truncdiv(q_heads, kv_heads)
+            block = find_block(cu_seqlens_k, index, num_sequences, bits, k_tokens, 1, BLOCK, packed)
+            key = block.row
+            num_keys = used_length(seqused_k, block.sequence, num_sequences, block.length, k_used)
+            rows = PACKED if packed else DENSE
+            own = find_keys(cu_seqlens_q, seqused_q, block.sequence, num_sequences, q_tokens, rows, q_used)
+            offset = num_keys - own.number  # position of the first row
+            first = T.alloc_var(T.int32, init=0)
+            count = T.alloc_var(T.int32, init=0)  # blocks of rows of a head
+            if key < num_keys:
+                last = T.alloc_var(T.int32, init=0)
+                last = T.truncdiv(own.number + BLOCK_M - 1, BLOCK_M)
+                if banded:
+                    last_row = T.min(T.min(key + BLOCK, num_keys) + left - offset, own.number)
+                    first = T.truncdiv(T.max(key - right - offset, 0), BLOCK_M)
+                    last = T.truncdiv(T.max(last_row, 0) + BLOCK_M - 1, BLOCK_M)
+                count = T.max(last - first, 0)
+            steps = count * group
+
+            with T.ws(MEMBERS):
+                T.dec_max_nreg(LOADING_REGISTERS)
+                thread = T.get_thread_binding() - MEMBERS * WARPGROUP
+                if count > 0:
+                    key_token = block.start + key
+                    T.tma_copy(
+                        k[block.batch, key_token : key_token + BLOCK, head, 0:wide], k_shared, barrier=kv_full[0]
+                    )
+                    T.tma_copy(
+                        v[block.batch, key_token : key_token + BLOCK, head, 0:wide_v], v_shared, barrier=kv_full[0]
+                    )
+                    T.barrier_arrive(kv_full[0])
+                late = STAGES if with_dq else 0  # dq of a step is added when its stage is filled again
+                for step in T.serial(T.if_then_else(count > 0, steps + late, 0)):
+                    if step < steps:
+                        own_head = T.truncdiv(step, count)
+                        row = (first + step - own_head * count) * BLOCK_M
+                        token = own.start + row
+                        slot = T.truncmod(step, STAGES)
+                        wait_free(q_ring, step)
+                        T.tma_copy(
+                            q[own.batch, token : token + BLOCK_M, head * group + own_head, 0:wide],
+                            q_shared[slot, :, :],
+                            barrier=q_ring.full[slot],
+                        )
+                        if thread < BLOCK_M:
+                            below_shared[slot, thread] = math.inf
+                            delta_shared[slot, thread] = 0.0
+                            if row + thread < own.number:
+                                entry = (own.batch * q_tokens + token + thread) * q_heads + head * group + own_head
+                                below_shared[slot, thread] = below[entry]
+                                delta_shared[slot, thread] = delta[entry]
+                        T.barrier_arrive(q_ring.full[slot])
+                        wait_free(do_ring, step)
+                        T.tma_copy(
+                            do[own.batch, token : token + BLOCK_M, head * group + own_head, 0:wide_v],
+                            do_shared[slot, :, :],
+                            barrier=do_ring.full[slot],
+                        )
+                        T.barrier_arrive(do_ring.full[slot])
+                    if with_dq:  # noqa: SIM102 - known when the kernel is built
+                        if step >= late:
+                            done = step - late
+                            done_head = T.truncdiv(done, count)
+                            done_token = own.start + (first + done - done_head * count) * BLOCK_M
+                            T.mbarrier_wait_parity(dq_full[0], done & 1)
+                            T.atomic_add(
+                                dq_sum[own.batch, done_token : done_token + BLOCK_M, head * group + done_head, 0:wide],
+                                dq_shared,
+                                use_tma=True,
+                            )
+                            T.barrier_arrive(dq_free[0])
+            for member in (0, 1):
+                with T.ws(member):
+                    T.inc_max_nreg(MULTIPLYING_REGISTERS)
+                    scores, dp, p, ds = scores_of[member], dp_of[member], p_of[member], ds_of[member]
+                    dk_acc, dv_acc = dk_of[member], dv_of[member]
+                    start_column, end_column = dq_columns(wide, member)
+                    if with_dq and member in writers:
+                        dq_acc = T.alloc_fragment((BLOCK_M, end_column - start_column), T.float32)
+                    own_key = key + member * ROWS
+                    odd_keys = T.alloc_var(T.int32, init=0)
+                    T.clear(dk_acc)
+                    T.clear(dv_acc)
+                    if count > 0:
+                        T.mbarrier_wait_parity(kv_full[0], 0)
+                        odd_keys = hide_keys(k_shared, odd_shared, num_keys - key)
+                    for step in T.serial(steps):
+                        row = T.alloc_var(T.int32)
+                        row = (first + step - T.truncdiv(step, count) * count) * BLOCK_M
+                        slot = T.truncmod(step, STAGES)
+                        pairs = Pairs(own_key, row, num_keys, own.number, offset, left, right, banded)
+                        care = hides_some(pairs, key)
+                        wait_full(q_ring, step)
+                        wait_full(do_ring, step)
+                        if care:
+                            zero_infinite(q_shared, slot)
+                            zero_infinite(do_shared, slot)
+                            T.fence_proxy_async()
+                            T.sync_threads(BOTH, MEMBERS * WARPGROUP)
+                        T.wgmma_gemm(
+                            k_shared[member * ROWS : (member + 1) * ROWS, :],
+                            q_shared[slot, :, :],
+                            scores,
+                            transpose_B=True,
+                            clear_accum=True,
+                        )
+                        T.wgmma_gemm(
+                            v_shared[member * ROWS : (member + 1) * ROWS, :],
+                            do_shared[slot, :, :],
+                            dp,
+                            transpose_B=True,
+                            clear_accum=True,
+                        )
+                        if capped:
+                            T.wait_wgmma(0)
+                            for j, i in T.Parallel(ROWS, BLOCK_M):
+                                scores[j, i] = T.tanh(scores[j, i] * scale)
+                                dp[j, i] = (dp[j, i] - delta_shared[slot, i]) * (1.0 - scores[j, i] * scores[j, i])
+                                scores[j, i] = T.exp2(scores[j, i] * cap - below_shared[slot, i])
+                        else:
+                            T.wait_wgmma(1)
+                            for j, i in T.Parallel(ROWS, BLOCK_M):
+                                scores[j, i] = T.exp2(scores[j, i] * scale - below_shared[slot, i])
+                        if care:
+                            for j, i in T.Parallel(ROWS, BLOCK_M):
+                                scores[j, i] = T.if_then_else(sees(pairs, j, i), scores[j, i], T.float32(0.0))
+                        if odd_keys != 0:
+                            for j, i in T.Parallel(ROWS, BLOCK_M):
+                                if T.And(odd_shared[member * ROWS + j] != 0, scores[j, i] != 0.0):
+                                    scores[j, i] = math.nan
+                        T.copy(scores, p)
+                        T.wait_wgmma(0)
+                        T.wgmma_gemm(p, do_shared[slot, :, :], dv_acc)
+                        for j, i in T.Parallel(ROWS, BLOCK_M):
+                            dp[j, i] = scores[j, i] * (dp[j, i] if capped else dp[j, i] - delta_shared[slot, i])
+                        if care:
+                            for j, i in T.Parallel(ROWS, BLOCK_M):
+                                dp[j, i] = T.if_then_else(scores[j, i] == 0.0, T.float32(0.0), dp[j, i])
+                        T.copy(dp, ds)
+                        T.wgmma_gemm(ds, q_shared[slot, :, :], dk_acc)
+                        if with_dq:
+                            T.copy(ds, ds_shared[slot, member * ROWS : (member + 1) * ROWS, :])
+                            T.fence_proxy_async()
+                            T.sync_threads(BOTH, MEMBERS * WARPGROUP)
+                        if with_dq and member in writers:
+                            T.wgmma_gemm(
+                                ds_shared[slot, :, :],
+                                k_shared[:, start_column:end_column],
+                                dq_acc,
+                                transpose_A=True,
+                                clear_accum=True,
+                            )
+                            T.wait_wgmma(1)
+                        else:
+                            T.wait_wgmma(0)
+                        release(q_ring, step)
+                        release(do_ring, step)
+                        if with_dq and member in writers:
+                            T.wait_wgmma(0)
+                            T.mbarrier_wait_parity(dq_free[0], (step + 1) & 1)
+                            T.copy(dq_acc, dq_shared[:, start_column:end_column])
+                            T.fence_proxy_async()
+                            T.barrier_arrive(dq_full[0])
+                    for j, d in T.Parallel(ROWS, wide):
+                        if T.And(own_key + j < block.length, d < head_dim):
+                            dk[block.batch, block.start + own_key + j, head, d] = dk_acc[j, d] * out_scale
+                    for j, d in T.Parallel(ROWS, wide_v):
+                        if T.And(own_key + j < block.length, d < value_dim):
+                            dv[block.batch, block.start + own_key + j, head, d] = dv_acc[j, d]
+
+    return attend_bwd_sm90
