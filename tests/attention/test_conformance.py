@@ -316,9 +316,7 @@ def test_positional_arguments_end_where_versions_differ():
         flash_attn_combine(q.float(), q[..., 0].float(), None)
 
 
-NEUTRAL = dict(
-    dropout_p=0.0, alibi_slopes=None, qv=None, attention_chunk=0, cp_context=None, pack_gqa=None, sm_margin=0
-)
+NEUTRAL = dict(dropout_p=0.0, alibi_slopes=None, qv=None, attention_chunk=0, cp_context=None, pack_gqa=None)
 
 
 def test_foreign_parameters_are_taken_at_their_neutral_value_alone():

@@ -28,6 +28,7 @@ SHOWN = (
     'attention.attend',
     'engram.gate',
     'gemm.grouped_gemm',
+    'linear_attention.chunk_simple_gla',
     'mhc.pre',
     'moe.topk_gating',
     'norm.norm_forward',

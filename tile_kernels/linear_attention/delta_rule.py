@@ -517,7 +517,9 @@ def _make_bwd(output_final_state: bool = False, **case: Any) -> dict:
         number = given['cu_seqlens'].shape[0] - 1 if packed else given['q'].shape[0]
         chunk = given['chunk_size']
         chunks = count_chunks(tokens, number, chunk, packed)
-        g_sum, final = given['g'] * 0.5, None
+        g_sum = given['g'] * 0.5
+        dim, value_dim = given['q'].shape[-1], given['v'].shape[-1]
+        final = torch.empty(number, given['v'].shape[2], *((value_dim, dim) if given['v_first'] else (dim, value_dim)))
         inverse = torch.eye(chunk).to(given['q'].dtype).expand(chunks, given['v'].shape[2], -1, -1).contiguous()
     dfinal = torch.randn(final.shape) if output_final_state and final is not None else None
     del given['g']
