@@ -179,6 +179,15 @@ def test_sinks_may_be_infinite():
     check_plain(o[:, :, 1:], lse[:, 1:], [x[:, :, 1:] for x in plain(q, kv)])
 
 
+def test_autocast_casts_the_operands():
+    q, kv, _, _ = operands(batch=1, tokens=2, keys=9)
+    lists = torch.arange(9, device=DEVICE).int().expand(2, 1, 9).contiguous()
+    expected = flash_mla_sparse_fwd(q[0], kv[0, :, None], lists, 0.1)
+    with torch.autocast(DEVICE, dtype=BF16):
+        own = flash_mla_sparse_fwd(q[0].float(), kv[0, :, None].float(), lists, 0.1)
+    assert all(torch.equal(a, b) for a, b in zip(own, expected, strict=True))
+
+
 def test_the_schedule_is_empty():
     schedule, splits = get_mla_metadata(torch.zeros(1), 128, num_heads_k=1)
     assert isinstance(schedule, MLASchedule) and not vars(schedule) and splits is None

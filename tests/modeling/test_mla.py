@@ -258,6 +258,15 @@ def test_sparse_decode_equals_sparse_prefill(indexing, dtype):
         torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=bound, atol=bound)
 
 
+def test_a_full_cache_gives_nan_with_selected_keys_too(indexing):
+    layer, cache = make_sparse(3), LatentCache(1, 1, 64, index_dim=64, device=DEVICE)
+    cache._lengths += 64
+    cache._counts = [[1]]  # as in the replay of a graph
+    with torch.no_grad():
+        assert layer(torch.randn(1, 1, HIDDEN, device=DEVICE).to(BF16), cache=cache.layer(0)).isnan().all()
+    assert not cache.pages[:, :1].any() and not cache.index_pages[:, :1].any()
+
+
 def test_the_cache_of_an_indexer_is_told():
     layer, x = make_sparse(3), torch.zeros(1, 2, HIDDEN, device=DEVICE, dtype=BF16)
     with (

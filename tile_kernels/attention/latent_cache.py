@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -173,4 +174,7 @@ class LatentLayerCache:
             first = torch.arange(cache.batch, device=q.device, dtype=indices.dtype)[:, None, None] * cache.capacity
             listed = torch.where(indices >= 0, indices + first, -1)
             given |= dict(block_table=None, cache_seqlens=None, indices=listed)
-        return flash_mla_with_kvcache(q, self.pages, head_dim_v=LATENT, **given)[0]
+        o, _ = flash_mla_with_kvcache(q, self.pages, head_dim_v=LATENT, **given)
+        if indices is None:
+            return o
+        return o.masked_fill((self.lengths > cache.capacity).view(-1, 1, 1, 1), math.nan)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tile_kernels.attention._checks import HALVES, check_extents, check_sink, check_vectors, lengths_int32
 from tile_kernels.attention._samples import LATENT_SUMS, latent_products, random_latent_cache
+from tile_kernels.attention.attend import autocast
 from tile_kernels.attention.mla_decode_hopper_kernels import mla_decode_hopper_kernel
 from tile_kernels.attention.mla_decode_kernels import (
     LISTED,
@@ -260,6 +261,7 @@ def flash_mla_with_kvcache(
     if softmax_scale is not None:
         check.number(softmax_scale, 'softmax_scale')
     check.tensor(k_cache, 'k_cache')
+    (q,) = autocast(check.tensor(q, 'q'))
     if bool(is_fp8_kvcache) != (k_cache.dtype in CACHES):
         kinds = 'uint8 or float8_e4m3fn' if is_fp8_kvcache else 'of the dtype of q'
         check.fail('k_cache', f'must be {kinds} with is_fp8_kvcache={is_fp8_kvcache}', check.describe(k_cache))
@@ -296,6 +298,7 @@ SMOKE = (
 )
 BENCH = (
     grid(queries=[1], lengths=[(4096,) * 128], heads=[128, 16], page=[64], splits=[0])
+    + grid(queries=[1], lengths=[tuple(range(8, 2312, 18))], heads=[128], page=[64], splits=[0])  # 1151 on average
     + grid(queries=[1], lengths=[(32768,)], heads=[16], page=[64], splits=[0])
     + grid(queries=[2], lengths=[(8192,) * 128], heads=[128], page=[64], topk=[2048], fp8=[True], splits=[0])
     + grid(queries=[2], lengths=[(8001,) * 33], heads=[24], page=[64], causal=[True], fp8=[True], splits=[0])

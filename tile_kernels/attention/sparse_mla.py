@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tile_kernels.attention._checks import check_extents, check_sink, check_vectors, lengths_int32
 from tile_kernels.attention._samples import LATENT_SUMS, random_lists
+from tile_kernels.attention.attend import autocast
 from tile_kernels.attention.mla_decode import MAX_ROWS, MLA_DECODE, check_queries, latent_parts
 from tile_kernels.attention.mla_decode_kernels import LISTED, LOG2E, PACKED_HEADS
 from tile_kernels.attention.pack_mla_cache import KEY, LATENT
@@ -211,6 +212,7 @@ def flash_mla_sparse_fwd(
     check.equal(d_v, LATENT, 'd_v')
     check.number(sm_scale, 'sm_scale')
     check.dtype(indices, 'indices', (torch.int32, torch.int64))
+    q, kv = autocast(check.tensor(q, 'q'), check.tensor(kv, 'kv'))
     return sparse_mla(
         q,
         kv,

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from tile_kernels.reference.attention._common import attend_sequence, gradient_sequence
+from tile_kernels.reference.attention._common import attend_sequence
 
 
 def sparse_mla(
@@ -54,11 +54,22 @@ def sparse_mla_bwd(
     for t in range(len(q)):
         own = indices[t, 0] if topk_length is None else indices[t, 0, : max(int(topk_length[t]), 0)]
         own = own[(own >= 0) & (own < len(kv))].long()
-        if len(own):
-            k = kv[own].double()
-            found = gradient_sequence(do[t, None], q[t, None], k, k[..., :512], sink, scale, -1, -1, 0.0)
-            dq[t] = found[0][0]
-            found[1][..., :512] += found[2]
-            dkv.index_add_(0, own, found[1])
-            dsink += found[3] if sink is not None else 0.0
+        if not len(own):
+            continue
+        k, own_q, own_do = kv[own, 0].double(), q[t].double(), do[t].double()
+        scores = own_q @ k.T * scale
+        below = scores.logsumexp(1, keepdim=True)
+        if sink is not None:
+            logits = sink.double()[:, None]
+            below = torch.logaddexp(below, logits)
+        p = (scores - below).exp()
+        dp = own_do @ k[:, :512].T
+        delta = (p * dp).sum(1, keepdim=True)
+        ds = p * (dp - delta) * scale
+        dq[t] = ds @ k
+        dk = ds.T @ own_q
+        dk[:, :512] += p.T @ own_do
+        dkv.index_add_(0, own, dk[:, None])
+        if sink is not None:
+            dsink -= ((logits - below).exp() * delta)[:, 0]
     return dq.to(q.dtype), dkv.to(kv.dtype), dsink.to(torch.float32 if sink is None else sink.dtype)
