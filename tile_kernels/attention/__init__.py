@@ -9,6 +9,7 @@ from tile_kernels.attention.decode import decode, flash_attn_with_kvcache
 from tile_kernels.attention.fp8_mqa_logits import fp8_mqa_logits
 from tile_kernels.attention.fp8_paged_mqa_logits import fp8_paged_mqa_logits
 from tile_kernels.attention.kv_cache import KVCache
+from tile_kernels.attention.mqa_logits import mqa_logits, mqa_logits_bwd
 from tile_kernels.attention.nsa_attend import nsa_attend, nsa_attend_bwd
 from tile_kernels.attention.nsa_scores import nsa_scores
 from tile_kernels.attention.parallel_nsa import parallel_nsa
@@ -27,6 +28,8 @@ __all__ = [
     'flash_attn_with_kvcache',
     'fp8_mqa_logits',
     'fp8_paged_mqa_logits',
+    'mqa_logits',
+    'mqa_logits_bwd',
     'nsa_attend',
     'nsa_attend_bwd',
     'nsa_scores',
