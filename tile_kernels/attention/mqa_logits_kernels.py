@@ -1,7 +1,7 @@
 """Kernels of `mqa_logits` and of its gradient, by mma. See `mqa_logits` for the formula.
 
 A thread block owns up to 64 rows, the pairs of query and head of whole queries, and goes over tiles of 64 keys. For the
-gradient of keys it owns 64 keys and goes over tiles of rows. Products are computed again there. Every sum has one order.
+gradient of keys it owns 64 keys and goes over tiles of rows. There products are computed again. Sums have one order.
 """
 
 import math
