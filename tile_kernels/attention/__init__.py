@@ -12,6 +12,7 @@ from tile_kernels.attention.fp8_paged_mqa_logits import fp8_paged_mqa_logits
 from tile_kernels.attention.kv_cache import KVCache
 from tile_kernels.attention.latent_cache import LatentCache
 from tile_kernels.attention.mla_decode import MLASchedule, flash_mla_with_kvcache, get_mla_metadata, mla_decode
+from tile_kernels.attention.mqa_logits import mqa_logits, mqa_logits_bwd
 from tile_kernels.attention.nsa_attend import nsa_attend, nsa_attend_bwd
 from tile_kernels.attention.nsa_scores import nsa_scores
 from tile_kernels.attention.pack_mla_cache import pack_mla_cache
@@ -40,6 +41,8 @@ __all__ = [
     'fp8_paged_mqa_logits',
     'get_mla_metadata',
     'mla_decode',
+    'mqa_logits',
+    'mqa_logits_bwd',
     'nsa_attend',
     'nsa_attend_bwd',
     'nsa_scores',

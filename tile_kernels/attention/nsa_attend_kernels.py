@@ -18,8 +18,8 @@ from tile_kernels.core.jit import PLAIN_PRODUCTS, kernel
 from tile_kernels.core.lang import T, macro
 from tile_kernels.device.softmax import softmax_step
 
-#: Every index is in bounds by what the kernels say themselves.
-PORTABLE = {**PLAIN_PRODUCTS, 'TL_DISABLE_SAFE_MEMORY_ACCESS': True}
+#: Every index is in bounds by what the kernels say themselves. The analysis of lifetimes may not see cp.async.
+PORTABLE = {**PLAIN_PRODUCTS, 'TL_DISABLE_SAFE_MEMORY_ACCESS': True, 'TL_DISABLE_SHARED_MEMORY_REUSE': True}
 LN2 = math.log(2)
 LOG2E = math.log2(math.e)
 #: Rows of queries that a block of keys takes at a time.

@@ -8,7 +8,8 @@ A thread block reads a part of a row once, 16 bytes per thread. It keeps a list 
 largest, in the order of columns. When the list is full, it is cut to its k best entries, and from then on only larger
 numbers enter. A cut takes up to three histograms of 2048 bins over the keys that are left, from the smallest to the
 largest one. So the worst input costs more cuts, never another pass over memory. If rows are few and long, several
-blocks take parts of a row, and a second launch merges their lists. Memory bound: the floor is reading the logits once.
+blocks take parts of a row, and a second launch merges their lists. A row of up to 1024 columns belongs to a warp, which
+finds the cut in registers, bit by bit. Memory bound: the floor is reading the logits once.
 """
 
 import math
@@ -18,7 +19,14 @@ import torch
 from torch import Tensor
 
 from tile_kernels.attention._checks import lengths_int32
-from tile_kernels.attention.topk_indices_kernels import CAPACITY, MAX_K, topk_indices_kernel
+from tile_kernels.attention.topk_indices_kernels import (
+    CAPACITY,
+    MAX_K,
+    SHORT_COLUMNS,
+    num_slots,
+    topk_indices_kernel,
+    topk_short_kernel,
+)
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.launch import launch
@@ -59,10 +67,15 @@ def _topk_indices(
         indices.fill_(-1)
         values.fill_(-math.inf)
         return indices, values
+    if isinstance(columns, int) and columns <= SHORT_COLUMNS:
+        static: tuple = (logits.dtype, num_slots(columns), start is not None, end is not None, return_values)
+        written = values if return_values else None
+        launch(topk_short_kernel, static, logits, start, end, indices, written, size=rows if k else 0)
+        return indices, values
     parts = num_parts(rows, columns, k)
     large = k > CAPACITY // 4
     size = rows * parts if k else 0
-    static: tuple = (logits.dtype, check.vector_bytes(logits), start is not None, end is not None, False)
+    static = (logits.dtype, check.vector_bytes(logits), start is not None, end is not None, False)
     if parts == 1:
         launch(
             topk_indices_kernel,
@@ -171,8 +184,11 @@ topk_indices.cases(
     make=random_logits,
     match='bitwise',
     smoke=grid(rows=[0, 3], columns=[1, 37], k=[0, 1, 5, 40])
+    + grid(rows=[2], columns=[1100], k=[0, 1])
     + grid(rows=[3], columns=[0], k=[2], return_values=[True])
     + grid(rows=[5], columns=[64, 75], k=[7], dtype=[F32, BF16], bounds=['start end'], content=['ties'], pad=[5, 8])
+    + grid(rows=[3], columns=[1030], k=[7], dtype=[F32, BF16], bounds=['start end'], content=['ties'], pad=[5, 8])
+    + grid(rows=[6], columns=[300, 1024], k=[70], bounds=['end'], content=['ties', 'near'], return_values=[True])
     + grid(rows=[4], columns=[2300], k=[600], bounds=['end'], content=['normal', 'ties', 'near'], return_values=[True])
     + grid(rows=[1], columns=[9001], k=[2048], content=['rising', 'equal'])
     + grid(rows=[1], columns=[16400], k=[33], bounds=['start'], content=['normal', 'ties'], return_values=[True])
@@ -182,5 +198,6 @@ topk_indices.cases(
     + grid(rows=[33], columns=[65_537], k=[513], dtype=[BF16], pad=[0, 1, 7], return_values=[True]),
     bench=grid(rows=[64], columns=[8192, 65536], k=[2048])
     + grid(rows=[4096], columns=[65536], k=[2048])
-    + grid(rows=[1], columns=[131072, 1 << 20], k=[2048]),
+    + grid(rows=[1], columns=[131072, 1 << 20], k=[2048])
+    + grid(rows=[131072], columns=[512], k=[16]),
 )

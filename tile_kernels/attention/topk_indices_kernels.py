@@ -1,4 +1,4 @@
-"""The kernel of `topk_indices`, which describes the method."""
+"""The kernels of `topk_indices`, which describes the methods."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -392,3 +392,93 @@ def topk_indices_kernel(
                         chosen[row, part, turn * num_threads + tx] = T.cast(-T.infinity('float32'), elem)
 
     return topk_indices
+
+
+# Short rows ---------------------------------------------------------------------------------
+
+#: Columns up to which a warp holds a row in registers, and rows of a thread block.
+SHORT_COLUMNS, SHORT_ROWS = 1024, 4
+
+
+def num_slots(columns: int) -> int:
+    """Keys of a lane: a power of two, lest every width be compiled."""
+    return max(4, 1 << (-(-columns // WARP) - 1).bit_length())
+
+
+@kernel(pass_configs=PASS_CONFIGS)
+def topk_short_kernel(dtype: torch.dtype, slots: int, has_start: bool, has_end: bool, values: bool):
+    """A warp owns a row of up to 32 * `slots` columns: column i * 32 + lane is key i of a lane."""
+    num_rows, num_columns, stride, k = (T.dynamic(n) for n in ('num_rows', 'num_columns', 'stride', 'k'))
+    num_starts, num_ends = T.dynamic('num_starts'), T.dynamic('num_ends')
+    value_rows, value_columns = T.dynamic('value_rows'), T.dynamic('value_columns')
+    elem = T.dtype(dtype)
+
+    @T.prim_func
+    def topk_short(
+        logits: T.StridedTensor((num_rows, num_columns), (stride, 1), elem),
+        start: T.Tensor((num_starts,), T.int32),
+        end: T.Tensor((num_ends,), T.int32),
+        indices: T.Tensor((num_rows, k), T.int32),
+        chosen: T.Tensor((value_rows, value_columns), elem),
+    ):
+        with T.Kernel(T.ceildiv(num_rows, SHORT_ROWS), threads=SHORT_ROWS * WARP) as pid:
+            x_local = T.alloc_local((slots,), elem)
+            key_local = T.alloc_local((slots,), T.uint32)
+            cut = T.alloc_var(T.uint32, init=0)
+            first = T.alloc_var(T.int32, init=0)
+            last = T.alloc_var(T.int32)
+            count = T.alloc_var(T.int32)
+            above_before = T.alloc_var(T.int32, init=0)
+            ties_before = T.alloc_var(T.int32, init=0)
+            need = T.alloc_var(T.int32)
+            tx = T.get_thread_binding()
+            lane = tx % WARP
+            row = pid * SHORT_ROWS + tx // WARP
+            begin_early()
+            if row < num_rows:
+                last = num_columns
+                if has_start:
+                    first = T.max(T.min(start[row], num_columns), 0)
+                if has_end:
+                    last = T.min(end[row], num_columns)
+                for i in T.unroll(slots):
+                    if T.And(i * WARP + lane >= first, i * WARP + lane < last):
+                        x_local[i] = logits[row, i * WARP + lane]
+                for i in T.unroll(slots):
+                    key_local[i] = T.uint32(0)
+                    if T.And(i * WARP + lane >= first, i * WARP + lane < last):
+                        key_local[i] = order_key(T.cast(x_local[i], T.float32))
+                # The largest cut that k keys reach, bit by bit; 0 if fewer than k are numbers.
+                for bit in T.serial(32):
+                    trial = cut | (T.uint32(0x80000000) >> T.cast(bit, T.uint32))
+                    count = 0
+                    for i in T.unroll(slots):
+                        count += T.if_then_else(key_local[i] >= trial, 1, 0)
+                    count = T.warp_reduce_sum(count)
+                    if count >= k:
+                        cut = trial
+                count = 0
+                for i in T.unroll(slots):
+                    count += T.if_then_else(key_local[i] > cut, 1, 0)
+                need = k - T.warp_reduce_sum(count)
+                for i in T.unroll(slots):
+                    inside = T.And(i * WARP + lane >= first, i * WARP + lane < last)
+                    above_votes = T.cast(T.ballot(T.And(inside, key_local[i] > cut)), T.uint32)
+                    tie_votes = T.cast(T.ballot(T.And(inside, key_local[i] == cut)), T.uint32)
+                    above_rank = above_before + count_bits(above_votes & lanes_below(lane))
+                    tie_rank = ties_before + count_bits(tie_votes & lanes_below(lane))
+                    kept = T.Or(key_local[i] > cut, T.And(key_local[i] == cut, tie_rank < need))
+                    if T.And(inside, kept):
+                        indices[row, above_rank + T.min(tie_rank, need)] = i * WARP + lane - first
+                        if values:
+                            chosen[row, above_rank + T.min(tie_rank, need)] = x_local[i]
+                    above_before += count_bits(above_votes)
+                    ties_before += count_bits(tie_votes)
+                count = above_before + T.min(ties_before, need)
+                for turn in T.serial(T.ceildiv(k, WARP)):
+                    if T.And(turn * WARP + lane < k, turn * WARP + lane >= count):
+                        indices[row, turn * WARP + lane] = -1
+                        if values:
+                            chosen[row, turn * WARP + lane] = T.cast(-T.infinity('float32'), elem)
+
+    return topk_short

@@ -7,6 +7,7 @@ from tile_kernels.reference.attention.decode import decode
 from tile_kernels.reference.attention.fp8_mqa_logits import fp8_mqa_logits
 from tile_kernels.reference.attention.fp8_paged_mqa_logits import fp8_paged_mqa_logits
 from tile_kernels.reference.attention.mla_decode import mla_decode
+from tile_kernels.reference.attention.mqa_logits import mqa_logits, mqa_logits_bwd
 from tile_kernels.reference.attention.nsa_attend import nsa_attend, nsa_attend_bwd
 from tile_kernels.reference.attention.nsa_scores import nsa_scores
 from tile_kernels.reference.attention.pack_mla_cache import pack_mla_cache
@@ -23,6 +24,8 @@ __all__ = [
     'fp8_mqa_logits',
     'fp8_paged_mqa_logits',
     'mla_decode',
+    'mqa_logits',
+    'mqa_logits_bwd',
     'nsa_attend',
     'nsa_attend_bwd',
     'nsa_scores',
