@@ -91,7 +91,7 @@ def test_importing_costs_little_more_than_torch():
 #: Packages a user imports from, and the modules `dir()` shows besides their names.
 SHOWN_MODULES = {
     'tile_kernels': {'config', 'distributed', 'interpreter', 'modeling', 'reference', 'testing', 'torch', 'utils'},
-    'tile_kernels.modeling': {'attention', 'engram', 'mamba2', 'mhc', 'moe', 'retention'},
+    'tile_kernels.modeling': {'attention', 'delta_net', 'engram', 'mamba2', 'mhc', 'moe', 'retention'},
 }
 PUBLIC = [
     'tile_kernels',

@@ -108,11 +108,10 @@ def scale_of(scale: float | None, dim: int) -> float:
 
 
 def chunk_of(chunk_size: int | None, dim: int) -> int:
-    """Tokens of a chunk: 64, or 32 for wide heads, unless given."""
-    if chunk_size is None:
-        return 64 if dim <= 128 else 32
-    check.one_of(chunk_size, CHUNK_SIZES, 'chunk_size')
-    return chunk_size
+    """Tokens of a chunk: 64 unless given; always 32 for wide heads, whose sums need the registers."""
+    if chunk_size is not None:
+        check.one_of(chunk_size, CHUNK_SIZES, 'chunk_size')
+    return 32 if dim > 128 else chunk_size or 64
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tile_kernels.modeling.attention import Attention
+    from tile_kernels.modeling.delta_net import GatedDeltaNet, KimiDeltaAttention
     from tile_kernels.modeling.engram import Engram, EngramGateLayer
     from tile_kernels.modeling.mamba2 import Mamba2
     from tile_kernels.modeling.mhc.pipeline import MHCPipeline
@@ -18,12 +19,14 @@ _HOMES = {
     'Attention': 'attention',
     'Engram': 'engram',
     'EngramGateLayer': 'engram',
+    'GatedDeltaNet': 'delta_net',
+    'KimiDeltaAttention': 'delta_net',
     'MHCPipeline': 'mhc.pipeline',
     'Mamba2': 'mamba2',
     'MoELayer': 'moe',
     'Retention': 'retention',
 }
-_MODULES = ('attention', 'engram', 'mamba2', 'mhc', 'moe', 'retention')
+_MODULES = ('attention', 'delta_net', 'engram', 'mamba2', 'mhc', 'moe', 'retention')
 
 #: Without the modules: `import *` must not replace the families that have the same names.
 __all__ = [*_HOMES]

@@ -1,0 +1,38 @@
+"""The delta rule token by token on a pool of states."""
+
+import torch
+from torch import Tensor
+
+from tile_kernels.reference.linear_attention.causal_conv1d import sequences_of
+from tile_kernels.reference.linear_attention.recurrent_delta import prepare, run_sequence
+
+
+def recurrent_delta_pool(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    pool: Tensor,
+    state_indices: Tensor,
+    a_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float = 1.0,
+    form: int = 0,
+    normalize: bool = False,
+    lower_bound: float = 0.0,
+    v_first: bool = False,
+) -> Tensor:
+    """Every sequence from its state in the pool, where the final one replaces it."""
+    prepared = prepare(q, k, g, beta, a_log, dt_bias, form, normalize, lower_bound, v.shape[2])
+    o = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
+    for (b, own), index in zip(sequences_of(cu_seqlens, v), state_indices.tolist(), strict=True):
+        if not 0 <= index < pool.shape[0]:
+            continue
+        state = (pool[index].transpose(1, 2) if v_first else pool[index]).float()
+        rows = [x[b, own] for x in (*prepared[:2], v, *prepared[2:])]
+        results, state = run_sequence(*rows, state, scale)
+        o[b, own] = results.to(v.dtype)
+        pool[index] = (state.transpose(1, 2) if v_first else state).to(pool.dtype)
+    return o
