@@ -1,4 +1,4 @@
-"""Inputs of the cases of linear attention, and the bounds its results keep."""
+"""Inputs of the cases of linear attention, and bounds that its results keep."""
 
 import math
 from typing import Any
@@ -14,6 +14,78 @@ DECAY_BWD: dict = dict(rtol=2e-2, atol=2e-3, rms=4e-2)
 def starts(lengths: tuple) -> Tensor:
     """Where packed sequences start, and the end of the last."""
     return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def random_delta(
+    tokens: Any,
+    heads: tuple[int, int] = (1, 1),
+    dims: tuple[int, int] = (32, 32),
+    batch: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    chunk: int = 16,
+    gate: str = 'mixed',
+    betas: str = 'mixed',
+    keys: str = 'unit',
+    form: int = 0,
+    channels: bool = False,
+    state: torch.dtype | None = None,
+    v_first: bool = False,
+    behind: int = 0,
+    fused: bool = False,
+) -> dict:
+    """Arguments of `delta_rule`; `tokens` are the lengths of packed sequences if a tuple.
+
+    `gate` is 'mixed', 'none' (all 0), 'drop' (single -1e4) or 'weak'. `betas` is 'mixed', 'zero' or 'one'. `keys` is
+    'unit', 'equal' (one key for all tokens) or 'long' (norm 8, beta divided by 40). `behind` tokens follow the last
+    sequence and hold NaN. With `fused`, q, k and v are slices of one tensor.
+    """
+    packed = isinstance(tokens, tuple)
+    total = sum(tokens) + behind if packed else tokens
+    number = len(tokens) if packed else batch
+    (h, hv), (dim, value_dim) = heads, dims
+    widths = (h * dim, h * dim, hv * value_dim)
+    if fused:
+        parts = torch.randn(batch, total, sum(widths)).split(widths, dim=-1)
+    else:
+        parts = tuple(torch.randn(batch, total, width) for width in widths)
+    q, k, v = (x.unflatten(-1, (n, -1)) for x, n in zip(parts, (h, h, hv), strict=True))
+    if keys == 'equal':
+        k.copy_(torch.randn(1, 1, h, dim).expand_as(k))
+    k.div_(k.norm(dim=-1, keepdim=True))
+    if keys == 'long':
+        k.mul_(8.0)
+    if fused:
+        whole = torch.cat([x.flatten(2) for x in (q, k, v)], dim=-1).to(dtype)
+        q, k, v = (x.unflatten(-1, (n, -1)) for x, n in zip(whole.split(widths, dim=-1), (h, h, hv), strict=True))
+    else:
+        q, k, v = (x.to(dtype) for x in (q, k, v))
+    shape = (batch, total, hv, dim) if channels else (batch, total, hv)
+    g = torch.nn.functional.logsigmoid(torch.randn(shape)) * (0.01 if gate == 'weak' else 1.0)
+    if gate == 'none':
+        g = torch.zeros(shape)
+    elif gate == 'drop':
+        g[torch.rand(shape) < 0.2] = -1e4
+    beta = torch.randn(batch, total, hv) if form else torch.rand(batch, total, hv)
+    if betas in ('zero', 'one'):
+        beta = torch.full((batch, total, hv), 0.0 if betas == 'zero' else 1.0)
+    if keys == 'long':
+        beta = beta / 40
+    if behind:
+        for x in (q, k, v, g, beta):
+            x[:, -behind:] = math.nan
+    made = dict(q=q, k=k, v=v, g=g, beta=beta, scale=dim**-0.5, chunk_size=chunk, form=form, v_first=v_first)
+    if state is not None:
+        extents = (number, hv, value_dim, dim) if v_first else (number, hv, dim, value_dim)
+        made['initial_state'] = (torch.randn(extents) * 0.3).to(state)
+    if packed:
+        made['cu_seqlens'] = starts(tokens)
+    return made
+
+
+def delta_products(q: Tensor, v: Tensor, chunk_size: int = 64, **others: object) -> int:
+    """Operations of the products of a chunk."""
+    rows, dim, value_dim = q.shape[0] * q.shape[1] * v.shape[2], q.shape[3], v.shape[3]
+    return 2 * rows * (3 * dim * value_dim + chunk_size * (2 * dim + 2 * value_dim))
 
 
 def random_decay(
@@ -121,75 +193,3 @@ def random_recurrent(
     if pool is not None and indexed:
         made['state_indices'] = torch.where(torch.arange(number) % 3 == 2, -1, indices).int()
     return made
-
-
-def random_delta(
-    tokens: Any,
-    heads: tuple[int, int] = (1, 1),
-    dims: tuple[int, int] = (32, 32),
-    batch: int = 1,
-    dtype: torch.dtype = torch.bfloat16,
-    chunk: int = 16,
-    gate: str = 'mixed',
-    betas: str = 'mixed',
-    keys: str = 'unit',
-    form: int = 0,
-    channels: bool = False,
-    state: torch.dtype | None = None,
-    v_first: bool = False,
-    behind: int = 0,
-    fused: bool = False,
-) -> dict:
-    """Arguments of `delta_rule`; `tokens` are the lengths of packed sequences if a tuple.
-
-    `gate` is 'mixed', 'none' (all 0), 'drop' (single -1e4) or 'weak'. `betas` is 'mixed', 'zero' or 'one'. `keys` is
-    'unit', 'equal' (one key for all tokens) or 'long' (norm 8, beta divided by 40). `behind` tokens follow the last
-    sequence and hold NaN. With `fused`, q, k and v are slices of one tensor.
-    """
-    packed = isinstance(tokens, tuple)
-    total = sum(tokens) + behind if packed else tokens
-    number = len(tokens) if packed else batch
-    (h, hv), (dim, value_dim) = heads, dims
-    widths = (h * dim, h * dim, hv * value_dim)
-    if fused:
-        parts = torch.randn(batch, total, sum(widths)).split(widths, dim=-1)
-    else:
-        parts = tuple(torch.randn(batch, total, width) for width in widths)
-    q, k, v = (x.unflatten(-1, (n, -1)) for x, n in zip(parts, (h, h, hv), strict=True))
-    if keys == 'equal':
-        k.copy_(torch.randn(1, 1, h, dim).expand_as(k))
-    k.div_(k.norm(dim=-1, keepdim=True))
-    if keys == 'long':
-        k.mul_(8.0)
-    if fused:
-        whole = torch.cat([x.flatten(2) for x in (q, k, v)], dim=-1).to(dtype)
-        q, k, v = (x.unflatten(-1, (n, -1)) for x, n in zip(whole.split(widths, dim=-1), (h, h, hv), strict=True))
-    else:
-        q, k, v = (x.to(dtype) for x in (q, k, v))
-    shape = (batch, total, hv, dim) if channels else (batch, total, hv)
-    g = torch.nn.functional.logsigmoid(torch.randn(shape)) * (0.01 if gate == 'weak' else 1.0)
-    if gate == 'none':
-        g = torch.zeros(shape)
-    elif gate == 'drop':
-        g[torch.rand(shape) < 0.2] = -1e4
-    beta = torch.randn(batch, total, hv) if form else torch.rand(batch, total, hv)
-    if betas in ('zero', 'one'):
-        beta = torch.full((batch, total, hv), 0.0 if betas == 'zero' else 1.0)
-    if keys == 'long':
-        beta = beta / 40
-    if behind:
-        for x in (q, k, v, g, beta):
-            x[:, -behind:] = math.nan
-    made = dict(q=q, k=k, v=v, g=g, beta=beta, scale=dim**-0.5, chunk_size=chunk, form=form, v_first=v_first)
-    if state is not None:
-        extents = (number, hv, value_dim, dim) if v_first else (number, hv, dim, value_dim)
-        made['initial_state'] = (torch.randn(extents) * 0.3).to(state)
-    if packed:
-        made['cu_seqlens'] = starts(tokens)
-    return made
-
-
-def delta_products(q: Tensor, v: Tensor, chunk_size: int = 64, **others: object) -> int:
-    """Operations of the products of a chunk."""
-    rows, dim, value_dim = q.shape[0] * q.shape[1] * v.shape[2], q.shape[3], v.shape[3]
-    return 2 * rows * (3 * dim * value_dim + chunk_size * (2 * dim + 2 * value_dim))

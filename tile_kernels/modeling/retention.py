@@ -3,7 +3,7 @@
     q_proj, k_proj, v_proj, g_proj -> rotary embedding of q and k -> retention -> RMS norm of every head
     -> multiplied by silu(g) -> o_proj
 
-Rotary angles are those of Llama. The norm and the gate are PyTorch.
+Rotary angles are those of Llama.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from tile_kernels.core import check
-from tile_kernels.linear_attention import chunk_retention, fused_recurrent_simple_gla
+from tile_kernels.linear_attention import chunk_retention, fused_recurrent_simple_gla, gated_norm
 from tile_kernels.linear_attention.chunk_retention import retention_gates
 from tile_kernels.transform import rotary_embedding
 
@@ -118,7 +117,8 @@ class Retention(nn.Module):
             o, kv = fused_recurrent_simple_gla(q, k, v, g_gamma=gates, **options)
         else:
             o, kv = chunk_retention(q, k, v, **options)
-        y = self.o_proj((self.g_norm(o) * F.silu(gate)).flatten(-2))
+        rows = (o.reshape(-1, self.value_dim), gate.reshape(-1, self.value_dim))
+        y = self.o_proj(gated_norm(*rows, self.g_norm.weight, self.eps).view(*x.shape[:2], -1))
         return (y, RetentionState(cast('Tensor', kv).detach(), lengths)) if wanted else y
 
     def _rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
