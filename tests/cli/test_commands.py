@@ -1,5 +1,6 @@
 """`list`, `explain`, `show`, `demo`, `bench` on an op of our own."""
 
+import importlib
 import json
 import subprocess
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 import tile_kernels
-from tile_kernels.cli import bench, console, demo
+from tile_kernels.cli import bench, catalog, console, demo
 from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.explain import explain
 from tile_kernels.core.knobs import knobs
@@ -245,3 +246,21 @@ def test_numbers_have_three_digits(value, text):
 @pytest.mark.parametrize(('value', 'text'), [(999, '999 B'), (89_000_000, '89.0 MB'), (5e12, '5000.0 GB')])
 def test_sizes_have_units(value, text):
     assert console.size(value) == text
+
+
+def test_list_searches_public_functions(cli):
+    _, out, _ = cli('list', 'flash_attn')
+    assert 'attention.flash_attn_func' in out and 'attention.flash_attn_with_kvcache' in out and 'quant.' not in out
+    _, out, _ = cli('list', 'sinkhorn')
+    assert 'mhc.sinkhorn' in out and 'engram.sinkhorn_step' in out
+    status, _, err = cli('list', 'nonsense')
+    assert status == 1 and "got 'nonsense'" in err
+
+
+def test_every_public_function_is_listed():
+    listed = catalog.catalog()
+    values = {id(value) for value in listed.values()}
+    for part in tile_kernels.FAMILIES:
+        package = importlib.import_module(f'tile_kernels.{part}')
+        public = {name: getattr(package, name) for name in package.__all__}
+        assert not [name for name, value in public.items() if callable(value) and id(value) not in values]

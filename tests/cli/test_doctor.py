@@ -1,6 +1,7 @@
 """Every error a user may meet has a diagnosis that names the cause and the one thing to do."""
 
 import importlib.metadata
+import json
 import shutil
 import sys
 from dataclasses import replace
@@ -8,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import tile_kernels
 from tile_kernels.cli import doctor
 from tile_kernels.cli.doctor import Cache, Facts, Gpu, diagnose
 from tile_kernels.core.knobs import knobs
@@ -223,3 +225,12 @@ def test_the_probe_runs_a_case_that_launches_something(toy, monkeypatch):
     )
     doctor._probe()
     assert ran == [(toy, toy.case_set.smoke[1], 'cuda')]
+
+
+def test_json_has_facts_versions_and_diagnoses(cli, monkeypatch):
+    monkeypatch.setattr(doctor, 'gather', lambda: replace(HEALTHY, toolkit=None))
+    status, out, _ = cli('doctor', '--json')
+    found = json.loads(out)
+    assert status == 1 and found['torch'] == HEALTHY.torch and found['version'] == tile_kernels.__version__
+    assert found['cpu']['cores'] and found['packages']['tilelang'] and found['cache']['folder']
+    assert [diagnosis['level'] for diagnosis in found['diagnoses']] == ['error']

@@ -8,14 +8,17 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import json
 import os
+import platform
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -432,13 +435,18 @@ def _error_of(action: Callable[[], object]) -> str | None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`doctor` takes no arguments."""
+    """Arguments of `doctor`."""
+    parser.add_argument('--json', action='store_true', help='print everything as JSON, for a bug report')
 
 
 def run(args: argparse.Namespace) -> int:
     """Print facts and diagnoses; returns 1 if something is wrong."""
     with console.waiting('looking at Python, GPU, compiler and cache'):
         facts = gather()
+    if args.json:
+        found = diagnose(facts)
+        sys.stdout.write(json.dumps(report(facts, found), indent=2, default=str) + '\n')
+        return 1 if any(diagnosis.level == 'error' for diagnosis in found) else 0
     out = console.output()
     out.print(console.table(('', '~'), rows(facts), header=False))
     out.print()
@@ -452,6 +460,23 @@ def run(args: argparse.Namespace) -> int:
     errors = sum(diagnosis.level == 'error' for diagnosis in found)
     out.print(f'{errors} thing(s) to fix.' if errors else 'Nothing is wrong.', style='bold')
     return 1 if errors else 0
+
+
+def report(facts: Facts, found: list[Diagnosis]) -> dict[str, Any]:
+    """Facts, versions and diagnoses, as `doctor --json` prints them."""
+    packages = ('open-tile-kernels', 'tilelang', 'apache-tvm-ffi', 'triton', 'numpy', 'transformers')
+    versions = {}
+    for name in packages:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return {
+        'version': tile_kernels.__version__,
+        'os': platform.platform(),
+        'cpu': {'machine': platform.machine(), 'cores': os.cpu_count()},
+        'packages': versions,
+        **asdict(facts),
+        'diagnoses': [asdict(diagnosis) for diagnosis in found],
+    }
 
 
 STYLES = {'error': 'red', 'warning': 'yellow', 'note': 'cyan'}
