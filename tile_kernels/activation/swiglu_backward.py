@@ -23,12 +23,11 @@ from tile_kernels.activation._checks import (
 )
 from tile_kernels.activation._samples import random_rows
 from tile_kernels.activation.swiglu_backward_kernels import launch_backward
-from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.op import op
 from tile_kernels.quant._checks import (
-    DTYPE_NAMES,
+    dtype_of,
 )
 
 # Op -----------------------------------------------------------------------------------------
@@ -68,7 +67,7 @@ def _swiglu_backward(
 def swiglu_backward(
     x: Tensor,
     act_x_grad: Tensor,
-    fmt: str,
+    fmt: str | torch.dtype,
     psum_num_tokens_per_expert: Tensor | None = None,
     topk_weights: Tensor | None = None,
     routed_scaling_factor: float | None = None,
@@ -90,7 +89,7 @@ def swiglu_backward(
     Returns:
         A tuple: the gradient of x; with weights their gradient (num_rows,); with `do_recompute` the forward result.
     """
-    check.one_of(fmt, DTYPE_NAMES, 'fmt')
+    dx_dtype = dtype_of(fmt)
     dx, dtopk_weights, y = swiglu_backward.call(
         act_x_grad,
         x,
@@ -99,7 +98,7 @@ def swiglu_backward(
         weight_scale=weight_scale_of(routed_scaling_factor, topk_weights),
         clamp_value=clamp_value,
         alignment=knobs.token_alignment,
-        dx_dtype=DTYPE_NAMES[fmt],
+        dx_dtype=dx_dtype,
         recompute=do_recompute,
     )
     return (dx,) + ((dtopk_weights,) if topk_weights is not None else ()) + ((y,) if do_recompute else ())

@@ -28,8 +28,8 @@ from tile_kernels.core.cases import grid
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.op import op
 from tile_kernels.quant._checks import (
-    DTYPE_NAMES,
     DTYPES,
+    dtype_of,
 )
 
 # Op -----------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def _swiglu_forward(
 @_swiglu_forward.public
 def swiglu_forward(
     x: Tensor,
-    fmt: str,
+    fmt: str | torch.dtype,
     psum_num_tokens_per_expert: Tensor | None = None,
     topk_weights: Tensor | None = None,
     routed_scaling_factor: float | None = None,
@@ -84,8 +84,9 @@ def swiglu_forward(
     """SwiGLU of rows that hold gate and up side by side: (silu(gate) * up) * weight.
 
     Args:
-        x: (num_rows, 2 * hidden) bfloat16, float16 or float32, any row stride, any hidden.
-        fmt: dtype of the result: 'bf16', 'fp16' or 'fp32'.
+        x: (num_rows, 2 * hidden) bfloat16, float16 or float32, any row stride, any hidden. More leading dimensions are
+            allowed; the result has them too.
+        fmt: dtype of the result: 'bf16', 'fp16' or 'fp32', or a torch dtype.
         psum_num_tokens_per_expert: (num_experts,) int32, where the rows of each expert end; other rows are padding.
         topk_weights: (num_rows,) float32.
         routed_scaling_factor: factor of the weights.
@@ -97,22 +98,26 @@ def swiglu_forward(
         (num_rows, hidden), differentiable in `x` and `topk_weights`. If a gradient is needed, `clamped_count` costs a
         second launch.
     """
-    check.one_of(fmt, DTYPE_NAMES, 'fmt')
-    options: dict[str, Any] = dict(
+    dtype = dtype_of(fmt)
+    if check.tensor(x, 'x').dim() > 2:
+        weights = None if topk_weights is None else topk_weights.flatten()
+        options = (psum_num_tokens_per_expert, weights, routed_scaling_factor, clamp_value, clamped_count)
+        return swiglu_forward(x.flatten(0, -2), fmt, *options).unflatten(0, x.shape[:-1])
+    given: dict[str, Any] = dict(
         topk_weights=topk_weights,
         psum=psum_num_tokens_per_expert,
         weight_scale=weight_scale_of(routed_scaling_factor, topk_weights),
         clamp_value=counted_clamp(clamp_value, clamped_count),
         alignment=knobs.token_alignment,
-        dtype=DTYPE_NAMES[fmt],
+        dtype=dtype,
     )
     if clamped_count is None:
-        return swiglu_forward.call(x, **options)
+        return swiglu_forward.call(x, **given)
     if not needs_gradient(x, topk_weights):
-        return swiglu_forward_and_count(x, clamped_count, **options)
+        return swiglu_forward_and_count(x, clamped_count, **given)
     with torch.no_grad():
-        swiglu_forward_and_count(x, clamped_count, **options)
-    return swiglu_forward.call(x, **options)
+        swiglu_forward_and_count(x, clamped_count, **given)
+    return swiglu_forward.call(x, **given)
 
 
 # Cases --------------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ Both are memory bound for many tokens. The floor of the forward is reading logit
 floor of the backward is writing dlogits, and reading logits where all of them have a gradient.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -83,7 +85,7 @@ def topk_gating_bwd(
 
 
 @op(outputs='weights indices', backward=topk_gating_bwd, constant='bias')
-def topk_gating(
+def _topk_gating(
     logits: Tensor,
     top_k: int = 8,
     *,
@@ -95,26 +97,7 @@ def topk_gating(
     routed_scaling_factor: float = 1.0,
     index_dtype: torch.dtype = torch.int64,
 ) -> tuple[Tensor, Tensor]:
-    """Choose `top_k` experts per token and weigh them; differentiable in `logits`.
-
-    Experts are in descending order of score (softmax: of logit) plus bias. Of equal ones the smaller comes first. NaN
-    ranks below everything, including -inf.
-
-    Args:
-        logits: (num_tokens, num_experts) float32, bfloat16 or float16; rows may be strided; 1 to 4096 experts.
-        top_k: experts per token, from 1 to min(num_experts, 64).
-        scoring: 'softmax' over the experts, or 'sigmoid', 'sqrtsoftplus', 'identity' of every logit.
-        renormalize: whether to divide the weights of a token by their sum. Softmax is then over the chosen logits.
-        bias: (num_experts,) float32; changes the choice, not the weights.
-        num_groups: number of equal groups of neighboring experts; only experts of the best groups are chosen.
-        num_topk_groups: number of groups to choose from: those with the largest sum of their two best scores, or of
-            their only one, the first among equals. Needs num_groups.
-        routed_scaling_factor: multiplies the weights.
-        index_dtype: torch.int64 or torch.int32.
-
-    Returns:
-        weights (num_tokens, top_k) float32 and indices (num_tokens, top_k).
-    """
+    """The gate of a matrix of logits; see the public function."""
     num_tokens, num_experts = check.shape(logits, 'logits', 'num_tokens num_experts', dtype=DTYPES)
     check.at_least(top_k, 1, 'top_k')
     check.at_most(top_k, min(num_experts, MAX_TOPK), 'top_k')
@@ -144,6 +127,55 @@ def topk_gating(
     )
     launch(topk_gating_kernel, static, logits, bias, weights, indices, routed_scaling_factor)
     return weights, indices
+
+
+@_topk_gating.public
+def topk_gating(
+    logits: Tensor,
+    top_k: int = 8,
+    *,
+    scoring: str = 'softmax',
+    renormalize: bool = True,
+    bias: Tensor | None = None,
+    num_groups: int | None = None,
+    num_topk_groups: int | None = None,
+    routed_scaling_factor: float = 1.0,
+    index_dtype: torch.dtype = torch.int64,
+) -> tuple[Tensor, Tensor]:
+    """Choose `top_k` experts per token and weigh them; differentiable in `logits`.
+
+    Experts are in descending order of score (softmax: of logit) plus bias. Of equal ones the smaller comes first. NaN
+    ranks below everything, including -inf.
+
+    Args:
+        logits: (num_tokens, num_experts) float32, bfloat16 or float16; rows may be strided; 1 to 4096 experts. More
+            leading dimensions are allowed; the results have them too.
+        top_k: experts per token, from 1 to min(num_experts, 64).
+        scoring: 'softmax' over the experts, or 'sigmoid', 'sqrtsoftplus', 'identity' of every logit.
+        renormalize: whether to divide the weights of a token by their sum. Softmax is then over the chosen logits.
+        bias: (num_experts,) float32; changes the choice, not the weights.
+        num_groups: number of equal groups of neighboring experts; only experts of the best groups are chosen.
+        num_topk_groups: number of groups to choose from: those with the largest sum of their two best scores, or of
+            their only one, the first among equals. Needs num_groups.
+        routed_scaling_factor: multiplies the weights.
+        index_dtype: torch.int64 or torch.int32.
+
+    Returns:
+        weights (num_tokens, top_k) float32 and indices (num_tokens, top_k).
+    """
+    options: dict[str, Any] = dict(
+        scoring=scoring,
+        renormalize=renormalize,
+        bias=bias,
+        num_groups=num_groups,
+        num_topk_groups=num_topk_groups,
+        routed_scaling_factor=routed_scaling_factor,
+        index_dtype=index_dtype,
+    )
+    if check.tensor(logits, 'logits').dim() <= 2:
+        return topk_gating.call(logits, top_k, **options)
+    weights, indices = topk_gating.call(logits.flatten(0, -2), top_k, **options)
+    return weights.unflatten(0, logits.shape[:-1]), indices.unflatten(0, logits.shape[:-1])
 
 
 # Cases --------------------------------------------------------------------------------------

@@ -13,6 +13,17 @@ from tile_kernels.core.formats import ELEMENTS, QuantFormat, QuantTensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DTYPE_NAMES = {'bf16': torch.bfloat16, 'fp16': torch.float16, 'fp32': torch.float32}
+
+
+def dtype_of(fmt: str | torch.dtype) -> torch.dtype:
+    """The dtype that 'bf16', 'bfloat16' or `torch.bfloat16` names."""
+    if isinstance(fmt, torch.dtype):
+        fmt = next((name for name, dtype in DTYPE_NAMES.items() if dtype is fmt), str(fmt))
+    name = {'bfloat16': 'bf16', 'float16': 'fp16', 'float32': 'fp32'}.get(fmt, fmt)
+    check.one_of(name, DTYPE_NAMES, 'fmt')
+    return DTYPE_NAMES[name]
+
+
 FP8_NAMES = {torch.float8_e4m3fn: 'e4m3', torch.float8_e5m2: 'e5m2'}
 ELEMENT_NAMES = {**FP8_NAMES, torch.int8: 'e2m1'}
 

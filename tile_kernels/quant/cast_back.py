@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from tile_kernels.core import check
-from tile_kernels.quant._checks import DTYPE_NAMES, Block, Pair, with_format
+from tile_kernels.quant._checks import Block, Pair, dtype_of, with_format
 from tile_kernels.quant.dequantize import dequantize
 
 
@@ -22,6 +22,6 @@ def cast_back(
     Returns:
         (num_tokens, hidden): code * sf, rounded once.
     """
-    check.one_of(fmt, DTYPE_NAMES, 'fmt')
+    dtype = dtype_of(fmt)
     check.one_of(x_special_fmt, (None, 'e5m6'), 'x_special_fmt')
-    return dequantize(with_format(x, x_block_size, x_special_fmt), DTYPE_NAMES[fmt])
+    return dequantize(with_format(x, x_block_size, x_special_fmt), dtype)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.formats import QuantFormat, QuantTensor
 from tile_kernels.core.op import op
@@ -77,7 +78,8 @@ def per_token_cast(
 
     Args:
         x: (num_tokens, hidden) bfloat16, float16 or float32, rows dense, any row stride, any hidden (even for e2m1). Or
-            e4m3, e5m2 or e2m1 data and their scale factors, which are quantized again.
+            e4m3, e5m2 or e2m1 data and their scale factors, which are quantized again. Without column-major factors and
+            `out`, more leading dimensions are allowed; the results then have them too.
         fmt: 'e4m3', 'e5m2', 'e2m1' or 'e5m6' with the arguments below, or a whole format such as 'e4m3_1x128_f32'
             without them.
         num_per_channels: channels that share a scale factor: 16, 32, 64, 128 or hidden.
@@ -95,6 +97,12 @@ def per_token_cast(
     """
     x = plain_or_quantized(x, x_block_size)
     flags = use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, use_e4m3_sf
+    if isinstance(x, Tensor) and x.dim() > 2:
+        layout = token_format(fmt, num_per_channels, x.flatten(0, -2).shape, *flags)
+        if layout.col or out is not None:
+            check.fail('x', 'must be (num_tokens, hidden) for column-major factors or out', check.describe(x))
+        q = per_token_cast.call(x.flatten(0, -2), layout, None, stochastic_cast)
+        return QuantTensor(q.data.unflatten(0, x.shape[:-1]), q.sf.unflatten(0, x.shape[:-1]), layout)
     layout = token_format(fmt, num_per_channels, x.shape, *flags)
     cast = per_token_cast.call if isinstance(x, Tensor) else per_token_recast
     return pair_into(out, cast(x, layout, None, stochastic_cast))

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from tile_kernels.core import check
-from tile_kernels.quant._checks import DTYPE_NAMES, Pair, with_token_format
+from tile_kernels.quant._checks import Pair, dtype_of, with_token_format
 from tile_kernels.quant.dequantize import dequantize
 
 
@@ -11,6 +11,6 @@ def per_token_cast_back(
     x: Pair, fmt: str = 'bf16', num_per_channels: int | None = None, x_special_fmt: str | None = None
 ) -> Tensor:
     """`cast_back` of one scale factor for each row and `num_per_channels` channels."""
-    check.one_of(fmt, DTYPE_NAMES, 'fmt')
+    dtype = dtype_of(fmt)
     check.one_of(x_special_fmt, (None, 'e5m6'), 'x_special_fmt')
-    return dequantize(with_token_format(x, num_per_channels, x_special_fmt), DTYPE_NAMES[fmt])
+    return dequantize(with_token_format(x, num_per_channels, x_special_fmt), dtype)
