@@ -78,6 +78,8 @@ SETTINGS = {
     'dsa_hisa/hisa': Setting(sizes=(('M', 1024), ('topk_tokens', 256), ('block_topk', 16))),
     'dsa_hisa/pool': Setting(small=False),
     'dsa_sparse_finetune/sparse_mla_fwd': Setting(sizes=(('S', 288), ('H', 64), ('topk', 128))),
+    'flash_attention/example_gqa_bwd.py': Setting(arguments='--batch 1 --h 4 --n_ctx 256 --groups 2'),
+    'flash_attention/example_gqa_bwd_tma_reduce.py': Setting(arguments='--batch 1 --h 4 --n_ctx 256 --groups 2'),
     'flash_attention/example_mha_bwd_bshd': Setting(arguments='--batch 1 --h 2 --n_ctx 256'),
     'flash_attention_sm100/': Setting('10.0'),
     'gemm_int4/': Setting('8.0'),
