@@ -70,6 +70,8 @@ SETTINGS = {
     'blockscaled_gemm_sm100/gemm_mxfp8': Setting('10.0', sizes=(('M', 256), ('N', 8192), ('K', 512))),
     'blockscaled_gemm_sm100/grouped': Setting('10.0', '--batch-sizes 256,512 --N 8192 --K 512 --no-bench'),
     'convolution/': Setting(arguments='--n 1 --h 16 --w 16'),
+    'deepseek_mla/example_mla_decode.py': Setting(arguments='--batch 1 --kv_ctx 2048'),
+    'deepseek_mla/example_mla_decode_ws': Setting(arguments='--batch 1 --kv_ctx 2048'),
     'deepseek_v32/sparse_mla_fwd_': Setting(
         arguments='--test_correctness', sizes=(('S', 2), ('SKV', 2048), ('topk', 256), ('H', 64))
     ),
