@@ -70,6 +70,8 @@ SETTINGS = {
     'blockscaled_gemm_sm100/gemm_mxfp8': Setting('10.0', sizes=(('M', 256), ('N', 8192), ('K', 512))),
     'blockscaled_gemm_sm100/grouped': Setting('10.0', '--batch-sizes 256,512 --N 8192 --K 512 --no-bench'),
     'convolution/': Setting(arguments='--n 1 --h 16 --w 16'),
+    'deepseek_mla/example_mla_decode.py': Setting(arguments='--batch 1 --kv_ctx 2048'),
+    'deepseek_mla/example_mla_decode_ws': Setting(arguments='--batch 1 --kv_ctx 2048'),
     'deepseek_v32/sparse_mla_fwd_': Setting(
         arguments='--test_correctness', sizes=(('S', 2), ('SKV', 2048), ('topk', 256), ('H', 64))
     ),
@@ -77,7 +79,11 @@ SETTINGS = {
     'cast/example_group': Setting(small=False),
     'dsa_hisa/hisa': Setting(sizes=(('M', 1024), ('topk_tokens', 256), ('block_topk', 16))),
     'dsa_hisa/pool': Setting(small=False),
+    'dsa_sparse_finetune/indexer_bwd': Setting(small=False),
+    'dsa_sparse_finetune/sparse_mla_topk': Setting(small=False),
     'dsa_sparse_finetune/sparse_mla_fwd': Setting(sizes=(('S', 288), ('H', 64), ('topk', 128))),
+    'flash_attention/example_gqa_bwd.py': Setting(arguments='--batch 1 --h 4 --n_ctx 256 --groups 2'),
+    'flash_attention/example_gqa_bwd_tma_reduce.py': Setting(arguments='--batch 1 --h 4 --n_ctx 256 --groups 2'),
     'flash_attention/example_mha_bwd_bshd': Setting(arguments='--batch 1 --h 2 --n_ctx 256'),
     'flash_attention_sm100/': Setting('10.0'),
     'gemm_int4/': Setting('8.0'),

@@ -113,14 +113,14 @@ def test_unknown_external_functions_are_named_with_their_line():
 
 def test_unsupported_operators_are_named_with_their_line():
     @T.prim_func
-    def canceled(x: T.Tensor((8,), 'int32')):
+    def described(x: T.Tensor((8,), 'int32')):
         with T.Kernel(1, threads=8):
-            x[T.get_thread_binding()] = T.call_intrin('int32', tilelang.tvm.ir.Op.get('tl.clc_is_canceled'), 0)
+            x[T.get_thread_binding()] = T.call_intrin('int32', tilelang.tvm.ir.Op.get('tl.create_tma_descriptor'), 0)
 
-    with pytest.raises(UnsupportedConstruct, match='clc_is_canceled') as caught:
-        interpret(canceled, torch.zeros(8, dtype=torch.int32))
+    with pytest.raises(UnsupportedConstruct, match='create_tma_descriptor') as caught:
+        interpret(described, torch.zeros(8, dtype=torch.int32))
     assert caught.value.line
-    assert unknown_constructs(canceled) == ['operator tl.clc_is_canceled']
+    assert unknown_constructs(described) == ['operator tl.create_tma_descriptor']
 
 
 def test_known_kernels_have_no_unknown_constructs():

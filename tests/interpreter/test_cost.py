@@ -87,7 +87,7 @@ def launches_of(name):
         return interpret(kernel, *tensors, checks='none', pass_configs=pass_configs)
 
     with mock.patch.object(interpreter, 'interpret', note), knobs(interpret=True):
-        op(**op.case_set.arguments(op.name, op.case_set.smoke[-1]))
+        op.call(**op.case_set.arguments(op.name, op.case_set.smoke[-1]))
     return found
 
 

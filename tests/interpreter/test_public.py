@@ -49,6 +49,19 @@ def test_a_kernel_has_what_a_compiled_kernel_has(capsys):
         assert torch.equal(kernel(x, b=x), 2 * x)
 
 
+def test_a_division_by_a_number_rounds_as_on_a_gpu():
+    x = torch.arange(1.0, 200.0)
+    inverse = torch.tensor(1.0) / torch.tensor(448.0)
+    assert not torch.equal(x / 448.0, x * inverse)
+    with fake_cuda():
+        assert torch.equal(x / 448.0, x * inverse)
+        assert torch.equal(torch.div(x.bfloat16(), 448), (x.bfloat16().float() * inverse).bfloat16())
+        assert torch.equal(x.clone().div_(448.0), x * inverse)
+        assert torch.equal(x / torch.full_like(x, 448.0), (x.double() / 448).float())
+        assert torch.equal(torch.arange(4) / 2, torch.tensor([0.0, 0.5, 1.0, 1.5]))
+        assert (1.0 / torch.tensor(0.0)).isinf()
+
+
 def test_the_source_is_lowered_for_the_target():
     with fake_cuda((8, 0)), interpreting():
         assert kernel_arch(add(64)) == 'sm_80'

@@ -50,7 +50,25 @@ class _OnCpu(TorchFunctionMode):
             kwargs['device'] = _on_cpu(kwargs['device'])
         if name == 'to' and len(args) > 1:
             args = (args[0], *(_on_cpu(part) if _is_device(part) else part for part in args[1:]))
+        if name in _DIVISIONS and not kwargs and _by_number(args):
+            return getattr(args[0], _DIVISIONS[name])(_inverse(args[1], args[0].dtype))
         return func(*args, **kwargs)
+
+
+# On a GPU, PyTorch divides by a number as a product with its inverse.
+_DIVISIONS = {'__truediv__': 'mul', 'div': 'mul', 'true_divide': 'mul', '__itruediv__': 'mul_', 'div_': 'mul_'}
+
+
+def _by_number(args: Any) -> bool:
+    if len(args) != 2 or not isinstance(args[0], torch.Tensor) or not args[0].is_floating_point():
+        return False
+    return isinstance(args[1], (int, float)) and not isinstance(args[1], bool)
+
+
+def _inverse(number: float, dtype: torch.dtype) -> float:
+    """The inverse in the type of the computation: 32 bits for everything narrower."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return float(torch.tensor(1.0, dtype=wide).div(torch.tensor(number, dtype=wide)))
 
 
 def _is_device(part: Any) -> bool:

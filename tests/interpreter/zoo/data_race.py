@@ -440,3 +440,27 @@ def read_ahead_of_the_wait_for_the_kernel_before(bug):
                 y[pid] = x_local[0] + x_local[1]
 
     return Launch(kernel, (torch.randn(8), torch.zeros(8), torch.empty(8)))
+
+
+@specimen('DataRace', 'data')
+def flag_that_releases_nothing(bug):
+    order = ('relaxed', 'relaxed') if bug else ('release', 'acquire')
+
+    @T.prim_func
+    def kernel(x: T.Tensor((32,), 'float32'), data: T.Tensor((32,), 'float32'), flag: T.Tensor((1,), 'int32')):
+        with T.Kernel(2, threads=32) as pid:
+            thread = T.get_thread_binding()
+            if pid == 0:
+                data[thread] = x[thread] * 2.0
+                T.sync_threads()
+                if thread == 0:
+                    T.atomic_add(flag[0], 1, memory_order=order[0])
+            else:
+                if thread == 0:
+                    seen = T.alloc_var('int32', init=0)
+                    while seen == 0:
+                        seen = T.atomic_load(flag[0], memory_order=order[1])
+                T.sync_threads()
+                data[thread] = data[thread] + 1.0  # BUG
+
+    return Launch(kernel, (torch.randn(32), torch.zeros(32), torch.zeros(1, dtype=torch.int32)))

@@ -86,7 +86,7 @@ def _atomic_load(compiler: Compiler, call: Any) -> Closure:
 
 def _order(call: Any, position: int) -> int:
     """The number of an atomic's memory order; relaxed if it has none."""
-    given = call.args[position] if len(call.args) > position else None
+    given: Any = call.args[position] if len(call.args) > position else None
     return int(given) if type(given).__name__ == 'IntImm' else 0
 
 

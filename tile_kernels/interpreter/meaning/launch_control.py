@@ -91,8 +91,7 @@ def _response(compiler: Compiler, pointer: Any) -> list[Access]:
         checked = compiler.options.checks != 'none'
         made = []
         for word in range(_WORDS):
-            dim = Dim(lambda frame, word=word: offset(frame) + word, (), 'none')
-            made.append(Access(view, [dim], compiler.ndim, compiler.site, checked))
+            made.append(Access(view, [Dim(_moved(offset, word), (), 'none')], compiler.ndim, compiler.site, checked))
     else:
         raise compiler.unsupported(f'the response of T.clc_try_cancel at {pointer}')
     if made[0].buffer.scope != 'shared' or made[0].buffer.dtype.bits != 32:
@@ -100,3 +99,7 @@ def _response(compiler: Compiler, pointer: Any) -> list[Access]:
     for access in made:
         access.atomic = True  # the response comes from outside the block; its mbarrier orders it
     return made
+
+
+def _moved(offset: Closure, distance: int) -> Closure:
+    return lambda frame: offset(frame) + distance
