@@ -328,7 +328,7 @@ def test_foreign_parameters_are_taken_at_their_neutral_value_alone():
     ]
     for call in calls:
         assert torch.equal(call(**NEUTRAL), call())
-        for name in NEUTRAL:
+        for name in NEUTRAL.keys() - {'sm_margin'}:
             for value in (0.5, torch.ones(1, device=DEVICE)):
                 with pytest.raises(ArgumentError, match=f'{name} must be .*, since it has no meaning here'):
                     call(**{name: value})

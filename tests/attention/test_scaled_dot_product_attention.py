@@ -33,12 +33,30 @@ def test_equals_torch(shape, causal):
         torch.testing.assert_close(own.float(), other, rtol=3e-2, atol=3e-2)
 
 
+def test_float16_views_and_an_own_width_of_values():
+    torch.manual_seed(0)
+    shapes = ((1, 6, 3, 24), (1, 6, 3, 24), (1, 6, 3, 16))
+    views = [torch.randn(shape, device=DEVICE).half().transpose(1, 2) for shape in shapes]
+    o = scaled_dot_product_attention(*views, is_causal=True)
+    expected = theirs(*(x.float() for x in views), is_causal=True)
+    assert o.dtype is torch.float16 and o.shape == (1, 3, 6, 16)
+    torch.testing.assert_close(o.float(), expected, rtol=2e-3, atol=2e-3)
+    fewer = [views[0][:, :, :2], *views[1:]]
+    torch.testing.assert_close(
+        scaled_dot_product_attention(*fewer, is_causal=True).float(),
+        theirs(*(x.float() for x in fewer), is_causal=True),
+        rtol=2e-3,
+        atol=2e-3,
+    )
+
+
 @pytest.mark.parametrize(
     ('given', 'sentence'),
     [
         (dict(attn_mask=torch.zeros(1)), 'attn_mask must be None, since only is_causal is offered'),
         (dict(dropout_p=0.5), 'dropout_p must be 0.0'),
         (dict(), 'key must have 2 heads unless enable_gqa is set'),
+        (dict(scale='1', enable_gqa=True), 'scale must be'),
     ],
 )
 def test_what_is_not_offered_is_told(given, sentence):

@@ -21,12 +21,12 @@ def interpreting():
         yield
 
 
-def plain(layer: Attention, x: torch.Tensor, window: int | None = None) -> torch.Tensor:
+def plain(layer: Attention, x: torch.Tensor, window: int | None = None, first: int = 0) -> torch.Tensor:
     """The layer in plain PyTorch, float32."""
     heads = [(layer.q_proj, layer.num_heads), (layer.k_proj, layer.num_kv_heads), (layer.v_proj, layer.num_kv_heads)]
     q, k, v = (proj(x).unflatten(-1, (n, -1)).transpose(1, 2) for proj, n in heads)
     tokens, dim = x.shape[1], layer.head_dim
-    angle = torch.arange(tokens)[:, None] * layer.rope_theta ** (-torch.arange(0, dim, 2) / dim)
+    angle = torch.arange(first, first + tokens)[:, None] * layer.rope_theta ** (-torch.arange(0, dim, 2) / dim)
     cos, sin = angle.cos().to(x.device), angle.sin().to(x.device)
 
     def rotate(y):
@@ -36,6 +36,8 @@ def plain(layer: Attention, x: torch.Tensor, window: int | None = None) -> torch
     group = layer.num_heads // layer.num_kv_heads
     q, k, v = rotate(q), rotate(k).repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = q @ k.transpose(-1, -2) * dim**-0.5
+    if layer.softcap:
+        scores = layer.softcap * torch.tanh(scores / layer.softcap)
     distance = torch.arange(tokens) - torch.arange(tokens)[:, None]
     hidden = (distance > 0) | (distance <= -(window or tokens))
     scores = scores.masked_fill(hidden.to(x.device), float('-inf'))
@@ -55,7 +57,7 @@ def make(**options) -> Attention:
     return layer
 
 
-@pytest.mark.parametrize('options', [dict(), dict(window=3, sink=True, bias=True)])
+@pytest.mark.parametrize('options', [dict(), dict(window=3, sink=True, bias=True), dict(softcap=0.5, rope_theta=100.0)])
 def test_equals_plain_pytorch(options):
     layer = make(**options)
     x = torch.randn(2, 9, 32, device=DEVICE).to(BF16).requires_grad_()
@@ -71,9 +73,21 @@ def test_equals_plain_pytorch(options):
 
 def test_packed_sequences_equal_dense_ones():
     layer = make()
-    x = torch.randn(11, 32, device=DEVICE).to(BF16)
+    x = torch.randn(11, 32, device=DEVICE).to(BF16).requires_grad_()
     y = layer(x, cu_seqlens=torch.tensor([0, 4, 11], device=DEVICE))
-    assert torch.equal(y[:4], layer(x[None, :4])[0]) and torch.equal(y[4:], layer(x[None, 4:])[0])
+    dense = torch.cat((layer(x[None, :4])[0], layer(x[None, 4:])[0]))
+    assert torch.equal(y, dense)
+    upstream = torch.randn_like(y)
+    for own, other in zip(torch.autograd.grad(y, x, upstream), torch.autograd.grad(dense, x, upstream), strict=True):
+        torch.testing.assert_close(own, other, rtol=2e-2, atol=2e-2)
+
+
+def test_positions_turn_queries_and_keys():
+    layer = make()
+    x = torch.randn(1, 5, 32, device=DEVICE).to(BF16)
+    positions = torch.arange(40, 45, device=DEVICE)[None]
+    expected = plain(copy.deepcopy(layer).float(), x.float(), first=40)
+    torch.testing.assert_close(layer(x, positions=positions).float(), expected, rtol=3e-2, atol=3e-2)
 
 
 @pytest.mark.parametrize('dtype', [BF16, 'e4m3'])

@@ -85,7 +85,7 @@ def append_kernel(
                 T.assume(stride % 8 == 0)
             thread = T.get_thread_binding()
             sequence = T.alloc_var(T.int32, init=0)
-            new = T.alloc_var(T.int32, init=0)  # tokens of the sequence that are appended
+            added = T.alloc_var(T.int32, init=0)  # tokens of the sequence that are appended
             own = T.alloc_var(T.int32, init=0)  # which of them this is
             page = T.alloc_var(T.int32, init=0)
             slot = T.alloc_var(T.int32, init=0)
@@ -96,16 +96,16 @@ def append_kernel(
                         if cu_seqlens[T.min(later, num_lengths)] <= pid:
                             sequence = later
                 if sequence < num_lengths:
-                    new = cu_seqlens[T.min(sequence + 1, num_lengths)] - cu_seqlens[sequence]
+                    added = cu_seqlens[T.min(sequence + 1, num_lengths)] - cu_seqlens[sequence]
                     own = pid - cu_seqlens[sequence]
             else:
                 sequence = T.truncdiv(pid, tokens)
-                new = tokens
+                added = tokens
                 own = pid - sequence * tokens
             if sequence < num_lengths:
                 length = T.max(cache_seqlens[T.min(sequence, num_lengths - 1)], 0)
                 key = length + own
-                if length + new <= (num_pages * k_tokens if paged else k_tokens):
+                if length + added <= (num_pages * k_tokens if paged else k_tokens):
                     slot = key
                     page = sequence
                     if indexed:

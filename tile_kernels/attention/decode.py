@@ -226,6 +226,8 @@ def decode(
     )
     packed = cu_seqlens_q is not None
     tokens, q_heads, dim = q.shape[-3:]
+    if not packed and isinstance(tokens, int) and tokens == 1:
+        right = -1  # there is no key behind the only query
     kv_heads, value_dim = k_cache.shape[-2], v_cache.shape[-1]
     o = empty('o', (*q.shape[:-1], value_dim), q.dtype, q.device)
     lse = empty('lse', q.shape[:-1], torch.float32, q.device)

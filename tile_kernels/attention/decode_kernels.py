@@ -225,6 +225,7 @@ def decode_kernel(
     block_n = block_keys(head_dim, value_dim)
     chunks = block_n // CHUNK
     stages = 3
+    kept = wide <= 128  # queries in registers: their loads would compete with those of keys
     wide_elem = T.float16 if fp8 else elem
     vector = 16 // key_dtype.itemsize
     q_type, q_strides = strided('q', (q_batch, q_tokens, q_heads, head_dim), elem)
@@ -271,6 +272,7 @@ def decode_kernel(
             v_wide = v_ring
             if fp8:
                 v_wide = k_wide if wide == wide_v else T.alloc_shared((1, block_n, wide_v), wide_elem)
+            q_local = T.alloc_fragment((block_m, wide), wide_elem) if kept else q_shared
             scores = T.alloc_fragment((block_m, block_n), T.float32)
             weights = T.alloc_fragment((block_m, block_n), wide_elem)
             acc = T.alloc_fragment((block_m, wide_v), T.float32)
@@ -355,6 +357,8 @@ def decode_kernel(
                     narrow_rows(q, block.batch, start, rows, row, used_rows, q_shared, unit_shared, head_dim)
                 else:
                     load_rows(q, block.batch, start, rows, row, used_rows, q_shared, head_dim)
+                if kept:
+                    T.copy(q_shared, q_local)
                 T.fill(top, -inf)
                 T.clear(total)
                 T.clear(acc)
@@ -379,7 +383,7 @@ def decode_kernel(
                             k_wide[0, i, d] = T.cast(k_ring[slot, i, d], wide_elem)
                     wide_slot = 0 if fp8 else slot
                     T.clear(scores)
-                    T.gemm(q_shared, k_wide[wide_slot, :, :], scores, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+                    T.gemm(q_local, k_wide[wide_slot, :, :], scores, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
                     for i, j in T.Parallel(block_m, block_n):
                         unit = key_scale * unit_shared[i] if fp8 else key_scale
                         scores[i, j] = cap * T.tanh(scores[i, j] * unit) if capped else scores[i, j] * unit
