@@ -3,8 +3,8 @@
     d[m, n] = sum_k a[m, k] * W[n, k] (+ bias[n])
     W[n, k] = (code[n, k] - zero[n, k // group]) * scale[n, k // group]
 
-`packed_weight` has the formats and the layout. With up to 16 rows the floor is reading the codes once. Warps
-convert codes in registers, and the sum over k is split over warps and blocks in a fixed order. With more rows tiles of W are
+`packed_weight` has the formats and the layout. With up to 16 rows the floor is reading the codes once. Warps convert
+codes in registers, and the sum over k is split over warps and blocks in a fixed order. With more rows tiles of W are
 converted to half precision in shared memory, and the product is compute bound.
 
 The gradient of a is dd @ W: W is written to a buffer in half precision first. Weights are constants.

@@ -346,7 +346,7 @@ def dequant_rows_kernel(
     ):
         T.assume(stride % 8 == 0)
         with T.Kernel(strips, splits, num_rows if num_groups else 1, threads=threads) as (strip, split, first_row):
-            T.annotate_min_blocks_per_sm(2)
+            T.annotate_min_blocks_per_sm(1 if form.blocks and octets == 2 else 2)  # block factors need registers, too
             thread = T.get_thread_binding()
             warp, lane = thread // WARP, thread % WARP
             a_shared = T.alloc_shared((tokens, slice_k + 8), elem)
