@@ -303,8 +303,8 @@ def delta_channel_scores_kernel(
     """`delta_scores_kernel` for gates of every channel.
 
     The decay of a pair is the product of two: until a reference row between both rows, and from there on. Exponents are
-    never positive. Pairs of rows whose numbers first differ in the same bit share a product. Their reference is the end of
-    the first half of their block. The other pairs of that product are not used.
+    never positive. Pairs of rows whose numbers first differ in the same bit share a product. Their reference is the end
+    of the first half of their block. The other pairs of that product are not used.
     """
     batch_size, num_tokens = T.dynamic('batch_size'), T.dynamic('num_tokens')
     heads, value_heads = T.dynamic('heads'), T.dynamic('value_heads')
