@@ -317,7 +317,9 @@ def delta_gradients_kernel(
                     for i, j in T.Parallel(chunk, tile):
                         inside = T.And(i < rows, column + T.truncdiv(j, 8) * 8 < value_dim)
                         value = T.if_then_else(
-                            inside, T.cast(v[batch, first + i, value_head, column + j], T.float32), T.float32(0.0)
+                            inside,
+                            T.cast(v[batch, first + i, value_head, column + j], T.float32),  # type: ignore[index]
+                            T.float32(0.0),
                         )
                         dx_terms[i, j] = T.cast(dx_shared[i, j], T.float32) * value
                     T.reduce_sum(dx_terms, dx_sum, dim=1, clear=False)
@@ -498,7 +500,9 @@ def delta_channel_gradients_kernel(
                     for i, j in T.Parallel(chunk, tile):
                         inside = T.And(i < rows, column + T.truncdiv(j, 8) * 8 < value_dim)
                         value = T.if_then_else(
-                            inside, T.cast(v[batch, first + i, value_head, column + j], T.float32), T.float32(0.0)
+                            inside,
+                            T.cast(v[batch, first + i, value_head, column + j], T.float32),  # type: ignore[index]
+                            T.float32(0.0),
                         )
                         dx_terms[i, j] = T.cast(dx_shared[i, j], T.float32) * value
                     T.reduce_sum(dx_terms, dx_sum, dim=1, clear=False)

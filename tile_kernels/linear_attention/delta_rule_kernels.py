@@ -84,7 +84,7 @@ def find_chunk(cu_seqlens, index, num_sequences, bits, num_tokens, size: int, is
         batch = sequence
         first = (index - sequence * chunks) * size
         rows = T.min(num_tokens - first, size)
-    return Chunk(sequence, batch, first, rows)
+    return Chunk(sequence, 0 if is_packed else batch, first, rows)  # a constant spares address registers
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def find_sequence(cu_seqlens, sequence, num_tokens, size: int, is_packed: bool):
         batch = sequence
         length = num_tokens
         index = sequence * T.truncdiv(num_tokens + size - 1, size)
-    return Sequence(batch, start, length, index)
+    return Sequence(0 if is_packed else batch, start, length, index)
 
 
 @macro
