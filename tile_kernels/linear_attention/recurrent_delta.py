@@ -388,22 +388,24 @@ def run_front(
     """What the public functions share."""
     refuse_gradient(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, A_log=a_log, dt_bias=dt_bias)
     q, k, v = autocast(check.tensor(q, 'q'), check.tensor(k, 'k'), check.tensor(v, 'v'))
-    small = [None if x is None else x.float().flatten().contiguous() for x in (a_log, dt_bias)]
+    a_log, dt_bias = (None if x is None else x.float().flatten().contiguous() for x in (a_log, dt_bias))
     g, beta = check.tensor(g, 'g').contiguous(), check.tensor(beta, 'beta')
     if beta.dtype != g.dtype:
         g, beta = g.float(), beta.float()
     starts = lengths_int32(cu_seqlens, 'cu_seqlens')
-    options = dict(scale=scale_of(scale, q.shape[-1]), form=form, normalize=normalize, lower_bound=bound)
-    gates = (q, k, v, g, beta.contiguous())
+    options: dict[str, Any] = dict(
+        scale=scale_of(scale, q.shape[-1]), form=form, normalize=normalize, lower_bound=bound
+    )
+    options |= dict(q=q, k=k, v=v, g=g, beta=beta.contiguous(), a_log=a_log, dt_bias=dt_bias)
+    options |= dict(cu_seqlens=starts, v_first=v_first)
     if state_indices is None:
-        o, final_state = recurrent_delta(
-            *gates, *small, initial_state, starts, v_first=v_first, output_final_state=output_final_state, **options
-        )
+        options |= dict(initial_state=initial_state, output_final_state=output_final_state)
+        o, final_state = recurrent_delta(**options)
         return o, final_state if output_final_state else None
     pool, indices = check.tensor(initial_state, 'initial_state'), lengths_int32(state_indices, 'state_indices')
     from tile_kernels.linear_attention.recurrent_delta_pool import recurrent_delta_pool
 
-    o = recurrent_delta_pool(*gates, pool, indices, *small, starts, v_first=v_first, **options)
+    o = recurrent_delta_pool(pool=pool, state_indices=indices, **options)
     return o, pool if output_final_state else None
 
 
