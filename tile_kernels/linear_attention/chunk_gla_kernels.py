@@ -5,8 +5,8 @@ A decay between two tokens i > j of a chunk of 64 is a product of two exponentia
     exp(G[i] - G[j]) = exp(G[i] - G[r]) * exp(G[r] - G[j])             j <= r < i
 
 For blocks of 32, 16, ..., 1 tokens r is the last token of an even block. Rows of q in odd blocks and of k in even
-blocks are scaled. One product of these rows has all pairs of an odd block with the even block before it. The six products
-cover every pair once. Nothing can overflow, and no pair loses digits. The diagonal has no decay.
+blocks are scaled. One product of these rows has all pairs of an odd block with the even block before it. The six
+products cover every pair once. Nothing can overflow, and no pair loses digits. The diagonal has no decay.
 
 1. `gla_scores` computes these scores of every chunk, and q and k with their decay to the start and to the end of it.
 2. `gla_scan` goes over the chunks of a segment with the state in registers, for o and for three parts of gradients.
