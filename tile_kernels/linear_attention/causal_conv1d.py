@@ -318,7 +318,7 @@ def causal_conv1d_state_kernel(taps: int, dtype: torch.dtype, has_state: bool, p
                 at = length - past + r
                 number = T.cast(0.0, elem)
                 if at >= 0:
-                    number = x[batch, start + at, column]
+                    number = x[batch, start + at, column]  # type: ignore[index]
                 elif has_state:
                     number = state[sequence, past + at, column]
                 final_state[sequence, r, column] = number

@@ -307,7 +307,7 @@ BF16, F16 = torch.bfloat16, torch.float16
 SMALL = (16, 16)
 SMOKE = (
     grid(tokens=[0, 1, 70], heads=[1], dims=[SMALL], gate=['random'])
-    + grid(tokens=[65], heads=[2], dims=[(80, 48)], batch=[2], gate=['random'], state=[F32], final=[True])
+    + grid(tokens=[65], heads=[1], dims=[(80, 48)], batch=[2], gate=['random'], state=[F32], final=[True])
     + grid(tokens=[130], heads=[1], dims=[(16, 32)], dtype=[F16], gate=['steep'], state=[BF16], segment=[64])
     + grid(
         tokens=[(0, 1, 0, 130, 3)],

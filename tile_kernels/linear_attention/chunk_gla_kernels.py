@@ -4,16 +4,14 @@ A decay between two tokens i > j of a chunk of 64 is a product of two exponentia
 
     exp(G[i] - G[j]) = exp(G[i] - G[r]) * exp(G[r] - G[j])             j <= r < i
 
-For blocks of 32, 16, ..., 1 tokens r is the last token of an even block. One product of scaled rows has all pairs of an
-odd block with the even block before it: rows of q in odd blocks, rows of k in even ones. The six products cover every
-pair once. Nothing can overflow, and no pair loses digits. The diagonal has no decay.
+For blocks of 32, 16, ..., 1 tokens r is the last token of an even block. Rows of q in odd blocks and of k in even
+blocks are scaled. One product of these rows has all pairs of an odd block with the even block before it. The six
+products cover every pair once. Nothing can overflow, and no pair loses digits. The diagonal has no decay.
 
 1. `gla_scores` computes these scores of every chunk, and q and k with their decay to the start and to the end of it.
 2. `gla_scan` goes over the chunks of a segment with the state in registers, for o and for three parts of gradients.
 3. `gla_gradient` adds the pairs inside a chunk to dq and dk, and `gla_gates` finishes dg.
 """
-
-from typing import Any
 
 import torch
 
@@ -40,19 +38,13 @@ CHUNK_THREADS = 256
 LEVELS = 6
 
 
-def last_of_even(i: Any, bits: Any) -> Any:
-    """The last token of the even block next to token i; blocks have 2^bits tokens."""
-    return ((i >> (bits + 1)) << (bits + 1)) + (1 << bits) - 1
-
-
-def is_odd(i: Any, bits: Any) -> Any:
-    """Whether token i is in an odd block."""
-    return ((i >> bits) & 1) == 1
-
-
-def same_pair(i: Any, j: Any, bits: Any) -> Any:
-    """Whether two tokens are in the same pair of blocks."""
-    return (i >> (bits + 1)) == (j >> (bits + 1))
+@macro
+def place_blocks(odd_shared, last_shared, level):
+    """Whether tokens are in odd blocks, and the last token of the even block of their pair, which names the pair."""
+    bits = LEVELS - 1 - level
+    for i in T.Parallel(CHUNK):
+        odd_shared[i] = (i >> bits) & 1
+        last_shared[i] = ((i >> (bits + 1)) << (bits + 1)) + (1 << bits) - 1
 
 
 @macro
@@ -76,12 +68,12 @@ def load_sums(g, batch, first, number, head, column, sums_shared, width: int):
 
 
 @macro
-def scale_rows(q_shared, k_shared, sums_shared, z_shared, bits):
+def scale_rows(q_shared, k_shared, sums_shared, odd_shared, last_shared, z_shared):
     """Q of odd blocks and k of even blocks, decayed to the last token of the even block."""
     for i, d in T.Parallel(CHUNK, TILE):
-        power = sums_shared[i, d] - sums_shared[last_of_even(i, bits), d]
-        row = T.if_then_else(is_odd(i, bits), q_shared[i, d], k_shared[i, d])
-        z_shared[i, d] = T.cast(row, T.float32) * T.exp2(T.if_then_else(is_odd(i, bits), power, -power))
+        power = sums_shared[i, d] - sums_shared[last_shared[i], d]
+        row = T.if_then_else(odd_shared[i] == 1, q_shared[i, d], k_shared[i, d])
+        z_shared[i, d] = T.cast(row, T.float32) * T.exp2(T.if_then_else(odd_shared[i] == 1, power, -power))
 
 
 @kernel(pass_configs=PORTABLE)
@@ -117,6 +109,8 @@ def gla_scores_kernel(dim: int, dtype: torch.dtype, packed: bool):
             k_shared = T.alloc_shared((CHUNK, TILE), elem)
             z_shared = T.alloc_shared((CHUNK, TILE), elem)
             sums_shared = T.alloc_shared((CHUNK, TILE), T.float32)
+            odd_shared = T.alloc_shared((CHUNK,), T.int32)
+            last_shared = T.alloc_shared((CHUNK,), T.int32)
             dots_shared = T.alloc_shared((CHUNK,), T.float32)
             pairs = T.alloc_fragment((CHUNK, CHUNK), T.float32)
             total = T.alloc_fragment((CHUNK, CHUNK), T.float32)
@@ -148,8 +142,8 @@ def gla_scores_kernel(dim: int, dtype: torch.dtype, packed: bool):
                             totals[chunk, head, column + d] = sums_shared[CHUNK - 1, d]
                     T.reduce_sum(terms, dots, dim=1, clear=False)
                     for level in T.serial(LEVELS):
-                        block_bits = LEVELS - 1 - level
-                        scale_rows(q_shared, k_shared, sums_shared, z_shared, block_bits)
+                        place_blocks(odd_shared, last_shared, level)
+                        scale_rows(q_shared, k_shared, sums_shared, odd_shared, last_shared, z_shared)
                         T.gemm(
                             z_shared,
                             z_shared,
@@ -159,8 +153,7 @@ def gla_scores_kernel(dim: int, dtype: torch.dtype, packed: bool):
                             policy=T.GemmWarpPolicy.Square,
                         )
                         for i, j in T.Parallel(CHUNK, CHUNK):
-                            crosses = T.And(is_odd(i, block_bits), T.Not(is_odd(j, block_bits)))
-                            if T.And(same_pair(i, j, block_bits), crosses):
+                            if T.And(last_shared[i] == last_shared[j], odd_shared[i] > odd_shared[j]):
                                 total[i, j] = total[i, j] + pairs[i, j]
                         T.sync_threads()
                 T.copy(dots, dots_shared)
@@ -395,6 +388,8 @@ def gla_gradient_kernel(dim: int, value_dim: int, dtype: torch.dtype, packed: bo
             z_shared = T.alloc_shared((CHUNK, TILE), elem)
             v_shared = T.alloc_shared((CHUNK, TILE), elem)
             sums_shared = T.alloc_shared((CHUNK, TILE), T.float32)
+            odd_shared = T.alloc_shared((CHUNK,), T.int32)
+            last_shared = T.alloc_shared((CHUNK,), T.int32)
             change_shared = T.alloc_shared((CHUNK, TILE), T.float32)
             ds_shared = T.alloc_shared((CHUNK, CHUNK), elem)
             ds = T.alloc_fragment((CHUNK, CHUNK), T.float32)
@@ -438,18 +433,18 @@ def gla_gradient_kernel(dim: int, value_dim: int, dtype: torch.dtype, packed: bo
                         dq_acc[i, d] = T.if_then_else(inside, q_part, 0.0) + own * T.cast(k_shared[i, d], T.float32)
                         dk_acc[i, d] = T.if_then_else(inside, k_part, 0.0) + own * T.cast(q_shared[i, d], T.float32)
                     for level in T.serial(LEVELS):
-                        block_bits = LEVELS - 1 - level
-                        scale_rows(q_shared, k_shared, sums_shared, z_shared, block_bits)
+                        place_blocks(odd_shared, last_shared, level)
+                        scale_rows(q_shared, k_shared, sums_shared, odd_shared, last_shared, z_shared)
                         for i, j in T.Parallel(CHUNK, CHUNK):
-                            both = T.if_then_else(is_odd(i, block_bits), ds_shared[i, j], ds_shared[j, i])
-                            wanted = T.And(same_pair(i, j, block_bits), is_odd(i, block_bits) != is_odd(j, block_bits))
+                            both = T.if_then_else(odd_shared[i] == 1, ds_shared[i, j], ds_shared[j, i])
+                            wanted = T.And(last_shared[i] == last_shared[j], odd_shared[i] != odd_shared[j])
                             pairs[i, j] = T.if_then_else(wanted, both, T.cast(0.0, elem))
                         T.gemm(pairs, z_shared, acc, clear_accum=True, policy=T.GemmWarpPolicy.Square)
                         for i, d in T.Parallel(CHUNK, TILE):
-                            power = sums_shared[i, d] - sums_shared[last_of_even(i, block_bits), d]
-                            decayed = acc[i, d] * T.exp2(T.if_then_else(is_odd(i, block_bits), power, -power))
-                            dq_acc[i, d] = dq_acc[i, d] + T.if_then_else(is_odd(i, block_bits), decayed, 0.0)
-                            dk_acc[i, d] = dk_acc[i, d] + T.if_then_else(is_odd(i, block_bits), 0.0, decayed)
+                            power = sums_shared[i, d] - sums_shared[last_shared[i], d]
+                            decayed = acc[i, d] * T.exp2(T.if_then_else(odd_shared[i] == 1, power, -power))
+                            dq_acc[i, d] = dq_acc[i, d] + T.if_then_else(odd_shared[i] == 1, decayed, 0.0)
+                            dk_acc[i, d] = dk_acc[i, d] + T.if_then_else(odd_shared[i] == 1, 0.0, decayed)
                         T.sync_threads()
                     for i, d in T.Parallel(CHUNK, TILE):
                         q_dot = T.cast(q_shared[i, d], T.float32) * dq_acc[i, d]

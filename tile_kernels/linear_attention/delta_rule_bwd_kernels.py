@@ -317,7 +317,9 @@ def delta_gradients_kernel(
                     for i, j in T.Parallel(chunk, tile):
                         inside = T.And(i < rows, column + T.truncdiv(j, 8) * 8 < value_dim)
                         value = T.if_then_else(
-                            inside, T.cast(v[batch, first + i, value_head, column + j], T.float32), T.float32(0.0)
+                            inside,
+                            T.cast(v[batch, first + i, value_head, column + j], T.float32),  # type: ignore[index]
+                            T.float32(0.0),
                         )
                         dx_terms[i, j] = T.cast(dx_shared[i, j], T.float32) * value
                     T.reduce_sum(dx_terms, dx_sum, dim=1, clear=False)
@@ -398,8 +400,8 @@ def delta_channel_gradients_kernel(
     batch_size, num_tokens = T.dynamic('batch_size'), T.dynamic('num_tokens')
     heads, value_heads = T.dynamic('heads'), T.dynamic('value_heads')
     num_starts, num_chunks = T.dynamic('num_starts'), T.dynamic('num_chunks')
-    elem, wide, tile = T.dtype(dtype), padded(dim), 32  # a wider tile would spill
-    threads = threads_of(chunk) * (1 if dim <= 128 else 2)
+    elem, wide, tile = T.dtype(dtype), padded(dim), 32
+    threads = threads_of(chunk) * (2 if dim > 64 and chunk > 16 else 1)
     levels = chunk.bit_length() - 1
     q_type, q_strides = strided('q', (batch_size, num_tokens, heads, dim), elem)
     k_type, k_strides = strided('k', (batch_size, num_tokens, heads, dim), elem)
@@ -435,9 +437,8 @@ def delta_channel_gradients_kernel(
                 T.assume(stride % 8 == 0)
             q_shared = T.alloc_shared((chunk, wide), elem)
             k_shared = T.alloc_shared((chunk, wide), elem)
-            late_q = T.alloc_shared((chunk, wide), elem)
-            late_k = T.alloc_shared((chunk, wide), elem)
-            early_k = T.alloc_shared((chunk, wide), elem)
+            scaled_q = T.alloc_shared((chunk, wide), elem)
+            scaled_k = T.alloc_shared((chunk, wide), elem)
             do_shared = T.alloc_shared((chunk, tile), elem)
             u_shared = T.alloc_shared((chunk, tile), elem)
             dx_shared = T.alloc_shared((chunk, tile), elem)
@@ -445,16 +446,15 @@ def delta_channel_gradients_kernel(
             dh_shared = T.alloc_shared((wide, tile), elem)
             dp_shared = T.alloc_shared((chunk, chunk), elem)
             da_shared = T.alloc_shared((chunk, chunk), elem)
-            db_shared = T.alloc_shared((chunk, chunk), elem)
             sum_shared = T.alloc_shared((chunk, wide), T.float32)
+            dsum_shared = T.alloc_shared((chunk, wide), T.float32)
             beta_shared = T.alloc_shared((chunk,), T.float32)
             diagonal_shared = T.alloc_shared((chunk,), T.float32)
             value_shared = T.alloc_shared((chunk,), T.float32)
             later_shared = T.alloc_shared((wide,), T.float32)
             whole_shared = T.alloc_shared((wide,), T.float32)
-            dq_acc = T.alloc_fragment((chunk, wide), T.float32)
+            acc = T.alloc_fragment((chunk, wide), T.float32)
             r_acc = T.alloc_fragment((chunk, wide), T.float32)
-            c_acc = T.alloc_fragment((chunk, wide), T.float32)
             terms = T.alloc_fragment((chunk, wide), T.float32)
             dp = T.alloc_fragment((chunk, chunk), T.float32)
             da = T.alloc_fragment((chunk, chunk), T.float32)
@@ -480,49 +480,36 @@ def delta_channel_gradients_kernel(
                         g_sum[batch, first + T.min(i, rows - 1), value_head, d],
                         T.float32(0.0),
                     )
-                T.clear(dq_acc)
+
+                # dq and r, which belong to the later row of a pair.
+                T.clear(acc)
                 T.clear(r_acc)
-                T.clear(c_acc)
                 T.clear(dp)
                 T.clear(da)
                 T.clear(dx_sum)
-                T.clear(h_sum)
                 for part in T.serial(-(-value_dim // tile)):
                     column = part * tile
                     load_tile(do, batch, first, value_head, rows, column, do_shared)
                     load_tile(u, batch, first, value_head, rows, column, u_shared)
                     load_tile(dx, batch, first, value_head, rows, column, dx_shared)
                     load_matrix(h, index, value_head, column, h_shared)
-                    load_matrix(dh, index, value_head, column, dh_shared)
                     T.gemm(do_shared, u_shared, dp, transpose_B=True, policy=rowwise)
                     T.gemm(dx_shared, u_shared, da, transpose_B=True, policy=rowwise)
-                    T.gemm(do_shared, h_shared, dq_acc, transpose_B=True, policy=rowwise)
+                    T.gemm(do_shared, h_shared, acc, transpose_B=True, policy=rowwise)
                     T.gemm(dx_shared, h_shared, r_acc, transpose_B=True, policy=rowwise)
-                    T.gemm(u_shared, dh_shared, c_acc, transpose_B=True, policy=rowwise)
                     for i, j in T.Parallel(chunk, tile):
                         inside = T.And(i < rows, column + T.truncdiv(j, 8) * 8 < value_dim)
                         value = T.if_then_else(
-                            inside, T.cast(v[batch, first + i, value_head, column + j], T.float32), T.float32(0.0)
+                            inside,
+                            T.cast(v[batch, first + i, value_head, column + j], T.float32),  # type: ignore[index]
+                            T.float32(0.0),
                         )
                         dx_terms[i, j] = T.cast(dx_shared[i, j], T.float32) * value
                     T.reduce_sum(dx_terms, dx_sum, dim=1, clear=False)
-                    for i, j in T.Parallel(wide, tile):
-                        h_terms[i, j] = T.cast(h_shared[i, j], T.float32) * T.cast(dh_shared[i, j], T.float32)
-                    T.reduce_sum(h_terms, h_sum, dim=1, clear=False)
-
-                # What passes through the states.
-                for i, d in T.Parallel(chunk, wide):
-                    dq_acc[i, d] = dq_acc[i, d] * (scale * T.exp(sum_shared[i, d]))
-                    r_acc[i, d] = -r_acc[i, d] * T.exp(sum_shared[i, d])
-                    c_acc[i, d] = c_acc[i, d] * T.exp(sum_shared[chunk - 1, d] - sum_shared[i, d])
-                for i, d in T.Parallel(chunk, wide):
-                    terms[i, d] = c_acc[i, d] * T.cast(k_shared[i, d], T.float32)
-                T.reduce_sum(terms, column_sum, dim=0)
-                T.copy(column_sum, later_shared)
-                T.copy(h_sum, whole_shared)
                 T.copy(dx_sum, value_shared)
-
-                # What passes inside the chunk.
+                for i, d in T.Parallel(chunk, wide):
+                    acc[i, d] = acc[i, d] * (scale * T.exp(sum_shared[i, d]))
+                    r_acc[i, d] = -r_acc[i, d] * T.exp(sum_shared[i, d])
                 for i, j in T.Parallel(chunk, chunk):
                     dp[i, j] = T.if_then_else(j <= i, dp[i, j] * scale, T.float32(0.0))
                     da[i, j] = T.if_then_else(j < i, -da[i, j], T.float32(0.0))
@@ -531,50 +518,75 @@ def delta_channel_gradients_kernel(
                 for level in T.serial(levels):
                     half = 1 << level
                     for i, d in T.Parallel(chunk, wide):
-                        late = late_decay(sum_shared, i, d, half)
-                        late_q[i, d] = T.cast(q_shared[i, d], T.float32) * late
-                        late_k[i, d] = T.cast(k_shared[i, d], T.float32) * late
-                        early_k[i, d] = T.cast(k_shared[i, d], T.float32) * early_decay(sum_shared, i, d, half)
+                        scaled_k[i, d] = T.cast(k_shared[i, d], T.float32) * early_decay(sum_shared, i, d, half)
                     for i, j in T.Parallel(chunk, chunk):
                         used = meets(i, j, half)
                         dp_shared[i, j] = T.if_then_else(used, dp[i, j], T.float32(0.0))
                         da_shared[i, j] = T.if_then_else(used, da[i, j], T.float32(0.0))
-                        db_shared[i, j] = T.if_then_else(used, da[i, j] * beta_shared[i], T.float32(0.0))
                     T.clear(terms)
-                    T.gemm(dp_shared, early_k, terms, policy=rowwise)
+                    T.gemm(dp_shared, scaled_k, terms, policy=rowwise)
                     for i, d in T.Parallel(chunk, wide):
-                        dq_acc[i, d] = dq_acc[i, d] + terms[i, d] * late_decay(sum_shared, i, d, half)
+                        acc[i, d] = acc[i, d] + terms[i, d] * late_decay(sum_shared, i, d, half)
                     T.clear(terms)
-                    T.gemm(da_shared, early_k, terms, policy=rowwise)
+                    T.gemm(da_shared, scaled_k, terms, policy=rowwise)
                     for i, d in T.Parallel(chunk, wide):
                         r_acc[i, d] = r_acc[i, d] + terms[i, d] * late_decay(sum_shared, i, d, half)
-                    T.clear(terms)
-                    T.gemm(dp_shared, late_q, terms, transpose_A=True, policy=rowwise)
-                    T.gemm(db_shared, late_k, terms, transpose_A=True, policy=rowwise)
-                    for i, d in T.Parallel(chunk, wide):
-                        c_acc[i, d] = c_acc[i, d] + terms[i, d] * early_decay(sum_shared, i, d, half)
-
                 for i, d in T.Parallel(chunk, wide):
-                    dq_acc[i, d] = dq_acc[i, d] + diagonal_shared[i] * T.cast(k_shared[i, d], T.float32)
-                    c_acc[i, d] = c_acc[i, d] + diagonal_shared[i] * T.cast(q_shared[i, d], T.float32)
+                    acc[i, d] = acc[i, d] + diagonal_shared[i] * T.cast(k_shared[i, d], T.float32)
                     terms[i, d] = r_acc[i, d] * T.cast(k_shared[i, d], T.float32)
                 T.reduce_sum(terms, row_sum, dim=1)
                 for i in T.Parallel(chunk):
                     if i < rows:
                         slope = slope_of(beta[batch, first + i, value_head], form)
                         dbeta[batch, first + i, value_head] = (row_sum[i] + value_shared[i]) * slope
+                for i, d in T.Parallel(chunk, wide):
+                    r_acc[i, d] = r_acc[i, d] * beta_shared[i]
+                    dsum_shared[i, d] = acc[i, d] * T.cast(q_shared[i, d], T.float32) + r_acc[i, d] * T.cast(
+                        k_shared[i, d], T.float32
+                    )
+                store_rows(dq, batch, first, value_head, rows, acc)
+
+                # c, which belongs to the earlier row.
+                T.clear(acc)
+                T.clear(h_sum)
+                for part in T.serial(-(-value_dim // tile)):
+                    column = part * tile
+                    load_tile(u, batch, first, value_head, rows, column, u_shared)
+                    load_matrix(h, index, value_head, column, h_shared)
+                    load_matrix(dh, index, value_head, column, dh_shared)
+                    T.gemm(u_shared, dh_shared, acc, transpose_B=True, policy=rowwise)
+                    for i, j in T.Parallel(wide, tile):
+                        h_terms[i, j] = T.cast(h_shared[i, j], T.float32) * T.cast(dh_shared[i, j], T.float32)
+                    T.reduce_sum(h_terms, h_sum, dim=1, clear=False)
+                T.copy(h_sum, whole_shared)
+                for i, d in T.Parallel(chunk, wide):
+                    acc[i, d] = acc[i, d] * T.exp(sum_shared[chunk - 1, d] - sum_shared[i, d])
+                    terms[i, d] = acc[i, d] * T.cast(k_shared[i, d], T.float32)
+                T.reduce_sum(terms, column_sum, dim=0)
+                T.copy(column_sum, later_shared)
+                for level in T.serial(levels):
+                    half = 1 << level
+                    for i, d in T.Parallel(chunk, wide):
+                        late = late_decay(sum_shared, i, d, half)
+                        scaled_q[i, d] = T.cast(q_shared[i, d], T.float32) * late
+                        scaled_k[i, d] = T.cast(k_shared[i, d], T.float32) * (late * beta_shared[i])
+                    for i, j in T.Parallel(chunk, chunk):
+                        used = meets(i, j, half)
+                        dp_shared[i, j] = T.if_then_else(used, dp[i, j], T.float32(0.0))
+                        da_shared[i, j] = T.if_then_else(used, da[i, j], T.float32(0.0))
+                    T.clear(terms)
+                    T.gemm(dp_shared, scaled_q, terms, transpose_A=True, policy=rowwise)
+                    T.gemm(da_shared, scaled_k, terms, transpose_A=True, policy=rowwise)
+                    for i, d in T.Parallel(chunk, wide):
+                        acc[i, d] = acc[i, d] + terms[i, d] * early_decay(sum_shared, i, d, half)
                 T.sync_threads()
                 for d in T.Parallel(wide):
                     later_shared[d] = later_shared[d] + whole_shared[d] * T.exp(sum_shared[chunk - 1, d])
-                T.sync_threads()
                 for i, d in T.Parallel(chunk, wide):
-                    r_acc[i, d] = r_acc[i, d] * beta_shared[i]
-                    sum_shared[i, d] = dq_acc[i, d] * T.cast(q_shared[i, d], T.float32) + (
-                        r_acc[i, d] - c_acc[i, d]
-                    ) * T.cast(k_shared[i, d], T.float32)
-                    c_acc[i, d] = c_acc[i, d] + r_acc[i, d]
-                store_rows(dq, batch, first, value_head, rows, dq_acc)
-                store_rows(dk, batch, first, value_head, rows, c_acc)
+                    acc[i, d] = acc[i, d] + diagonal_shared[i] * T.cast(q_shared[i, d], T.float32)
+                    dsum_shared[i, d] = dsum_shared[i, d] - acc[i, d] * T.cast(k_shared[i, d], T.float32)
+                    acc[i, d] = acc[i, d] + r_acc[i, d]
+                store_rows(dk, batch, first, value_head, rows, acc)
                 T.sync_threads()
                 for block in T.serial(-(-dim // threads)):
                     column = block * threads + thread
@@ -583,7 +595,7 @@ def delta_channel_gradients_kernel(
                         for back in T.serial(chunk):
                             i = chunk - 1 - back
                             if i < rows:
-                                total = total + sum_shared[i, column]
+                                total = total + dsum_shared[i, column]
                                 dg[batch, first + i, value_head, column] = total
             elif rows > 0:
                 clear_rows(dq, batch, first, value_head, rows, chunk)

@@ -84,7 +84,7 @@ def find_chunk(cu_seqlens, index, num_sequences, bits, num_tokens, size: int, is
         batch = sequence
         first = (index - sequence * chunks) * size
         rows = T.min(num_tokens - first, size)
-    return Chunk(sequence, batch, first, rows)
+    return Chunk(sequence, 0 if is_packed else batch, first, rows)  # a constant spares address registers
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def find_sequence(cu_seqlens, sequence, num_tokens, size: int, is_packed: bool):
         batch = sequence
         length = num_tokens
         index = sequence * T.truncdiv(num_tokens + size - 1, size)
-    return Sequence(batch, start, length, index)
+    return Sequence(0 if is_packed else batch, start, length, index)
 
 
 @macro
@@ -303,8 +303,8 @@ def delta_channel_scores_kernel(
     """`delta_scores_kernel` for gates of every channel.
 
     The decay of a pair is the product of two: until a reference row between both rows, and from there on. Exponents are
-    never positive. Pairs of rows whose numbers first differ in the same bit share a product. Their reference is the end of
-    the first half of their block. The other pairs of that product are not used.
+    never positive. Pairs of rows whose numbers first differ in the same bit share a product. Their reference is the end
+    of the first half of their block. The other pairs of that product are not used.
     """
     batch_size, num_tokens = T.dynamic('batch_size'), T.dynamic('num_tokens')
     heads, value_heads = T.dynamic('heads'), T.dynamic('value_heads')

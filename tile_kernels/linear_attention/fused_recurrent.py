@@ -5,9 +5,10 @@ from typing import Any
 from torch import Tensor
 
 from tile_kernels.core import check
-from tile_kernels.linear_attention._checks import refuse
+from tile_kernels.linear_attention._checks import autocast, lengths_int32, refuse, refuse_gradient, scale_of
 from tile_kernels.linear_attention.delta_rule import beta_form
-from tile_kernels.linear_attention.recurrent_delta import run_front
+from tile_kernels.linear_attention.recurrent_delta import recurrent_delta
+from tile_kernels.linear_attention.recurrent_delta_pool import recurrent_delta_pool
 
 
 def check_gate_options(use_gate: bool, A_log: Tensor | None, dt_bias: Tensor | None) -> None:
@@ -16,6 +17,47 @@ def check_gate_options(use_gate: bool, A_log: Tensor | None, dt_bias: Tensor | N
         check.tensor(A_log, 'A_log')
     elif A_log is not None or dt_bias is not None:
         check.fail('A_log and dt_bias', 'must come with use_gate_in_kernel', 'no use_gate_in_kernel')
+
+
+def run_front(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    normalize: bool,
+    form: int,
+    v_first: bool,
+    cu_seqlens: Tensor | None,
+    state_indices: Tensor | None,
+    a_log: Tensor | None,
+    dt_bias: Tensor | None,
+    bound: float,
+) -> tuple[Tensor, Tensor | None]:
+    """What the public functions share."""
+    refuse_gradient(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, A_log=a_log, dt_bias=dt_bias)
+    q, k, v = autocast(check.tensor(q, 'q'), check.tensor(k, 'k'), check.tensor(v, 'v'))
+    a_log, dt_bias = (None if x is None else x.float().flatten().contiguous() for x in (a_log, dt_bias))
+    g, beta = check.tensor(g, 'g').contiguous(), check.tensor(beta, 'beta')
+    if beta.dtype != g.dtype:
+        g, beta = g.float(), beta.float()
+    starts = lengths_int32(cu_seqlens, 'cu_seqlens')
+    options: dict[str, Any] = dict(
+        scale=scale_of(scale, q.shape[-1]), form=form, normalize=normalize, lower_bound=bound
+    )
+    options |= dict(q=q, k=k, v=v, g=g, beta=beta.contiguous(), a_log=a_log, dt_bias=dt_bias)
+    options |= dict(cu_seqlens=starts, v_first=v_first, lower_bound=bound)
+    if state_indices is None:
+        options |= dict(initial_state=initial_state, output_final_state=output_final_state)
+        o, final_state = recurrent_delta(**options)
+        return o, final_state if output_final_state else None
+    pool = check.tensor(initial_state, 'initial_state')
+    options |= dict(pool=pool, state_indices=lengths_int32(state_indices, 'state_indices'))
+    o = recurrent_delta_pool(**options)
+    return o, pool if output_final_state else None
 
 
 def fused_recurrent_gated_delta_rule(

@@ -7,9 +7,8 @@ from torch import Tensor
 from tile_kernels.core import check
 from tile_kernels.linear_attention._checks import refuse
 from tile_kernels.linear_attention.delta_rule import beta_form, prepare_gate, run_chunked
-from tile_kernels.linear_attention.fused_recurrent import check_gate_options
+from tile_kernels.linear_attention.fused_recurrent import check_gate_options, run_front
 from tile_kernels.linear_attention.gate import LEAST_BOUND
-from tile_kernels.linear_attention.recurrent_delta import run_front
 
 
 def _bound(use_gate: bool, safe_gate: bool, lower_bound: float | None) -> float:

@@ -48,7 +48,7 @@ def l2norm_kernel(dim: int, dtype: torch.dtype):
                 inside = T.And(row < num_tokens * heads, T.truncdiv(d, 8) * 8 < dim)
                 values[i, d] = T.if_then_else(
                     inside,
-                    T.cast(x[batch, T.truncdiv(row, heads), T.truncmod(row, heads), d], T.float32),
+                    T.cast(x[batch, T.truncdiv(row, heads), T.truncmod(row, heads), d], T.float32),  # type: ignore[index]
                     T.float32(0.0),
                 )
             for i, d in T.Parallel(ROWS, wide):

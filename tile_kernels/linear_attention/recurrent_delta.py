@@ -22,13 +22,9 @@ from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
 from tile_kernels.linear_attention._checks import (
     FLOATS,
-    autocast,
     check_cu_seqlens,
     check_qkv,
     check_state,
-    lengths_int32,
-    refuse_gradient,
-    scale_of,
 )
 from tile_kernels.linear_attention._samples import random_delta
 from tile_kernels.linear_attention.delta_rule_kernels import (
@@ -216,7 +212,8 @@ def recurrent_delta_kernel(
                         T.sync_threads()
                         for j in T.Parallel(tile):
                             factor = beta_of(T.cast(beta[own.batch, token, value_head], T.float32), form)
-                            value = T.cast(v[own.batch, token, value_head, T.min(column + j, value_dim - 1)], T.float32)
+                            at = T.min(column + j, value_dim - 1)
+                            value = T.cast(v[own.batch, token, value_head, at], T.float32)  # type: ignore[index]
                             u_shared[j] = T.if_then_else(
                                 column + j < value_dim, factor * (value - known_shared[j]), T.float32(0.0)
                             )
@@ -362,49 +359,6 @@ def recurrent_delta(
     """
     options = (scale, form, normalize, lower_bound, v_first, output_final_state)
     return run_recurrent(q, k, v, g, beta, a_log, dt_bias, initial_state, None, cu_seqlens, *options)
-
-
-# Public functions ---------------------------------------------------------------------------
-
-
-def run_front(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    normalize: bool,
-    form: int,
-    v_first: bool,
-    cu_seqlens: Tensor | None,
-    state_indices: Tensor | None,
-    a_log: Tensor | None,
-    dt_bias: Tensor | None,
-    bound: float,
-) -> tuple[Tensor, Tensor | None]:
-    """What the public functions share."""
-    refuse_gradient(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, A_log=a_log, dt_bias=dt_bias)
-    q, k, v = autocast(check.tensor(q, 'q'), check.tensor(k, 'k'), check.tensor(v, 'v'))
-    small = [None if x is None else x.float().flatten().contiguous() for x in (a_log, dt_bias)]
-    g, beta = check.tensor(g, 'g').contiguous(), check.tensor(beta, 'beta')
-    if beta.dtype != g.dtype:
-        g, beta = g.float(), beta.float()
-    starts = lengths_int32(cu_seqlens, 'cu_seqlens')
-    options = dict(scale=scale_of(scale, q.shape[-1]), form=form, normalize=normalize, lower_bound=bound)
-    gates = (q, k, v, g, beta.contiguous())
-    if state_indices is None:
-        o, final_state = recurrent_delta(
-            *gates, *small, initial_state, starts, v_first=v_first, output_final_state=output_final_state, **options
-        )
-        return o, final_state if output_final_state else None
-    pool, indices = check.tensor(initial_state, 'initial_state'), lengths_int32(state_indices, 'state_indices')
-    from tile_kernels.linear_attention.recurrent_delta_pool import recurrent_delta_pool
-
-    o = recurrent_delta_pool(*gates, pool, indices, *small, starts, v_first=v_first, **options)
-    return o, pool if output_final_state else None
 
 
 # Cases --------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ class _DeltaLayer(nn.Module):
         """Inputs of the decay, and of the gate of the output (rows, head_v_dim)."""
         raise NotImplementedError
 
-    def _run(self, recurrent: bool, *operands: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+    def _run(self, recurrent: bool, *operands: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
@@ -223,7 +223,7 @@ class GatedDeltaNet(_DeltaLayer):
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.a_proj(x), self.g_proj(x).view(-1, self.head_v_dim)
 
-    def _run(self, recurrent: bool, *operands: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+    def _run(self, recurrent: bool, *operands: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
         return (fused_recurrent_gated_delta_rule if recurrent else chunk_gated_delta_rule)(*operands, **options)
 
 
@@ -246,5 +246,5 @@ class KimiDeltaAttention(_DeltaLayer):
         decay = self.f_b_proj(self.f_a_proj(x)).unflatten(-1, (self.num_v_heads, self.head_k_dim))
         return decay, self.g_b_proj(self.g_a_proj(x)).view(-1, self.head_v_dim)
 
-    def _run(self, recurrent: bool, *operands: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+    def _run(self, recurrent: bool, *operands: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
         return (fused_recurrent_kda if recurrent else chunk_kda)(*operands, **options)

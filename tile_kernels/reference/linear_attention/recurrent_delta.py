@@ -67,8 +67,8 @@ def recurrent_delta(
         state = torch.zeros(heads, dim, value_dim, device=v.device)
         if initial_state is not None:
             state = (initial_state[n].transpose(1, 2) if v_first else initial_state[n]).float()
-        rows = [x[b, own] for x in (*prepared[:2], v, *prepared[2:])]
-        results, state = run_sequence(*rows, state, scale)
+        qs, ks, decay, factors = (x[b, own] for x in prepared)
+        results, state = run_sequence(qs, ks, v[b, own], decay, factors, state, scale)
         o[b, own] = results.to(v.dtype)
         if output_final_state:
             finals.append(state[None])

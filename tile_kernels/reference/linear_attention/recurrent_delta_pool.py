@@ -31,8 +31,8 @@ def recurrent_delta_pool(
         if not 0 <= index < pool.shape[0]:
             continue
         state = (pool[index].transpose(1, 2) if v_first else pool[index]).float()
-        rows = [x[b, own] for x in (*prepared[:2], v, *prepared[2:])]
-        results, state = run_sequence(*rows, state, scale)
+        qs, ks, decay, factors = (x[b, own] for x in prepared)
+        results, state = run_sequence(qs, ks, v[b, own], decay, factors, state, scale)
         o[b, own] = results.to(v.dtype)
         pool[index] = (state.transpose(1, 2) if v_first else state).to(pool.dtype)
     return o
