@@ -18,7 +18,7 @@ from tile_kernels.attention.attend_kernels import LN2, LOG2E, attend_kernel, str
 from tile_kernels.core.gpus import Gpu
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, macro
-from tile_kernels.device.mask import crosses_band, first_key, in_band, last_key
+from tile_kernels.device.mask import crosses_band, first_key, last_key
 from tile_kernels.device.softmax import finite_top
 
 WARPGROUP = 128
@@ -244,10 +244,29 @@ def needs_mask(tile: Tile, key: Any, last_position: Any, block_n: int, masks: Ma
     return T.Or(behind, crosses_band(first_position, last_position, key, block_n, masks.left, masks.right))
 
 
-def visible(tile: Tile, position: Any, key: Any, masks: Masks) -> Any:
-    """Whether the query at a position sees a key."""
-    seen = key < tile.num_keys
-    return T.And(seen, in_band(position, key, masks.left, masks.right)) if masks.banded else seen
+@dataclass(frozen=True)
+class Limits:
+    """What rows of a warpgroup see, relative to the first row and the first key: few registers hold it."""
+
+    low: Any  # key minus row, at least
+    high: Any  # key minus row, at most
+    end: Any  # keys that exist
+
+
+@macro
+def find_limits(distance, end, left, right):
+    """The limits of rows whose first has a position `distance` behind the first key, of `end` keys."""
+    low, high, number = T.alloc_var(T.int32), T.alloc_var(T.int32), T.alloc_var(T.int32)
+    low = distance - left
+    high = distance + right
+    number = end
+    return Limits(low, high, number)
+
+
+def sees(limits: Limits, row: Any, key: Any, banded: bool) -> Any:
+    """Whether a row sees a key."""
+    exists = key < limits.end
+    return T.And(exists, T.And(key - row >= limits.low, key - row <= limits.high)) if banded else exists
 
 
 @macro
@@ -266,8 +285,9 @@ def weigh(scores, stats, tile, key, position, last_position, masks):
         for i, j in T.Parallel(rows, columns):
             scores[i, j] = masks.cap * T.tanh(scores[i, j] * masks.scale)
     if needs_mask(tile, key, last_position, columns, masks):
+        limits = find_limits(position - key, tile.num_keys - key, masks.left, masks.right)
         for i, j in T.Parallel(rows, columns):
-            scores[i, j] = T.if_then_else(visible(tile, position + i, key + j, masks), scores[i, j], -math.inf)
+            scores[i, j] = T.if_then_else(sees(limits, i, j, masks.banded), scores[i, j], -math.inf)
     T.reduce_max(scores, block_top, dim=1)
     for i in T.Parallel(rows):
         block_top[i] = T.max(top[i], block_top[i] * scale)
@@ -291,18 +311,17 @@ def shield(ring, values, number, acc, flags, tile, key, position, last_position,
             T.truncmod(number, ring.size),
             acc,
             flags,
-            tile.num_keys - key,
-            lambda i, j: visible(tile, position + i, key + j, masks),
+            find_limits(position - key, tile.num_keys - key, masks.left, masks.right),
+            masks.banded,
         )
 
 
 @macro
-def hide_infinite(values, slot, acc, flags, limit, sees):
+def hide_infinite(values, slot, acc, flags, limits, banded: bool):
     """Rows must not meet values they do not see, which may be inf or NaN: weight 0 would not hide these.
 
-    They are replaced by 0 for the product; rows of `acc` that see them, `sees(row, value)`, get them as they are.
-    Values from `limit` on are seen by no row. Both multiplying warpgroups take part. A flag tells of 256 numbers in
-    order whether one of them is infinite.
+    They are replaced by 0 for the product; rows of `acc` that see them get them as they are. Both multiplying
+    warpgroups take part. A flag tells of 256 numbers in order whether one of them is infinite.
     """
     _, keys, columns = values.shape
     thread = T.get_thread_binding()
@@ -326,12 +345,12 @@ def hide_infinite(values, slot, acc, flags, limit, sees):
         odd = odd | flags[slot, T.min(step * 32 + thread % 32, groups - 1)]
     odd = T.any_sync(odd)
     if odd != 0:
-        for j in T.unroll(T.min(keys, limit), unroll_factor=1):  # rare: code is spared
+        for j in T.unroll(T.min(keys, limits.end), unroll_factor=1):  # rare: code is spared
             first, last = T.truncdiv(j * vectors, 32), T.truncdiv(j * vectors + vectors - 1, 32)
             if (flags[slot, first] | flags[slot, last]) != 0:
                 for i, d in T.Parallel(acc.shape[0], columns):
                     value = T.cast(values[slot, j, d], T.float32)
-                    if T.And(sees(i, j), T.Not(T.isfinite(value))):
+                    if T.And(sees(limits, i, j, banded), T.Not(T.isfinite(value))):
                         acc[i, d] = acc[i, d] + value
         T.sync_threads(BOTH, threads)
         for step in T.unroll(keys * vectors // threads, unroll_factor=1):
