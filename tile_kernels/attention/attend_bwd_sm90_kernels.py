@@ -371,9 +371,13 @@ def attend_bwd_sm90_kernel(
                             T.barrier_arrive(dq_full[0])
                     for j, d in T.Parallel(ROWS, wide):
                         if T.And(own_key + j < block.length, d < head_dim):
-                            dk[block.batch, block.start + own_key + j, head, d] = dk_acc[j, d] * out_scale
+                            dk[block.batch, block.start + own_key + j, head, d] = T.if_then_else(
+                                own_key + j < num_keys, dk_acc[j, d] * out_scale, T.float32(0.0)
+                            )
                     for j, d in T.Parallel(ROWS, wide_v):
                         if T.And(own_key + j < block.length, d < value_dim):
-                            dv[block.batch, block.start + own_key + j, head, d] = dv_acc[j, d]
+                            dv[block.batch, block.start + own_key + j, head, d] = T.if_then_else(
+                                own_key + j < num_keys, dv_acc[j, d], T.float32(0.0)
+                            )
 
     return attend_bwd_sm90
