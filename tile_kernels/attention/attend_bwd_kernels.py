@@ -175,11 +175,12 @@ def load_stats(below, delta, batch, start, num_tokens, q_heads, rows, row, num_r
 def zero_infinite(x_shared):
     """Set what is infinite to 0: a weight of 0 would not hide it from sums that must not contain it.
 
-    Scores are computed before, so rows and keys that see it get NaN nevertheless.
+    Rows and keys that see it get NaN nevertheless, from scores computed before or from `below`.
     """
-    for i, d in T.Parallel(x_shared.shape[0], x_shared.shape[1]):
-        if T.Not(T.isfinite(T.cast(x_shared[i, d], T.float32))):
-            x_shared[i, d] = T.cast(0.0, x_shared.dtype)
+    for part in T.unroll(x_shared.shape[1] // 32, unroll_factor=1):  # a loop saves registers
+        for i, d in T.Parallel(x_shared.shape[0], 32):
+            if T.Not(T.isfinite(T.cast(x_shared[i, part * 32 + d], T.float32))):
+                x_shared[i, part * 32 + d] = T.cast(0.0, x_shared.dtype)
 
 
 @kernel(pass_configs=PORTABLE)
@@ -411,20 +412,17 @@ def attend_dkv_kernel(
                         scores[j, i] = T.if_then_else(visible, T.exp2(power), T.float32(0.0))
                     first_position = T.truncdiv(row, group) + offset
                     last_position = T.truncdiv(T.min(row + block_m, num_rows) - 1, group) + offset
-                    crosses = crosses_band(first_position, last_position, key, BLOCK_K, left, right)
-                    if with_dk:
-                        T.clear(dp)
-                        T.gemm(v_shared, do_shared, dp, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
-                        if banded:  # noqa: SIM102 - known when the kernel is built
-                            if crosses:
+                    if banded:  # noqa: SIM102 - known when the kernel is built
+                        if crosses_band(first_position, last_position, key, BLOCK_K, left, right):
+                            if with_dk:
                                 zero_infinite(q_shared)
+                            zero_infinite(do_shared)
                     if with_dv:
-                        if banded:  # noqa: SIM102
-                            if crosses:
-                                zero_infinite(do_shared)
                         T.copy(scores, weights)
                         T.gemm(weights, do_shared, dv_acc, policy=T.GemmWarpPolicy.FullRow)
                     if with_dk:
+                        T.clear(dp)
+                        T.gemm(v_shared, do_shared, dp, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
                         for j, i in T.Parallel(BLOCK_K, block_m):
                             other = dp[j, i] - delta_shared[i]
                             ds = scores[j, i] * (other * slope[j, i] if capped else other)

@@ -5,7 +5,7 @@ them, of all query heads of that kv head. One warpgroup loads by TMA. Scores and
 
     s' = k q'      dp' = v do'      p' = exp2(scale * s' - below)      ds' = p' * (dp' - delta)
 
-so p' and ds' multiply do and q from registers: dv += p' do, dk += ds' q. ds' goes to shared memory, too, for
+so p' and ds' multiply do and q from registers: dv += p' do and dk += ds' q. Through shared memory ds' also gives
 dq = ds k, whose columns the two warpgroups divide. The loading warpgroup adds dq to memory in float32 by TMA, in any
 order. In the deterministic mode the kernel leaves dq to `attend_dq_kernel`. No GPU has run this kernel yet.
 """
