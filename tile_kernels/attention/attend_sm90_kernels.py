@@ -331,8 +331,8 @@ def hide_infinite(values, slot, acc, flags, scratch, tile, key, position, masks)
                     scratch[i] = T.if_then_else(sees(tile, position + i, key + j, masks), 1.0, 0.0)
                 for i, d in T.Parallel(acc.shape[0], columns):
                     value = T.cast(values[slot, j, d], T.float32)
-                    if T.And(scratch[i] != 0.0, T.Not(T.isfinite(value))):
-                        acc[i, d] = acc[i, d] + value
+                    counts = T.And(scratch[i] != 0.0, T.Not(T.isfinite(value)))
+                    acc[i, d] = acc[i, d] + T.if_then_else(counts, value, T.float32(0.0))
         T.sync_threads(BOTH, threads)
         for step in T.unroll(keys * vectors // threads, unroll_factor=1):
             vector = step * threads + thread
