@@ -1,6 +1,7 @@
 """What the contract does not see of attention: tolerances, masks, hidden NaN, foreign signatures, torch.compile."""
 
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch._dynamo.testing import CompileCounter
 
 from tile_kernels import ArgumentError, knobs
 from tile_kernels.attention import attend, attend_bwd, flash_attn_func, flash_attn_varlen_func
+from tile_kernels.attention._samples import random_attention
+from tile_kernels.core.launch import on_gpu, tracing
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 BF16 = torch.bfloat16
@@ -215,3 +218,114 @@ def test_traces_into_one_graph_with_dynamic_shapes():
             for actual, expected in zip(compiled(q, k, v, cuts, sink), step(q, k, v, cuts, sink), strict=True):
                 assert torch.equal(actual, expected)
     assert counter.frame_count == 1
+
+
+# Hopper and others --------------------------------------------------------------------------
+
+
+@contextmanager
+def any_order():
+    """Poisoned memory needs the deterministic mode of PyTorch; here it is off."""
+    mode = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode('default')
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+
+
+def names_of(launches) -> list[str]:
+    return [made.kernel.name for made in launches]
+
+
+@pytest.mark.parametrize('gpu', ['h200', 'a100'])
+def test_many_blocks_of_rows_and_keys(gpu):
+    """Several steps of every loop: turns of the warpgroups, rings, blocks with and without a mask, tiles to spare."""
+    given = random_attention(140, 280, (2, 1), (64, 64), band=(200, 0), sink=torch.float32)
+    given = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in given.items()}
+    o, lse = attend.twin(**given)
+    with on_gpu(gpu), knobs(checks='all'), any_order():
+        actual = attend(**given)
+        do = torch.randn(o.shape, device=DEVICE).to(o.dtype)
+        gradients = attend_bwd(do, o=o, lse=lse, **given)
+    torch.testing.assert_close(actual[0], o, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(actual[1], lse, rtol=1e-6, atol=1e-4)
+    for own, expected in zip(gradients, attend_bwd.twin(do, o=o, lse=lse, **given), strict=True):
+        torch.testing.assert_close(own, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize('gpu', ['h200', 'a100'])
+@pytest.mark.parametrize('bad', ['q', 'k', 'do'])
+def test_what_a_row_does_not_see_has_no_effect_on_gradients(gpu, bad):
+    q, k, v = operands(6, 9)
+    do = torch.randn_like(q)
+    position = torch.arange(6) + 3
+    sees = (torch.arange(9) >= position[:, None] - 2) & (torch.arange(9) <= position[:, None])
+    given, results = dict(q=q, k=k, v=v, do=do), []
+    for value in (None, math.nan, math.inf):
+        changed = {name: x.clone() for name, x in given.items()}
+        if value is not None:
+            changed[bad][:, 4, :, 3] = value
+        o, lse = attend.twin(changed['q'], changed['k'], v, scale=0.25, left=2, right=0)
+        with on_gpu(gpu), any_order():
+            results.append(attend_bwd(o=o, lse=lse, scale=0.25, left=2, right=0, **changed)[:3])
+    rows = sees[:, 4] if bad == 'k' else torch.arange(6) == 4  # rows with a result or gradient that is not finite
+    keys = sees[rows].any(0)
+    for dq, dk, dv in results[1:]:
+        for own, expected, hit in ((dq, results[0][0], rows), (dk, results[0][1], keys), (dv, results[0][2], keys)):
+            assert torch.equal(own[:, ~hit], expected[:, ~hit])
+    assert results[1][0][:, rows].isnan().all()
+    assert all(x[:, keys].isnan().all() for x in results[1][1:])
+
+
+def test_the_order_of_sums_is_fixed_where_asked():
+    """The sequences have rows and keys that do not count, with NaN behind them."""
+    given = random_attention((3, 70), (9, 40), (2, 1), (72, 64), band=(20, 0), behind=2, used=(4, 33), used_q=(3, 66))
+    given = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in given.items()}
+    o, lse = attend.twin(**given)
+    given |= dict(do=torch.randn(o.shape, device=DEVICE).to(o.dtype), o=o, lse=lse)
+    with on_gpu('h200'), any_order():
+        with tracing() as free:
+            attend_bwd(**given)
+        with tracing() as fixed:
+            attend_bwd(**given, deterministic=True)
+        torch.use_deterministic_algorithms(True)
+        with tracing() as asked:
+            attend_bwd(**given)
+        torch.use_deterministic_algorithms(False)
+        default, ordered = attend_bwd(**given), attend_bwd(**given, deterministic=True)
+    assert names_of(free)[1:] == ['attend_bwd_sm90_kernel', 'attend_dq_cast_kernel']
+    assert names_of(fixed)[1:] == names_of(asked)[1:] == ['attend_bwd_sm90_kernel', 'attend_dq_kernel']
+    for expected, *both in zip(attend_bwd.twin(**given), default, ordered, strict=True):
+        for own in both:
+            torch.testing.assert_close(own, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_gradients_flow_through_lse():
+    leaves = [x.requires_grad_() for x in operands(5, 7)]
+    sink = torch.tensor([0.5, 1.0], device=DEVICE, requires_grad=True)
+    for given in ((), (sink,)):
+        own_sink = given[0] if given else None
+        o, lse = flash_attn_func(*leaves, causal=True, sink=own_sink, return_lse=True)
+        inputs = (*leaves, *given)
+        actual = torch.autograd.grad(o.float().sum() + (lse * lse).sum(), inputs)
+        o, lse = attend.twin(*leaves, own_sink, scale=0.25, right=0)
+        expected = torch.autograd.grad(o.float().sum() + (lse * lse).sum(), inputs)
+        for own, other in zip(actual, expected, strict=True):
+            torch.testing.assert_close(own, other, rtol=2e-2, atol=2e-2)
+
+
+def test_sm_margin_changes_no_result():
+    q, k, v = operands(5, 7)
+    assert torch.equal(flash_attn_func(q, k, v, sm_margin=2), flash_attn_func(q, k, v))
+    with pytest.raises(ArgumentError, match='sm_margin must be at least 0'):
+        flash_attn_func(q, k, v, sm_margin=-1)
+    with pytest.raises(ArgumentError, match='sm_margin must be 0'):
+        flash_attn_func(q, k, v, sm_margin=1, num_splits=2)
+
+
+def test_a_scale_of_zero_gives_the_mean():
+    q, k, v = operands(3, 4)
+    o = flash_attn_func(q, k, v, softmax_scale=0.0, window_size=(1, 0))
+    expected = torch.stack([v[:, :2].float().mean(1), v[:, 1:3].float().mean(1), v[:, 2:].float().mean(1)], 1)
+    torch.testing.assert_close(o.float(), expected.expand_as(o), rtol=1e-2, atol=1e-2)

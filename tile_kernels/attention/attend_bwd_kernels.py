@@ -32,7 +32,7 @@ from tile_kernels.attention._macros import (
 from tile_kernels.attention.attend_kernels import BLOCK_M, LOG2E, PORTABLE, strided
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, macro
-from tile_kernels.device.mask import first_key, in_band, last_key
+from tile_kernels.device.mask import crosses_band, first_key, in_band, last_key
 
 BLOCK_K = 64  # keys of a block that owns them
 MOST_SINK = 100.0  # a sink that exceeds the scores by more, to base 2, leaves weights of 0
@@ -171,6 +171,18 @@ def load_stats(below, delta, batch, start, num_tokens, q_heads, rows, row, num_r
         delta_shared[i] = T.if_then_else(row + i < num_rows, delta[entry], T.float32(0.0))
 
 
+@macro
+def zero_infinite(x_shared):
+    """Set what is infinite to 0: a weight of 0 would not hide it from sums that must not contain it.
+
+    Rows and keys that see it get NaN nevertheless, from scores computed before or from `below`.
+    """
+    for part in T.unroll(x_shared.shape[1] // 32, unroll_factor=1):  # a loop saves registers
+        for i, d in T.Parallel(x_shared.shape[0], 32):
+            if T.Not(T.isfinite(T.cast(x_shared[i, part * 32 + d], T.float32))):
+                x_shared[i, part * 32 + d] = T.cast(0.0, x_shared.dtype)
+
+
 @kernel(pass_configs=PORTABLE)
 def attend_dq_kernel(
     head_dim: int,
@@ -275,6 +287,11 @@ def attend_dq_kernel(
                             visible, T.exp2(power) * (dp[i, j] - delta_shared[i]) * slope, T.float32(0.0)
                         )
                     T.copy(dp, ds)
+                    first_position = T.truncdiv(row, group) + offset
+                    last_position = T.truncdiv(T.min(row + BLOCK_M, used_rows) - 1, group) + offset
+                    if banded:  # noqa: SIM102 - known when the kernel is built
+                        if crosses_band(first_position, last_position, key, block_n, left, right):
+                            zero_infinite(k_shared)
                     T.gemm(ds, k_shared, acc, policy=T.GemmWarpPolicy.FullRow)
                 for i, d in T.Parallel(BLOCK_M, wide):
                     if T.And(row + i < num_rows, d < head_dim):
@@ -393,6 +410,13 @@ def attend_dkv_kernel(
                         if with_dk and capped:
                             slope[j, i] = 1.0 - scores[j, i] * scores[j, i]
                         scores[j, i] = T.if_then_else(visible, T.exp2(power), T.float32(0.0))
+                    first_position = T.truncdiv(row, group) + offset
+                    last_position = T.truncdiv(T.min(row + block_m, num_rows) - 1, group) + offset
+                    if banded:  # noqa: SIM102 - known when the kernel is built
+                        if crosses_band(first_position, last_position, key, BLOCK_K, left, right):
+                            if with_dk:
+                                zero_infinite(q_shared)
+                            zero_infinite(do_shared)
                     if with_dv:
                         T.copy(scores, weights)
                         T.gemm(weights, do_shared, dv_acc, policy=T.GemmWarpPolicy.FullRow)

@@ -1,17 +1,16 @@
 """The backward kernel of attention for Hopper. See `attend_bwd_kernels` for the formulas.
 
-A thread block owns 128 keys of one kv head, 64 for each multiplying warpgroup, and goes over the blocks of rows that see
-them, of all query heads of that kv head. One warpgroup loads by TMA. Scores and their gradients are computed transposed,
+A thread block owns 128 keys of one kv head, 64 for each multiplying warpgroup. It goes over the blocks of rows that see
+them, of all query heads of that kv head. One warpgroup loads by TMA. Scores and their gradients are transposed,
 
     s' = k q'      dp' = v do'      p' = exp2(scale * s' - below)      ds' = p' * (dp' - delta)
 
-so p' and ds' multiply do and q from registers: dv += p' do, dk += ds' q. ds' goes to shared memory, too, for
+so p' and ds' multiply do and q from registers: dv += p' do and dk += ds' q. Through shared memory ds' also gives
 dq = ds k, whose columns the two warpgroups divide. The loading warpgroup adds dq to memory in float32 by TMA, in any
 order. In the deterministic mode the kernel leaves dq to `attend_dq_kernel`. No GPU has run this kernel yet.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,7 +35,6 @@ from tile_kernels.attention.attend_sm90_kernels import (
 from tile_kernels.core.gpus import Gpu
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, macro
-from tile_kernels.device.mask import crosses_band, in_band
 
 BLOCK_M = 64  # rows of a step
 STAGES = 2
@@ -53,35 +51,16 @@ def dq_columns(wide: int, member: int) -> tuple[int, int]:
     return (0, cut) if member == 0 else (cut, wide)
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """The pairs of a row and a key in one step of a warpgroup."""
-
-    key: Any  # first key of the warpgroup
-    row: Any
-    num_keys: Any
-    num_rows: Any
-    offset: Any
-    left: Any
-    right: Any
-    banded: bool
-
-
-def sees(pairs: Pairs, key: Any, row: Any) -> Any:
-    """Whether a row of the step sees a key of the warpgroup."""
-    seen = T.And(pairs.key + key < pairs.num_keys, pairs.row + row < pairs.num_rows)
-    if not pairs.banded:
-        return seen
-    return T.And(seen, in_band(pairs.row + row + pairs.offset, pairs.key + key, pairs.left, pairs.right))
-
-
-def hides_some(pairs: Pairs, key: Any) -> Any:
-    """Whether a row of the step does not see all keys of the thread block, or does not exist."""
-    behind = T.Or(key + BLOCK > pairs.num_keys, pairs.row + BLOCK_M > pairs.num_rows)
-    if not pairs.banded:
-        return behind
-    last = T.min(pairs.row + BLOCK_M, pairs.num_rows) - 1 + pairs.offset
-    return T.Or(behind, crosses_band(pairs.row + pairs.offset, last, key, BLOCK, pairs.left, pairs.right))
+@macro
+def find_whole(key, num_keys, num_rows, left, right, banded: bool):
+    """The first and the last row at which a step may begin so that all its rows exist and see all keys of the block."""
+    first_row, last_row = T.alloc_var(T.int32, init=0), T.alloc_var(T.int32, init=0)
+    last_row = T.if_then_else(key + BLOCK > num_keys, -1, num_rows - BLOCK_M)
+    if banded:
+        offset = num_keys - num_rows
+        first_row = key + BLOCK - 1 - right - offset
+        last_row = T.min(last_row, key + left - offset - BLOCK_M + 1)
+    return first_row, last_row
 
 
 @macro
@@ -111,8 +90,8 @@ def zero_infinite(x_shared, slot):
 
 
 @macro
-def hide_keys(k_shared, odd_shared, limit):
-    """Set keys from `limit` on, and what is infinite in others, to 0, lest they reach dq of rows that see them not.
+def hide_keys(k_shared, v_shared, odd_shared, limit):
+    """Set keys and values from `limit` on to 0, and what is infinite in other keys: it must not reach dq of all rows.
 
     `odd_shared` marks the others; returns whether there are any. Both multiplying warpgroups take part.
     """
@@ -137,6 +116,11 @@ def hide_keys(k_shared, odd_shared, limit):
             odd = odd | T.shfl_xor(odd, 1 << distance)
         if T.truncmod(vector, vectors) == 0:
             odd_shared[row] = T.if_then_else(hidden != 0, 0, odd)
+    if limit < keys:
+        for step in T.unroll(keys * v_shared.shape[1] // threads, unroll_factor=1):
+            number = step * threads + thread
+            if T.truncdiv(number, v_shared.shape[1]) >= limit:
+                v_shared[T.truncdiv(number, v_shared.shape[1]), T.truncmod(number, v_shared.shape[1])] = 0.0
     T.fence_proxy_async()
     T.sync_threads(BOTH, threads)
     odd = 0
@@ -296,18 +280,20 @@ def attend_bwd_sm90_kernel(
                     if with_dq and member in writers:
                         dq_acc = T.alloc_fragment((BLOCK_M, end_column - start_column), T.float32)
                     own_key = key + member * ROWS
+                    first_row, last_row = find_whole(key, num_keys, own.number, left, right, banded)
+                    first_low = T.alloc_var(T.int32)
+                    first_low = offset - own_key - left
                     odd_keys = T.alloc_var(T.int32, init=0)
                     T.clear(dk_acc)
                     T.clear(dv_acc)
                     if count > 0:
                         T.mbarrier_wait_parity(kv_full[0], 0)
-                        odd_keys = hide_keys(k_shared, odd_shared, num_keys - key)
+                        odd_keys = hide_keys(k_shared, v_shared, odd_shared, num_keys - key)
                     for step in T.serial(steps):
                         row = T.alloc_var(T.int32)
                         row = (first + step - T.truncdiv(step, count) * count) * BLOCK_M
                         slot = T.truncmod(step, STAGES)
-                        pairs = Pairs(own_key, row, num_keys, own.number, offset, left, right, banded)
-                        care = hides_some(pairs, key)
+                        care = T.Or(row < first_row, row > last_row)
                         wait_full(q_ring, step)
                         wait_full(do_ring, step)
                         if care:
@@ -339,9 +325,14 @@ def attend_bwd_sm90_kernel(
                             T.wait_wgmma(1)
                             for j, i in T.Parallel(ROWS, BLOCK_M):
                                 scores[j, i] = T.exp2(scores[j, i] * scale - below_shared[slot, i])
-                        if care:
-                            for j, i in T.Parallel(ROWS, BLOCK_M):
-                                scores[j, i] = T.if_then_else(sees(pairs, j, i), scores[j, i], T.float32(0.0))
+                        if banded:  # noqa: SIM102 - known when the kernel is built
+                            if care:  # weights of rows that do not exist are 0, and of keys that do not exist harmless
+                                low = T.alloc_var(T.int32)
+                                low = first_low + row - T.truncdiv(step, 1 << 30)  # minus 0; see below
+                                for j, i in T.Parallel(ROWS, BLOCK_M):
+                                    beyond = T.cast(j - i - low, T.uint32)  # with a constant `low`, all would be kept
+                                    inside = beyond <= T.cast(left, T.uint32) + T.cast(right, T.uint32)
+                                    scores[j, i] = T.if_then_else(inside, scores[j, i], T.float32(0.0))
                         if odd_keys != 0:
                             for j, i in T.Parallel(ROWS, BLOCK_M):
                                 if T.And(odd_shared[member * ROWS + j] != 0, scores[j, i] != 0.0):
@@ -349,11 +340,10 @@ def attend_bwd_sm90_kernel(
                         T.copy(scores, p)
                         T.wait_wgmma(0)
                         T.wgmma_gemm(p, do_shared[slot, :, :], dv_acc)
-                        for j, i in T.Parallel(ROWS, BLOCK_M):
-                            dp[j, i] = scores[j, i] * (dp[j, i] if capped else dp[j, i] - delta_shared[slot, i])
-                        if care:
-                            for j, i in T.Parallel(ROWS, BLOCK_M):
-                                dp[j, i] = T.if_then_else(scores[j, i] == 0.0, T.float32(0.0), dp[j, i])
+                        for j, i in T.Parallel(ROWS, BLOCK_M):  # the rounded weights spare registers
+                            weight = T.cast(p[j, i], T.float32)
+                            other = dp[j, i] if capped else dp[j, i] - delta_shared[slot, i]
+                            dp[j, i] = T.if_then_else(weight == 0.0, T.float32(0.0), weight * other)
                         T.copy(dp, ds)
                         T.wgmma_gemm(ds, q_shared[slot, :, :], dk_acc)
                         if with_dq:
@@ -381,9 +371,13 @@ def attend_bwd_sm90_kernel(
                             T.barrier_arrive(dq_full[0])
                     for j, d in T.Parallel(ROWS, wide):
                         if T.And(own_key + j < block.length, d < head_dim):
-                            dk[block.batch, block.start + own_key + j, head, d] = dk_acc[j, d] * out_scale
+                            dk[block.batch, block.start + own_key + j, head, d] = T.if_then_else(
+                                own_key + j < num_keys, dk_acc[j, d] * out_scale, T.float32(0.0)
+                            )
                     for j, d in T.Parallel(ROWS, wide_v):
                         if T.And(own_key + j < block.length, d < value_dim):
-                            dv[block.batch, block.start + own_key + j, head, d] = dv_acc[j, d]
+                            dv[block.batch, block.start + own_key + j, head, d] = T.if_then_else(
+                                own_key + j < num_keys, dv_acc[j, d], T.float32(0.0)
+                            )
 
     return attend_bwd_sm90

@@ -1,10 +1,10 @@
 """The forward kernel of attention for Hopper: one warpgroup loads, two multiply and take turns. See `attend`.
 
-A thread block owns 128 rows of one query head, 64 for each multiplying warpgroup, and goes over blocks of the keys that
-any of them sees. TMA fills rings of keys and of values. A warpgroup starts the product of block i with the queries and
-that of the weights of block i - 1 with the values; the second runs while softmax turns the scores of block i into
-weights, which stay in registers. Named barriers give the two warpgroups turns, so one multiplies while the other has
-softmax. Thread blocks are persistent and process the longest tiles first. No GPU has run this kernel yet.
+A thread block owns 128 rows of one query head, 64 for each multiplying warpgroup. It goes over blocks of the keys that
+any of them sees. TMA fills rings of keys and of values. A warpgroup starts two products: block i of the keys with the
+queries, and the weights of block i - 1 with the values. The second runs while softmax works on the scores of block i.
+Weights stay in registers. Named barriers give the two warpgroups turns, so one multiplies while the other has softmax.
+Thread blocks are persistent and process the longest tiles first. No GPU has run this kernel yet.
 """
 
 import math
@@ -45,13 +45,9 @@ def tile_columns(dim: int) -> int:
     return -(-dim // 64) * 64
 
 
-def key_block(wide: int, wide_v: int, banded: bool) -> int:
+def key_block(wide: int, wide_v: int) -> int:
     """Keys of a block: as many as registers (sums, scores, weights) and shared memory allow."""
-    if wide_v > 192:
-        return 80 if wide_v == wide else 64
-    if wide_v > 128 or wide > 192:
-        return 64
-    return 128
+    return 64 if wide_v > 128 or wide > 192 else 128
 
 
 def serves(static: Any, gpu: Gpu) -> bool:
@@ -117,8 +113,8 @@ def num_tiles(calls: Calls) -> Any:
 def find_tile(calls, turn, pid, num_blocks, section, block_n: int):
     """The tile of a thread block in a turn.
 
-    Thread blocks get tiles in alternating order, so that their work is about equal. Of a section of heads, whose keys
-    stay in the L2 cache, the last rows come first: with a causal mask they see the most keys.
+    Thread blocks get tiles in alternating order, so that their work is about equal. The keys of a section of heads stay
+    in the L2 cache. Its last rows come first: with a causal mask they see the most keys.
     """
     count = T.alloc_var(T.int32, init=0)
     first = T.alloc_var(T.int32, init=0)
@@ -244,10 +240,10 @@ def needs_mask(tile: Tile, key: Any, last_position: Any, block_n: int, masks: Ma
     return T.Or(behind, crosses_band(first_position, last_position, key, block_n, masks.left, masks.right))
 
 
-def visible(tile: Tile, position: Any, key: Any, masks: Masks) -> Any:
+def sees(tile: Tile, position: Any, key: Any, masks: Masks) -> Any:
     """Whether the query at a position sees a key."""
-    seen = key < tile.num_keys
-    return T.And(seen, in_band(position, key, masks.left, masks.right)) if masks.banded else seen
+    exists = key < tile.num_keys
+    return T.And(exists, in_band(position, key, masks.left, masks.right)) if masks.banded else exists
 
 
 @macro
@@ -267,7 +263,7 @@ def weigh(scores, stats, tile, key, position, last_position, masks):
             scores[i, j] = masks.cap * T.tanh(scores[i, j] * masks.scale)
     if needs_mask(tile, key, last_position, columns, masks):
         for i, j in T.Parallel(rows, columns):
-            scores[i, j] = T.if_then_else(visible(tile, position + i, key + j, masks), scores[i, j], -math.inf)
+            scores[i, j] = T.if_then_else(sees(tile, position + i, key + j, masks), scores[i, j], -math.inf)
     T.reduce_max(scores, block_top, dim=1)
     for i in T.Parallel(rows):
         block_top[i] = T.max(top[i], block_top[i] * scale)
@@ -282,7 +278,7 @@ def weigh(scores, stats, tile, key, position, last_position, masks):
 
 
 @macro
-def shield(ring, values, number, acc, flags, tile, key, position, last_position, masks):
+def shield(ring, values, number, acc, flags, scratch, tile, key, position, last_position, masks):
     """Before the product with the values of a block: hide what is infinite in them where some row must not see it."""
     if needs_mask(tile, key, last_position, values.shape[1], masks):
         wait_full(ring, number)
@@ -291,18 +287,20 @@ def shield(ring, values, number, acc, flags, tile, key, position, last_position,
             T.truncmod(number, ring.size),
             acc,
             flags,
-            tile.num_keys - key,
-            lambda i, j: visible(tile, position + i, key + j, masks),
+            scratch,
+            tile,
+            key,
+            position,
+            masks,
         )
 
 
 @macro
-def hide_infinite(values, slot, acc, flags, limit, sees):
+def hide_infinite(values, slot, acc, flags, scratch, tile, key, position, masks):
     """Rows must not meet values they do not see, which may be inf or NaN: weight 0 would not hide these.
 
-    They are replaced by 0 for the product; rows of `acc` that see them, `sees(row, value)`, get them as they are.
-    Values from `limit` on are seen by no row. Both multiplying warpgroups take part. A flag tells of 256 numbers in
-    order whether one of them is infinite.
+    They are replaced by 0 for the product; rows of `acc` that see them get them as they are. Both multiplying
+    warpgroups take part. A flag tells of 256 numbers in order whether one of them is infinite.
     """
     _, keys, columns = values.shape
     thread = T.get_thread_binding()
@@ -326,13 +324,15 @@ def hide_infinite(values, slot, acc, flags, limit, sees):
         odd = odd | flags[slot, T.min(step * 32 + thread % 32, groups - 1)]
     odd = T.any_sync(odd)
     if odd != 0:
-        for j in T.unroll(T.min(keys, limit), unroll_factor=1):  # rare: code is spared
+        for j in T.unroll(T.min(keys, tile.num_keys - key), unroll_factor=1):  # rare: code is spared
             first, last = T.truncdiv(j * vectors, 32), T.truncdiv(j * vectors + vectors - 1, 32)
             if (flags[slot, first] | flags[slot, last]) != 0:
+                for i in T.Parallel(acc.shape[0]):
+                    scratch[i] = T.if_then_else(sees(tile, position + i, key + j, masks), 1.0, 0.0)
                 for i, d in T.Parallel(acc.shape[0], columns):
                     value = T.cast(values[slot, j, d], T.float32)
-                    if T.And(sees(i, j), T.Not(T.isfinite(value))):
-                        acc[i, d] = acc[i, d] + value
+                    counts = T.And(scratch[i] != 0.0, T.Not(T.isfinite(value)))
+                    acc[i, d] = acc[i, d] + T.if_then_else(counts, value, T.float32(0.0))
         T.sync_threads(BOTH, threads)
         for step in T.unroll(keys * vectors // threads, unroll_factor=1):
             vector = step * threads + thread
@@ -368,7 +368,7 @@ def attend_sm90_kernel(
     num_q, num_k, num_used_q, num_used_k = (T.dynamic(name) for name in ('num_q', 'num_k', 'num_used_q', 'num_used_k'))
     elem = T.dtype(dtype)
     wide, wide_v = tile_columns(head_dim), tile_columns(value_dim)
-    block_n = key_block(wide, wide_v, banded)
+    block_n = key_block(wide, wide_v)
     ring_bytes = block_n * (wide + wide_v) * 2
     stages = 2
     apart = BLOCK * (wide + wide_v) * 2 + stages * ring_bytes + 2048 <= SHARED_BYTES
@@ -515,6 +515,7 @@ def attend_sm90_kernel(
                                 used,
                                 acc,
                                 flags,
+                                rows_of[member].block_sum,
                                 tile,
                                 tile.first * block_n,
                                 position,
@@ -544,7 +545,19 @@ def attend_sm90_kernel(
                                 for i, d in T.Parallel(ROWS, wide_v):
                                     acc[i, d] = acc[i, d] * rows_of[member].factor[i]
                                 T.copy(scores, weights)
-                                shield(v_ring, v_shared, used, acc, flags, tile, key, position, last_position, masks)
+                                shield(
+                                    v_ring,
+                                    v_shared,
+                                    used,
+                                    acc,
+                                    flags,
+                                    rows_of[member].block_sum,
+                                    tile,
+                                    key,
+                                    position,
+                                    last_position,
+                                    masks,
+                                )
                                 used = used + 1
                             if apart:
                                 T.barrier_arrive(q_free[member])

@@ -41,8 +41,9 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attention of every sequence in float64; rows that see no key are 0."""
     q4, k4, v4 = (x.unsqueeze(0) if cu_seqlens_q is not None else x for x in (q, k, v))
-    o = q4[..., :0].double().sum(-1, keepdim=True).repeat(1, 1, 1, v4.shape[3])  # 0, with a gradient
-    lse = q4.new_full((q4.shape[0], q4.shape[2], q4.shape[1]), -math.inf, dtype=torch.float64)
+    nothing = q4[..., :0].double().sum(-1)  # 0, with a gradient
+    o = nothing.unsqueeze(-1).repeat(1, 1, 1, v4.shape[3])
+    lse = q4.new_full((q4.shape[0], q4.shape[2], q4.shape[1]), -math.inf, dtype=torch.float64) + nothing.sum()
     queries = _sequences(cu_seqlens_q, seqused_q, q4.shape)
     keys = _sequences(cu_seqlens_k, seqused_k, k4.shape)
     for (batch, start, number), (k_batch, k_start, k_number) in zip(queries, keys, strict=True):
