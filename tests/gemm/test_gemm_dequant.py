@@ -5,8 +5,9 @@ import torch
 
 from tile_kernels import ArgumentError, knobs
 from tile_kernels.core.launch import tracing
-from tile_kernels.gemm import FORMATS, gemm_dequant, pack_weight, quantize_weight
+from tile_kernels.gemm import gemm_dequant, pack_weight, quantize_weight
 from tile_kernels.gemm.gemm_dequant_kernels import row_splits
+from tile_kernels.gemm.packed_weight import FORMATS
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 BF16 = torch.bfloat16

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tile_kernels import ArgumentError
-from tile_kernels.gemm import FORMATS, from_awq, from_compressed_tensors, from_gptq, pack_weight, quantize_weight
+from tile_kernels.gemm import from_awq, from_compressed_tensors, from_gptq, pack_weight, quantize_weight
+from tile_kernels.gemm.packed_weight import FORMATS
 from tile_kernels.quant import per_token_cast
 
 FP8 = torch.float8_e4m3fn

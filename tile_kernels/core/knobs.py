@@ -113,6 +113,12 @@ KNOBS: dict[str, Knob] = {
         'TK_DISABLE_JIT', FLAG, False, 'a kernel missing from the cache is an error instead of a compilation'
     ),
     'print_source': Knob('TK_PRINT_KERNEL_SOURCE', FLAG, False, 'log the CUDA source of every kernel that is compiled'),
+    'few_rows': Knob(
+        'TK_FEW_ROWS',
+        FLAG,
+        False,
+        'split the sum over k of products of up to 16 rows; not run on a GPU yet',
+    ),
     'log': Knob('TK_LOG', LEVEL, None, 'level of the logger `tile_kernels`: debug, info, warning, error or critical'),
     'full_test': Knob('TK_FULL_TEST', FLAG, False, 'tests also run the `full` cases'),
 }
@@ -177,6 +183,7 @@ class Knobs:
     cache_dir: Path | None
     disable_jit: bool
     print_source: bool
+    few_rows: bool
     log: str | None
     full_test: bool
 

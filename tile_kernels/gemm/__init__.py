@@ -11,7 +11,6 @@ from tile_kernels.gemm.grouped_gemm_fp8 import grouped_gemm_fp8
 from tile_kernels.gemm.grouped_gemm_fp8_swiglu_cast import grouped_gemm_fp8_swiglu_cast
 from tile_kernels.gemm.grouped_gemm_swiglu import grouped_gemm_swiglu
 from tile_kernels.gemm.packed_weight import (
-    FORMATS,
     PackedWeight,
     from_awq,
     from_compressed_tensors,
@@ -21,7 +20,6 @@ from tile_kernels.gemm.packed_weight import (
 )
 
 __all__ = [
-    'FORMATS',
     'PackedWeight',
     'Sparse24',
     'compress24',

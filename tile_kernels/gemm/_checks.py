@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.core import check
+from tile_kernels.core.knobs import knobs
 from tile_kernels.core.launch import gpu_of, launch
 from tile_kernels.gemm._macros import DENSE, FP8, GROUP
 from tile_kernels.gemm.gemm_kernels import MOST_ROWS, few_rows_kernel, few_rows_splits, sum_parts_kernel
@@ -82,6 +83,11 @@ def launch_few_rows(
 
 
 def has_few_rows(a: Tensor) -> bool:
-    """Whether the kernels for few rows take this product; they need fp8 tensor cores for fp8."""
+    """Whether kernels for few rows can take this product; they need fp8 tensor cores for fp8."""
     m = a.shape[0]
     return isinstance(m, int) and m <= MOST_ROWS and (a.dtype is not FP8 or gpu_of(a).arch >= 89)
+
+
+def splits_few_rows(a: Tensor) -> bool:
+    """Whether a product of plain matrices uses the kernels for few rows: a setting, until a GPU has run them."""
+    return knobs.few_rows and has_few_rows(a)

@@ -13,7 +13,7 @@ from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.launch import launch, num_workers
 from tile_kernels.core.op import op
-from tile_kernels.gemm._checks import HALVES, check_operands, has_few_rows, launch_few_rows
+from tile_kernels.gemm._checks import HALVES, check_operands, launch_few_rows, splits_few_rows
 from tile_kernels.gemm._macros import DENSE
 from tile_kernels.gemm._samples import SUMS, dense_flops
 from tile_kernels.gemm.grouped_gemm_bwd_kernels import DW
@@ -61,7 +61,7 @@ def gemm(a: Tensor, b: Tensor) -> Tensor:
     n, _ = check.shape(b, 'b', 'n k', dtype=a.dtype, k=k)
     check_operands((n, k), a=a, b=b)
     d = a.new_empty(m, n)
-    if has_few_rows(a):
+    if splits_few_rows(a):
         launch_few_rows(a, b.view(1, n, k), None, None, d)
         return d
     launch(PRODUCT, (n, k, DENSE, True, a.dtype), a, b.view(1, n, k), None, d, num_workers(a))

@@ -12,7 +12,7 @@ from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.launch import launch, num_workers
 from tile_kernels.core.op import op
-from tile_kernels.gemm._checks import check_operands, has_few_rows, launch_few_rows
+from tile_kernels.gemm._checks import check_operands, launch_few_rows, splits_few_rows
 from tile_kernels.gemm._macros import DENSE, FP8, GROUP
 from tile_kernels.gemm._samples import SUMS, dense_flops
 from tile_kernels.gemm.grouped_gemm_fp8_kernels import PRODUCT_FP8
@@ -42,7 +42,7 @@ def gemm_fp8(a: Tensor, a_sf: Tensor, b: Tensor, b_sf: Tensor) -> Tensor:
     check.same_device(a=a, a_sf=a_sf, b_sf=b_sf)
     check.multiple(n, 8, 'the rows of b')
     d = torch.empty((m, n), dtype=torch.bfloat16, device=a.device)
-    if has_few_rows(a):
+    if splits_few_rows(a):
         launch_few_rows(a, b.view(1, n, k), None, (a_sf, b_sf), d)
         return d
     operands = a, a_sf, b.view(1, n, k), b_sf

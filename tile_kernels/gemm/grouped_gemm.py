@@ -14,7 +14,7 @@ from torch import Tensor
 from tile_kernels.core.cases import grid
 from tile_kernels.core.launch import launch, num_workers
 from tile_kernels.core.op import op
-from tile_kernels.gemm._checks import check_gradient, check_product, has_few_rows, launch_few_rows
+from tile_kernels.gemm._checks import check_gradient, check_product, launch_few_rows, splits_few_rows
 from tile_kernels.gemm._samples import SUMS, product_flops, random_gradient, random_operands
 from tile_kernels.gemm.grouped_gemm_bwd_kernels import DW
 from tile_kernels.gemm.grouped_gemm_kernels import PRODUCT
@@ -59,7 +59,7 @@ def grouped_gemm(a: Tensor, b: Tensor, group_end: Tensor) -> Tensor:
     """
     num_rows, num_groups, n, k = check_product(a, b, group_end)
     d = a.new_empty(num_rows, n)
-    if has_few_rows(a):
+    if splits_few_rows(a):
         launch_few_rows(a, b, group_end, None, d)
         return d
     launch(PRODUCT, (n, k, num_groups, True, a.dtype), a, b, group_end, d, num_workers(a))
