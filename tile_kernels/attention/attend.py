@@ -275,7 +275,7 @@ def attend(
             given, scale = (-q[lead], *given[1:]), -scale
         workers = max(num_workers(q) - sm_margin, 1)
         own_scale = scale / softcap if softcap > 0 else max(scale * LOG2E, MIN_SCALE)
-        options = (number, bits, own_scale, softcap * LOG2E, bound(left), bound(right), workers)
+        options: tuple = (number, bits, own_scale, softcap * LOG2E, bound(left), bound(right), workers)
         launch(attend_sm90_kernel, static, *given, sink, o[lead], lse[lead].transpose(1, 2), *options, size=size)
         return o, lse
     own_scale = scale / softcap if softcap > 0 else scale * LOG2E

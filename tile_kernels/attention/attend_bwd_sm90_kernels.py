@@ -225,10 +225,14 @@ def attend_bwd_sm90_kernel(
                 if count > 0:
                     key_token = block.start + key
                     T.tma_copy(
-                        k[block.batch, key_token : key_token + BLOCK, head, 0:wide], k_shared, barrier=kv_full[0]
+                        k[block.batch, key_token : key_token + BLOCK, head, 0:wide],  # type: ignore[index]
+                        k_shared,
+                        barrier=kv_full[0],
                     )
                     T.tma_copy(
-                        v[block.batch, key_token : key_token + BLOCK, head, 0:wide_v], v_shared, barrier=kv_full[0]
+                        v[block.batch, key_token : key_token + BLOCK, head, 0:wide_v],  # type: ignore[index]
+                        v_shared,
+                        barrier=kv_full[0],
                     )
                     T.barrier_arrive(kv_full[0])
                 late = STAGES if with_dq else 0  # dq of a step is added when its stage is filled again
@@ -240,7 +244,7 @@ def attend_bwd_sm90_kernel(
                         slot = T.truncmod(step, STAGES)
                         wait_free(q_ring, step)
                         T.tma_copy(
-                            q[own.batch, token : token + BLOCK_M, head * group + own_head, 0:wide],
+                            q[own.batch, token : token + BLOCK_M, head * group + own_head, 0:wide],  # type: ignore[index]
                             q_shared[slot, :, :],
                             barrier=q_ring.full[slot],
                         )

@@ -455,7 +455,7 @@ def attend_sm90_kernel(
                         slot = T.truncmod(used, stages)
                         wait_free(k_ring, used)
                         T.tma_copy(
-                            k[tile.key_batch, key : key + block_n, head_k, 0:wide],
+                            k[tile.key_batch, key : key + block_n, head_k, 0:wide],  # type: ignore[index]
                             k_shared[slot, :, :],
                             barrier=k_ring.full[slot],
                         )
@@ -465,7 +465,7 @@ def attend_sm90_kernel(
                                 row = tile.start + tile.row + member * ROWS
                                 T.mbarrier_wait_parity(q_free[member], (loads + 1) & 1)
                                 T.tma_copy(
-                                    q[tile.batch, row : row + ROWS, tile.head, 0:wide],
+                                    q[tile.batch, row : row + ROWS, tile.head, 0:wide],  # type: ignore[index]
                                     q_shared[member, :, :],
                                     barrier=q_full[member],
                                 )
@@ -473,7 +473,7 @@ def attend_sm90_kernel(
                             loads = loads + 1
                         wait_free(v_ring, used)
                         T.tma_copy(
-                            v[tile.key_batch, key : key + block_n, head_k, 0:wide_v],
+                            v[tile.key_batch, key : key + block_n, head_k, 0:wide_v],  # type: ignore[index]
                             v_shared[slot, :, :],
                             barrier=v_ring.full[slot],
                         )
@@ -576,7 +576,7 @@ def attend_sm90_kernel(
                             factor[i] = T.if_then_else(seen, 1.0 / factor[i], T.float32(0.0))
                             top[i] = T.if_then_else(seen, (top[i] + T.log2(total[i])) * LN2, T.float32(-inf))
                             if token < tile.num_rows:
-                                lse[tile.batch, tile.start + token, tile.head] = top[i]
+                                lse[tile.batch, tile.start + token, tile.head] = top[i]  # type: ignore[index]
                         for i, d in T.Parallel(ROWS, wide_v):
                             acc[i, d] = T.if_then_else(top[i] == -inf, T.float32(0.0), acc[i, d] * factor[i])
                         if tile.count > 0:
