@@ -49,12 +49,15 @@ def operands(batch=2, tokens=1, heads=2, keys=40, page=16):
     return q, kv, cache, table
 
 
-def plain(q, k, hidden=None):
+def plain(q, k, hidden=None, sink=None):
     """Latent attention of (batch, tokens, heads, 576) over (batch, keys, 576) in float32."""
     scores = torch.einsum('bthc,bjc->bthj', q.float(), k.float()) * 576**-0.5
     if hidden is not None:
         scores = scores.masked_fill(hidden, -math.inf)
-    return torch.einsum('bthj,bjd->bthd', scores.softmax(-1), k[..., :512].float()), scores.logsumexp(-1)
+    below = scores.logsumexp(-1)
+    total = below if sink is None else torch.logaddexp(below, sink.expand_as(below))
+    weights = (scores - total.unsqueeze(-1)).exp()
+    return torch.einsum('bthj,bjd->bthd', weights, k[..., :512].float()), below
 
 
 def run(q, cache, table, lengths, **options):
@@ -125,6 +128,24 @@ def test_lists_are_the_keys_of_a_token():
     check_plain(
         *flash_mla_with_kvcache(q[:, :1], cache, None, None, 512, indices=twice), plain(q[:, :1], kv[:, [0, 1, 1]])
     )
+
+
+def test_a_second_cache_joins_the_softmax():
+    q, kv, _, _ = operands(tokens=2, keys=40)
+    cache, sink = kv.reshape(5, 16, 1, 576), torch.randn(2, device=DEVICE)
+    lists = (torch.arange(40, device=DEVICE) + torch.tensor([[[0]], [[40]]], device=DEVICE)).expand(2, 2, 40).int()
+    whole = flash_mla_with_kvcache(q, cache, None, None, 512, indices=lists.contiguous(), attn_sink=sink)
+    first, second = lists[..., :24].contiguous(), lists[..., 24:].clone()
+    given = dict(attn_sink=sink, extra_k_cache=cache, extra_indices_in_kvcache=second)
+    parts = flash_mla_with_kvcache(q, cache, None, None, 512, indices=first, **given)
+    torch.testing.assert_close(parts[0], whole[0], rtol=2e-2, atol=1e-2)
+    torch.testing.assert_close(parts[1], whole[1], rtol=1e-5, atol=1e-4)
+    none = torch.full_like(first, -1)
+    o, lse = flash_mla_with_kvcache(q, cache, None, None, 512, indices=none, extra_topk_length=ints(16, 0), **given)
+    check_plain(o[:1], lse[:1], plain(q[:1], kv[:1, 24:], sink=sink))
+    assert not o[1].any() and (lse[1] == math.inf).all()
+    with pytest.raises(ArgumentError, match='extra_k_cache must come with indices'):
+        flash_mla_with_kvcache(q, cache, ints(0, 1).view(2, 1), ints(1, 1), 512, **given)
 
 
 def test_sparse_prefill_equals_decode_with_lists():
@@ -316,7 +337,8 @@ def test_a_planted_race_is_found(race, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ('given', 'sentence'),
     [
-        (dict(extra_k_cache=torch.zeros(1)), 'extra_k_cache must be None, since it is not offered yet'),
+        (dict(extra_k_cache=torch.zeros(1)), 'extra_k_cache must come with extra_indices_in_kvcache'),
+        (dict(extra_topk_length=torch.zeros(1)), 'extra_topk_length must come with extra_k_cache'),
         (dict(head_dim_v=256), 'head_dim_v must be 512, got 256'),
         (dict(tile_scheduler_metadata=torch.zeros(1)), 'tile_scheduler_metadata must be None or what get_mla_metadata'),
         (dict(num_splits=1000), 'num_splits must be at most 256'),

@@ -19,6 +19,7 @@ from torch import Tensor
 from tile_kernels.attention._checks import HALVES, check_extents, check_sink, check_vectors, lengths_int32
 from tile_kernels.attention._samples import LATENT_SUMS, latent_products, random_latent_cache
 from tile_kernels.attention.attend import autocast
+from tile_kernels.attention.combine import flash_attn_combine
 from tile_kernels.attention.mla_decode_hopper_kernels import mla_decode_hopper_kernel
 from tile_kernels.attention.mla_decode_kernels import (
     LISTED,
@@ -235,23 +236,21 @@ def flash_mla_with_kvcache(
             the cache, such as -1, are none; a key that occurs twice counts twice.
         attn_sink: (heads,) logits that join the denominator.
         topk_length: (batch,) int32: only so many entries of `indices` count.
-        extra_k_cache: must be None; a second cache is not offered yet.
-        extra_indices_in_kvcache: must be None.
-        extra_topk_length: must be None.
+        extra_k_cache: a second cache, of the same form, whose keys join the same softmax; only with `indices`. It is
+            attended to on its own, and the two results, of q's dtype, are merged.
+        extra_indices_in_kvcache: (batch, tokens, extra_topk) int32, as `indices` of the second cache.
+        extra_topk_length: as `topk_length` of the second cache.
 
     Returns:
         o (batch, tokens, heads, 512) and lse (batch, heads, tokens) float32, without the sink. A token that sees no key
         has o = 0 and lse = +inf. A sequence with a page id that does not exist, or with a length beyond its table,
         gives NaN.
     """
-    absent = dict(
-        extra_k_cache=extra_k_cache,
-        extra_indices_in_kvcache=extra_indices_in_kvcache,
-        extra_topk_length=extra_topk_length,
-    )
-    for name, value in absent.items():
-        if value is not None:
-            check.fail(name, 'must be None, since it is not offered yet', check.describe(value))
+    check.together(extra_k_cache=extra_k_cache, extra_indices_in_kvcache=extra_indices_in_kvcache)
+    if extra_k_cache is None and extra_topk_length is not None:
+        check.fail('extra_topk_length', 'must come with extra_k_cache', check.describe(extra_topk_length))
+    if extra_k_cache is not None and indices is None:
+        check.fail('extra_k_cache', 'must come with indices', check.describe(extra_k_cache))
     check.equal(head_dim_v, LATENT, 'head_dim_v')
     if tile_scheduler_metadata is not None and not isinstance(tile_scheduler_metadata, MLASchedule):
         fact = check.describe(tile_scheduler_metadata)
@@ -265,18 +264,23 @@ def flash_mla_with_kvcache(
     if bool(is_fp8_kvcache) != (k_cache.dtype in CACHES):
         kinds = 'uint8 or float8_e4m3fn' if is_fp8_kvcache else 'of the dtype of q'
         check.fail('k_cache', f'must be {kinds} with is_fp8_kvcache={is_fp8_kvcache}', check.describe(k_cache))
-    o, lse = mla_decode(
-        q,
-        k_cache,
-        lengths_int32(block_table, 'block_table'),
-        lengths_int32(cache_seqlens, 'cache_seqlens'),
-        lengths_int32(indices, 'indices'),
-        lengths_int32(topk_length, 'topk_length'),
-        attn_sink,
-        scale=KEY**-0.5 if softmax_scale is None else softmax_scale,
-        causal=causal,
-        num_splits=num_splits or 0,
+    given: dict[str, Any] = dict(
+        scale=KEY**-0.5 if softmax_scale is None else softmax_scale, causal=causal, num_splits=num_splits or 0
     )
+    listed, limit = lengths_int32(indices, 'indices'), lengths_int32(topk_length, 'topk_length')
+    table, lengths = lengths_int32(block_table, 'block_table'), lengths_int32(cache_seqlens, 'cache_seqlens')
+    own_sink = attn_sink if extra_k_cache is None else None
+    o, lse = mla_decode(q, k_cache, table, lengths, listed, limit, own_sink, **given)
+    if extra_k_cache is not None:
+        if attn_sink is not None:
+            check_sink(attn_sink, q.shape[2], q.dtype)
+        listed = lengths_int32(extra_indices_in_kvcache, 'extra_indices_in_kvcache')
+        limit = lengths_int32(extra_topk_length, 'extra_topk_length')
+        more, more_lse = mla_decode(q, extra_k_cache, None, None, listed, limit, None, **given)
+        logs = torch.stack((lse, more_lse))
+        logs = logs.masked_fill(logs == math.inf, -math.inf)  # parts without keys
+        o, lse = flash_attn_combine(torch.stack((o, more)), logs, sink=attn_sink)
+        lse = lse.masked_fill(lse == -math.inf, math.inf)
     return o, lse.transpose(1, 2)
 
 
@@ -289,12 +293,12 @@ SMOKE = (
     + grid(queries=[5], lengths=[(37,)], heads=[7], causal=[True], dtype=[F16])
     + grid(queries=[1], lengths=[(70, 49)], heads=[20], splits=[2], holes=[True], sink=[BF16])
     + grid(queries=[1], lengths=[(20, 40, 9)], heads=[2], wrong=[True], splits=[1, 2])
-    + grid(queries=[2], lengths=[(70, 3)], heads=[33], fp8=[True], causal=[True], splits=[1])
+    + grid(queries=[2], lengths=[(70,)], heads=[33], fp8=[True], causal=[True], splits=[1])
     + grid(queries=[2], lengths=[(50, 64)], heads=[5], topk=[40], fp8=[True], short=[True], splits=[2])
     + grid(queries=[2], lengths=[(150,)], heads=[40], causal=[True], sink=[BF16], splits=[1])
-    + grid(queries=[1], lengths=[(17, 20, 33)], heads=[33], wrong=[True], splits=[1])
-    + grid(queries=[1], lengths=[(140,)], heads=[64], holes=[True], dtype=[F16], splits=[2])
-    + grid(queries=[1], lengths=[(33, 70)], heads=[65], topk=[64], sink=[F32], splits=[1])
+    + grid(queries=[1], lengths=[(17, 20)], heads=[33], wrong=[True], splits=[1])
+    + grid(queries=[1], lengths=[(70,)], heads=[64], holes=[True], dtype=[F16], splits=[2])
+    + grid(queries=[1], lengths=[(70,)], heads=[65], topk=[64], sink=[F32], splits=[1])
 )
 BENCH = (
     grid(queries=[1], lengths=[(4096,) * 128], heads=[128, 16], page=[64], splits=[0])

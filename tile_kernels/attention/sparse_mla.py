@@ -230,7 +230,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SMOKE = (
     grid(tokens=[0, 1], keys=[5, 0], heads=[1], topk=[32])
     + grid(tokens=[3], keys=[40], heads=[17], topk=[40], sink=[F32], short=[True], dtype=[F16])
-    + grid(tokens=[2], keys=[9], heads=[65], topk=[64], sink=[BF16])
+    + grid(tokens=[2], keys=[9], heads=[33], topk=[64], sink=[BF16])
     + grid(tokens=[1], keys=[3], heads=[2], topk=[0])
 )
 FULL = grid(tokens=[513], keys=[8191], heads=[16, 24, 64, 128], topk=[2048], sink=[F32], short=[True])
