@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounter
 from tile_kernels import ArgumentError, knobs
 from tile_kernels.attention import topk_indices
 from tile_kernels.attention.topk_indices import num_parts
+from tile_kernels.core.launch import forced_config
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 
@@ -77,6 +78,21 @@ def test_rows_that_fill_the_list_again_and_again(content):
     found = topk_indices(row.float().repeat(140, 1)[:2] if content == 'two' else row[None].float(), k)
     order = torch.sort(row, descending=True, stable=True).indices[:k].sort().values
     assert torch.equal(found[0], order.int())
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_many_rows_have_smaller_blocks(dtype):
+    """Blocks of many rows take two vectors of a thread in a step; a row of numbers and one that rises."""
+    columns = 13_001
+    logits = torch.stack((torch.randn(columns, device=DEVICE), torch.arange(columns, device=DEVICE) * 0.5)).to(dtype)
+    wide = torch.nn.functional.pad(logits, (0, 7), value=math.nan)[:, :columns]
+    start = torch.tensor([5, 0], device=DEVICE)
+    with forced_config(num_threads=512):
+        found = topk_indices(wide, 2000, start)
+    for r in range(2):
+        own = logits[r, int(start[r]) :]
+        best = torch.sort(own.float(), descending=True, stable=True).indices[:2000].sort().values
+        assert torch.equal(found[r], best.int())
 
 
 def test_parts_are_merged():

@@ -5,6 +5,8 @@
 `mqa_logits_kernels` describes the kernels, which run on every GPU by mma. Compute bound.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -126,7 +128,7 @@ def _make(tokens: int, keys: int, heads: int = 64, dim: int = 128, dtype: torch.
     )
 
 
-def _make_bwd(**case: int) -> dict:
+def _make_bwd(**case: Any) -> dict:
     given = _make(**case)
     column = torch.arange(given['k'].shape[0])
     seen = (column >= given['start'][:, None]) & (column < given['end'][:, None])

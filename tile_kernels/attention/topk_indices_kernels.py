@@ -1,5 +1,6 @@
 """The kernels of `topk_indices`, which describes the methods."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,9 @@ from tile_kernels.core.lang import WARP, T, begin_early, macro
 #: Bins of a histogram, and the bits of a key that one histogram tells apart.
 DIGIT = 11
 BINS = 1 << DIGIT
-#: Vectors that a thread has in flight.
+#: Vectors that a thread has in flight or in use, and entries of the list that it takes at a time.
 STAGES = 4
+ENTRIES = 4
 #: The largest k, and the entries of the list for small and large k: more than k and one vector of every thread.
 MAX_K = 4096
 CAPACITY, LARGE_CAPACITY = 8192, 16384
@@ -158,52 +160,70 @@ def find_cut(shared, number, k, cut, num_threads: int):
 
 @dataclass(frozen=True)
 class Kept:
-    """An entry of the list, whether it is kept, and its rank among those that are."""
+    """Entries of the list, and their ranks among those that are kept; -1 for others."""
 
-    column: Any
     key: Any
-    flag: Any
+    column: Any
     rank: Any
 
 
 @macro
-def next_kept(shared, number, step, cut, done, num_threads: int):
-    """The entry of this thread in a step over the list; `done` counts entries above the bin and entries of it."""
+def rank_kept(shared, number, step, cut, done, kept, num_threads: int):
+    """Rank the entries of this thread in a step over the list; `done` counts entries above the bin and those of it."""
     num_warps = num_threads // WARP
     tx = T.get_thread_binding()
     lane, warp = tx % WARP, tx // WARP
-    index = step * num_threads + tx
-    key = T.alloc_var(T.uint32, init=0)
-    column = T.alloc_var(T.int32, init=0)
-    above = T.alloc_var(T.int32, init=0)
-    tie = T.alloc_var(T.int32, init=0)
-    if index < number:
-        key = shared.key[index]
-        column = shared.column[index]
-        if key >= cut.edge[0]:
-            above = T.if_then_else(key - cut.edge[0] > bin_mask(cut.bits[0]), 1, 0)
-            tie = 1 - above
-    above_votes = T.cast(T.ballot(above != 0), T.uint32)
-    tie_votes = T.cast(T.ballot(tie != 0), T.uint32)
-    if lane == 0:
-        shared.part[step % 2, warp] = T.cast(count_bits(above_votes) + (count_bits(tie_votes) << 16), T.uint32)
+    index = (step * num_threads + tx) * ENTRIES
+    counts = T.alloc_var(T.int32, init=0)  # above the bin, and 65536 times those of the bin
+    earlier = T.alloc_var(T.int32)
+    above = T.alloc_var(T.int32)
+    ties = T.alloc_var(T.int32)
+    if index + ENTRIES <= number:
+        for e in T.vectorized(ENTRIES):
+            kept.key[e] = shared.key[index + e]
+        for e in T.vectorized(ENTRIES):
+            kept.column[e] = shared.column[index + e]
+    else:
+        for e in T.unroll(ENTRIES):
+            if index + e < number:
+                kept.key[e] = shared.key[index + e]
+                kept.column[e] = shared.column[index + e]
+    for e in T.unroll(ENTRIES):
+        kept.rank[e] = 0  # what the entry adds to the counts
+        if index + e < number:  # noqa: SIM102 - the other is not written
+            if kept.key[e] >= cut.edge[0]:
+                kept.rank[e] = T.if_then_else(kept.key[e] - cut.edge[0] > bin_mask(cut.bits[0]), 1, 1 << 16)
+        counts += kept.rank[e]
+    earlier = counts
+    for s in T.unroll(5):
+        other = T.shfl_up(earlier, 1 << s)
+        if lane >= (1 << s):
+            earlier += other
+    if lane == WARP - 1:
+        shared.part[step % 2, warp] = T.cast(earlier, T.uint32)
     T.sync_threads()
     sums = T.cast(shared.part[step % 2, lane % num_warps], T.int32)
-    earlier = T.alloc_var(T.int32)
-    every = T.alloc_var(T.int32)
-    earlier = T.warp_reduce_sum(T.if_then_else(lane < warp, sums, 0))
-    every = T.warp_reduce_sum(T.if_then_else(lane < num_warps, sums, 0))
-    above_rank = T.alloc_var(T.int32)
-    tie_rank = T.alloc_var(T.int32)
-    above_rank = done[0] + (earlier & 0xFFFF) + count_bits(above_votes & lanes_below(lane))
-    tie_rank = done[1] + (earlier >> 16) + count_bits(tie_votes & lanes_below(lane))
-    done[0] = done[0] + (every & 0xFFFF)
-    done[1] = done[1] + (every >> 16)
-    flag = T.alloc_var(T.int32)
-    flag = T.if_then_else(T.Or(above != 0, T.And(tie != 0, tie_rank < cut.need[0])), 1, 0)
-    rank = T.alloc_var(T.int32)
-    rank = above_rank + T.min(tie_rank, cut.need[0])
-    return Kept(column, key, flag, rank)
+    earlier += T.warp_reduce_sum(T.if_then_else(lane < warp, sums, 0)) - counts
+    above = done[0] + (earlier & 0xFFFF)
+    ties = done[1] + (earlier >> 16)
+    counts = T.warp_reduce_sum(T.if_then_else(lane < num_warps, sums, 0))
+    done[0] = done[0] + (counts & 0xFFFF)
+    done[1] = done[1] + (counts >> 16)
+    for e in T.unroll(ENTRIES):
+        if kept.rank[e] == 1:
+            kept.rank[e] = above + T.min(ties, cut.need[0])
+            above += 1
+        elif kept.rank[e] == 0:
+            kept.rank[e] = -1
+        else:
+            kept.rank[e] = T.if_then_else(ties < cut.need[0], above + ties, -1)
+            ties += 1
+
+
+def value_of(key: Any) -> Any:
+    """The least float32 whose key is `key` or more, for keys above that of NaN."""
+    bits = T.if_then_else(key >= T.uint32(0x80000000), key & T.uint32(0x7FFFFFFF), ~key)
+    return T.if_then_else(key <= T.uint32(0x007FFFFF), T.float32(-math.inf), T.reinterpret(bits, T.float32))
 
 
 # Kernel -------------------------------------------------------------------------------------
@@ -235,6 +255,9 @@ def topk_indices_kernel(
     copied = vector_bytes >= 4  # what cp.async can copy
     num_warps = num_threads // WARP
     capacity = LARGE_CAPACITY if large else CAPACITY
+    vectors = 2 if 2 * num_threads * width <= CAPACITY // 2 else 1  # of a thread in a step
+    step_vectors = vectors * num_threads
+    stages = STAGES // vectors
 
     @T.prim_func
     def topk_indices(
@@ -249,23 +272,27 @@ def topk_indices_kernel(
             T.assume(stride % width == 0)
             key_shared = T.alloc_shared((capacity,), T.uint32)
             column_shared = T.alloc_shared((capacity,), T.int32)
-            stage_shared = T.alloc_shared((STAGES, num_threads, width), elem)
+            stage_shared = T.alloc_shared((stages, vectors, num_threads, width), elem)
             histogram_shared = T.alloc_shared((BINS,), T.int32)
             part_shared = T.alloc_shared((2, num_warps), T.uint32)
             found_shared = T.alloc_shared((3,), T.int32)
             shared = Shared(key_shared, column_shared, histogram_shared, part_shared, found_shared)
             x_local = T.alloc_local((width,), elem)
-            name_local = T.alloc_local((width,), T.int32)
-            rank_local = T.alloc_local((width,), T.int32)
-            key_local = T.alloc_local((width,), T.uint32)
+            mask_local = T.alloc_local((vectors,), T.uint32)
             edge_local = T.alloc_local((1,), T.uint32)
             bits_local, need_local = T.alloc_local((1,), T.int32), T.alloc_local((1,), T.int32)
             cut = Cut(edge_local, bits_local, need_local)
+            kept_key, kept_column = T.alloc_local((ENTRIES,), T.uint32), T.alloc_local((ENTRIES,), T.int32)
+            kept_rank = T.alloc_local((ENTRIES,), T.int32)
+            kept = Kept(kept_key, kept_column, kept_rank)
             done_local = T.alloc_local((2,), T.int32)
             number = T.alloc_var(T.int32, init=0)
             lowest = T.alloc_var(T.uint32, init=0)  # smaller keys are not among the k largest
+            least = T.alloc_var(T.float32, init=0.0)  # the number of this key, once there is one
             passed = T.alloc_var(T.int32)
             earlier = T.alloc_var(T.int32)
+            every = T.alloc_var(T.int32)
+            place = T.alloc_var(T.int32)
             first = T.alloc_var(T.int32, init=0)
             last = T.alloc_var(T.int32)
             tx = T.get_thread_binding()
@@ -287,89 +314,93 @@ def topk_indices_kernel(
             num_steps = T.truncdiv(last_vector + num_parts - 1, num_parts)
             first_vector = part * num_steps
             last_vector = T.min(first_vector + num_steps, last_vector)
-            num_steps = T.truncdiv(T.max(last_vector - first_vector, 0) + num_threads - 1, num_threads)
+            num_steps = T.truncdiv(T.max(last_vector - first_vector, 0) + step_vectors - 1, step_vectors)
 
-            if copied:
-                for step in T.unroll(STAGES - 1):
-                    vector = first_vector + step * num_threads + tx
-                    column = aligned + vector * width
-                    if T.And(vector < last_vector, column + width <= num_columns):
-                        T.ptx_cp_async(
-                            T.access_ptr(stage_shared[step, tx, 0], 'w', width),
-                            T.access_ptr(logits[row, column], 'r', width),
-                            width,
-                        )
-                    T.ptx_commit_group()
-            for step in T.serial(num_steps):
-                vector = first_vector + step * num_threads + tx
-                column = aligned + vector * width
+            for step in T.serial(1 - stages, num_steps):
                 if copied:
-                    next_vector = vector + (STAGES - 1) * num_threads
-                    next_column = aligned + next_vector * width
-                    if T.And(next_vector < last_vector, next_column + width <= num_columns):
-                        T.ptx_cp_async(
-                            T.access_ptr(stage_shared[(step + STAGES - 1) % STAGES, tx, 0], 'w', width),
-                            T.access_ptr(logits[row, next_column], 'r', width),
-                            width,
-                        )
+                    for u in T.unroll(vectors):
+                        vector = first_vector + (step + stages - 1) * step_vectors + u * num_threads + tx
+                        column = aligned + vector * width
+                        if T.And(vector < last_vector, column + width <= num_columns):
+                            T.ptx_cp_async(
+                                T.access_ptr(stage_shared[(step + stages - 1) % stages, u, tx, 0], 'w', width),
+                                T.access_ptr(logits[row, column], 'r', width),
+                                width,
+                            )
                     T.ptx_commit_group()
-                    T.ptx_wait_group(STAGES - 1)
-                if vector < last_vector:
-                    if copied:  # noqa: SIM102
-                        if column + width <= num_columns:
-                            for e in T.vectorized(width):
-                                x_local[e] = stage_shared[step % STAGES, tx, e]
-                    if T.Or(not copied, column + width > num_columns):
-                        for e in T.unroll(width):
-                            if column + e < num_columns:
-                                x_local[e] = logits[row, column + e]
-                    if mapped:
-                        for e in T.unroll(width):
-                            if column + e < num_columns:
-                                name_local[e] = names[row, column + e]
-
-                # Append what may still be among the k largest, in the order of columns.
-                passed = 0
-                for e in T.unroll(width):
-                    inside = T.And(vector < last_vector, T.And(column + e >= first, column + e < last))
-                    rank_local[e] = -1
-                    if inside:
-                        key_local[e] = order_key(T.cast(x_local[e], T.float32))
-                        valid = name_local[e] >= 0 if mapped else True
-                        if T.And(valid, key_local[e] >= lowest):
-                            rank_local[e] = passed
-                            passed += 1
-                earlier = passed
-                for s in T.unroll(5):
-                    other = T.shfl_up(earlier, 1 << s)
-                    if lane >= (1 << s):
-                        earlier += other
-                if lane == WARP - 1:
-                    part_shared[step % 2, warp] = T.cast(earlier, T.uint32)
-                T.sync_threads()
-                sums = T.cast(part_shared[step % 2, lane % num_warps], T.int32)
-                earlier += T.warp_reduce_sum(T.if_then_else(lane < warp, sums, 0)) - passed
-                for e in T.unroll(width):
-                    if rank_local[e] >= 0:
-                        key_shared[number + earlier + rank_local[e]] = key_local[e]
-                        column_shared[number + earlier + rank_local[e]] = column + e
-                number += T.warp_reduce_sum(T.if_then_else(lane < num_warps, sums, 0))
-
-                # A full list is cut to its k best entries.
-                if T.And(number + num_threads * width > capacity, step + 1 < num_steps):
+                if step >= 0:
+                    if copied:
+                        T.ptx_wait_group(stages - 1)
+                    # What may still be among the k largest: a bit for each number of a vector.
+                    passed = 0
+                    for u in T.unroll(vectors):
+                        vector = first_vector + step * step_vectors + u * num_threads + tx
+                        column = aligned + vector * width
+                        mask_local[u] = T.uint32(0)
+                        if vector < last_vector:
+                            if T.Or(not copied, column + width > num_columns):
+                                for e in T.unroll(width):
+                                    if column + e < num_columns:
+                                        stage_shared[step % stages, u, tx, e] = logits[row, column + e]
+                            if T.And(column >= first, column + width <= last):
+                                for e in T.vectorized(width):
+                                    x_local[e] = stage_shared[step % stages, u, tx, e]
+                                for e in T.unroll(width):
+                                    if T.Or(lowest == T.uint32(0), T.cast(x_local[e], T.float32) >= least):
+                                        mask_local[u] = mask_local[u] | (T.uint32(1) << T.cast(e, T.uint32))
+                            else:
+                                for e in T.unroll(width):
+                                    if T.And(column + e >= first, column + e < last):
+                                        value = T.cast(stage_shared[step % stages, u, tx, e], T.float32)
+                                        if T.Or(lowest == T.uint32(0), value >= least):
+                                            mask_local[u] = mask_local[u] | (T.uint32(1) << T.cast(e, T.uint32))
+                            if mapped:
+                                for e in T.unroll(width):
+                                    if column + e < num_columns:  # noqa: SIM102
+                                        if names[row, column + e] < 0:
+                                            mask_local[u] = mask_local[u] & ~(T.uint32(1) << T.cast(e, T.uint32))
+                        passed += count_bits(mask_local[u]) << (16 * u)
+                    earlier = passed
+                    for s in T.unroll(5):
+                        other = T.shfl_up(earlier, 1 << s)
+                        if lane >= (1 << s):
+                            earlier += other
+                    if lane == WARP - 1:
+                        part_shared[step % 2, warp] = T.cast(earlier, T.uint32)
                     T.sync_threads()
-                    find_cut(shared, number, k, cut, num_threads)
-                    done_local[0] = 0
-                    done_local[1] = 0
-                    for turn in T.serial(T.ceildiv(number, num_threads)):
-                        kept = next_kept(shared, number, turn, cut, done_local, num_threads)
-                        if kept.flag != 0:
-                            key_shared[kept.rank] = kept.key
-                            column_shared[kept.rank] = kept.column
-                    # Of equal keys the earlier ones are in the list already.
-                    lowest = cut.edge[0] + T.if_then_else(cut.bits[0] == 0, T.uint32(1), T.uint32(0))
-                    number = k
-                    T.sync_threads()
+                    sums = T.cast(part_shared[step % 2, lane % num_warps], T.int32)
+                    earlier += T.warp_reduce_sum(T.if_then_else(lane < warp, sums, 0)) - passed
+                    every = T.warp_reduce_sum(T.if_then_else(lane < num_warps, sums, 0))
+                    # Append them to the list, in the order of columns.
+                    for u in T.unroll(vectors):
+                        column = aligned + (first_vector + step * step_vectors + u * num_threads + tx) * width
+                        place = number + ((earlier >> (16 * u)) & 0xFFFF)
+                        for _ in T.serial(count_bits(mask_local[u])):
+                            e = count_bits((mask_local[u] & (~mask_local[u] + T.uint32(1))) - T.uint32(1))
+                            value = T.cast(stage_shared[step % stages, u, tx, e], T.float32)
+                            key_shared[place] = order_key(value)
+                            column_shared[place] = column + e
+                            place += 1
+                            mask_local[u] = mask_local[u] & (mask_local[u] - T.uint32(1))
+                        number += (every >> (16 * u)) & 0xFFFF
+
+                    # A full list is cut to its k best entries.
+                    if T.And(number + step_vectors * width > capacity, step + 1 < num_steps):
+                        T.sync_threads()
+                        find_cut(shared, number, k, cut, num_threads)
+                        done_local[0] = 0
+                        done_local[1] = 0
+                        for turn in T.serial(T.ceildiv(number, ENTRIES * num_threads)):
+                            rank_kept(shared, number, turn, cut, done_local, kept, num_threads)
+                            for e in T.unroll(ENTRIES):
+                                if kept.rank[e] >= 0:
+                                    key_shared[kept.rank[e]] = kept.key[e]
+                                    column_shared[kept.rank[e]] = kept.column[e]
+                        # Of equal keys the earlier ones are in the list already.
+                        lowest = cut.edge[0] + T.if_then_else(cut.bits[0] == 0, T.uint32(1), T.uint32(0))
+                        least = value_of(lowest)
+                        number = k
+                        T.sync_threads()
 
             T.sync_threads()
             edge_local[0] = T.uint32(0)
@@ -379,12 +410,14 @@ def topk_indices_kernel(
                 find_cut(shared, number, k, cut, num_threads)
             done_local[0] = 0
             done_local[1] = 0
-            for turn in T.serial(T.ceildiv(number, num_threads)):
-                kept = next_kept(shared, number, turn, cut, done_local, num_threads)
-                if kept.flag != 0:
-                    indices[row, part, kept.rank] = names[row, kept.column] if mapped else kept.column - first
-                    if values:
-                        chosen[row, part, kept.rank] = logits[row, kept.column]
+            for turn in T.serial(T.ceildiv(number, ENTRIES * num_threads)):
+                rank_kept(shared, number, turn, cut, done_local, kept, num_threads)
+                for e in T.unroll(ENTRIES):
+                    if kept.rank[e] >= 0:
+                        name = names[row, kept.column[e]] if mapped else kept.column[e] - first
+                        indices[row, part, kept.rank[e]] = name
+                        if values:
+                            chosen[row, part, kept.rank[e]] = logits[row, kept.column[e]]
             for turn in T.serial(T.ceildiv(k, num_threads)):
                 if T.And(turn * num_threads + tx < k, turn * num_threads + tx >= number):
                     indices[row, part, turn * num_threads + tx] = -1
