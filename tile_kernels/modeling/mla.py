@@ -239,11 +239,12 @@ class MLA(nn.Module):
         else:
             sequence = torch.searchsorted(cu_seqlens, token.to(cu_seqlens.dtype), right=True) - 1
             start = cu_seqlens[sequence].int()
+        topk: Any = self.index_topk
         found = []
         for first in range(0, len(q), INDEX_ROWS):
             own = slice(first, first + INDEX_ROWS)
             logits = attention.fp8_mqa_logits(q[own], keys, weights[own], start[own], token[own] + 1, False)
-            listed = attention.topk_indices(logits, self.index_topk, start[own], token[own] + 1)
+            listed: Any = attention.topk_indices(logits, topk, start[own], token[own] + 1)
             found.append(torch.where(listed >= 0, listed + start[own, None], -1))
         return torch.cat(found)[:, None]
 
@@ -255,21 +256,23 @@ class MLA(nn.Module):
         seen = cache.lengths[:, None] - tokens + 1 + torch.arange(tokens, device=q.device, dtype=torch.int32)
         capacity = cache.cache.capacity
         seen = torch.where(seen <= capacity, seen, 0)  # a sequence that is too long sees nothing
+        topk: Any = self.index_topk
+        pages: Any = cache.index_pages
         found = []
         for first in range(0, tokens, INDEX_TOKENS):
             own = slice(first, first + INDEX_TOKENS)
             lengths = seen[:, own].contiguous()
             logits = attention.fp8_paged_mqa_logits(
                 q[:, own].contiguous(),
-                cache.index_pages,
+                pages,
                 weights[:, own].flatten(0, 1).contiguous(),
                 lengths,
                 cache.cache.block_table,
                 None,
                 capacity,
             )
-            listed = attention.topk_indices(logits, self.index_topk, None, lengths.flatten())
-            found.append(listed.view(batch, -1, self.index_topk))
+            listed: Any = attention.topk_indices(logits, topk, None, lengths.flatten())
+            found.append(listed.view(batch, -1, topk))
         return torch.cat(found, dim=1)
 
     def _multi_head(

@@ -19,7 +19,6 @@ from tile_kernels.activation.swiglu_forward import swiglu_forward
 from tile_kernels.core import check
 from tile_kernels.core.formats import QuantFormat
 from tile_kernels.gemm import (
-    FORMATS,
     grouped_gemm,
     grouped_gemm_bwd,
     grouped_gemm_dequant,
@@ -28,6 +27,7 @@ from tile_kernels.gemm import (
     grouped_gemm_swiglu,
     quantize_weight,
 )
+from tile_kernels.gemm.packed_weight import FORMATS
 from tile_kernels.modeling.quant_linear import PackedModule
 from tile_kernels.moe._checks import MAX_EXPERTS, MAX_TOPK, check_groups
 from tile_kernels.moe.aux_fi import aux_fi

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from tile_kernels.core import check
 from tile_kernels.gemm import (
-    FORMATS,
     PackedWeight,
     from_awq,
     from_compressed_tensors,
@@ -23,6 +22,7 @@ from tile_kernels.gemm import (
     gemm_dequant,
     quantize_weight,
 )
+from tile_kernels.gemm.packed_weight import FORMATS
 
 HALVES = (torch.bfloat16, torch.float16)
 PARTS = ('codes', 'scale', 'zero', 'global_scale', 'perm')
