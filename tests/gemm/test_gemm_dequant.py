@@ -28,7 +28,7 @@ def made(fmt, m=5, n=24, k=256, dtype=BF16):
 @pytest.mark.parametrize('fmt', FORMATS)
 def test_errors_are_those_of_one_rounding(fmt):
     """e(d) <= 2 e(a @ W16.T) + 1e-5 max|d|, with few rows and with tiles."""
-    for m, dtype in ((5, BF16), (20, BF16), (5, torch.float16)):
+    for m, dtype in ((5, BF16), (20, torch.float16)):
         a, weight = made(fmt, m, dtype=dtype)
         exact = a.double() @ weight.dequantize(torch.float64).T
         plain = (a.float() @ weight.dequantize(dtype).float().T).to(dtype)

@@ -81,7 +81,7 @@ def _make_bwd(m: int, n: int, k: int, dtype: torch.dtype) -> dict:
 
 BF16 = torch.bfloat16
 SMOKE = grid(m=[0, 1, 200], n=[136], k=[72], dtype=[BF16]) + grid(m=[200], n=[72], k=[136], dtype=[torch.float16])
-FEW_ROWS = grid(m=[16], n=[136], k=[1096], dtype=[BF16]) + grid(m=[9], n=[8], k=[8], dtype=[torch.float16])
+FEW_ROWS = grid(m=[16], n=[24], k=[520], dtype=[BF16]) + grid(m=[9], n=[8], k=[8], dtype=[torch.float16])
 BENCH = (
     grid(m=[8192], n=[8192], k=[8192], dtype=[BF16])
     + grid(m=[4096], n=[4096], k=[7168], dtype=[BF16])

@@ -258,11 +258,14 @@ def _make_bwd(**case: int) -> dict:
 
 SMOKE = (
     grid(m=[0, 1], n=[24], k=[128], fmt=['u4_1x64'], dtype=[BF16])
-    + grid(m=[9], n=[13], k=[2176], fmt=['u4_1x128'], dtype=[BF16], zero=[True], bias=[True])
+    + grid(m=[9], n=[13], k=[1152], fmt=['u4_1x128'], dtype=[BF16], zero=[True], bias=[True])
     + grid(m=[3], n=[136], k=[64], fmt=['u4_1x32'], dtype=[F16], scale=[F16], zero=[True])
-    + grid(m=[2], n=[16], k=[72], fmt=['u4_1xk', 's8_1xk'], dtype=[BF16, F16], scale=[F32], bias=[True])
-    + grid(m=[5], n=[24], k=[128], fmt=['s8_1x128', 'e2m1_1x32_ue8m0', 'e2m1_1x16_e4m3'], dtype=[BF16, F16])
-    + grid(m=[5], n=[136], k=[200], fmt=['e4m3_128x128_f32', 'e4m3_1xk_f32'], dtype=[BF16, F16])
+    + grid(m=[2], n=[16], k=[72], fmt=['u4_1xk'], dtype=[BF16], scale=[F32], bias=[True])
+    + grid(m=[2], n=[16], k=[72], fmt=['s8_1xk'], dtype=[F16], scale=[F32])
+    + grid(m=[5], n=[24], k=[128], fmt=['s8_1x128', 'e2m1_1x32_ue8m0'], dtype=[BF16])
+    + grid(m=[5], n=[24], k=[128], fmt=['e2m1_1x16_e4m3'], dtype=[F16])
+    + grid(m=[5], n=[136], k=[200], fmt=['e4m3_128x128_f32'], dtype=[BF16])
+    + grid(m=[5], n=[24], k=[200], fmt=['e4m3_1xk_f32'], dtype=[F16])
     + grid(m=[17], n=[24], k=[64], fmt=['u4_1x32'], dtype=[BF16, F16], zero=[True], bias=[True])
     + grid(m=[70], n=[135], k=[128], fmt=['s8_1x128', 'e2m1_1x32_ue8m0'], dtype=[BF16])
     + grid(m=[17], n=[24], k=[200], fmt=['e4m3_128x128_f32'], dtype=[F16])

@@ -88,7 +88,7 @@ BENCH = (
 grouped_gemm.cases(
     make=random_operands,
     match=SUMS,
-    smoke=SMOKE + grid(num_rows=[13], n=[136], k=[1032], num_groups=[1, 6], dtype=[BF16, torch.float16], behind=[3]),
+    smoke=SMOKE + grid(num_rows=[13], n=[24], k=[520], num_groups=[3], dtype=[BF16], behind=[3]),
     full=grid(num_rows=[4001], n=[576, 2048], k=[1088, 2048], num_groups=[1, 7, 64, 300], dtype=[BF16, torch.float16])
     + grid(num_rows=[150000], n=[16384], k=[64], num_groups=[3], dtype=[BF16]),  # past 2^31 elements
     bench=BENCH,

@@ -153,7 +153,7 @@ def _flops(a: Tensor, n: int, group_end: Tensor, **others: Tensor) -> int:
 
 SMOKE = (
     grid(num_rows=[0, 13], n=[24], k=[64], num_groups=[5], fmt=['u4_1x64'], dtype=[BF16], zero=[True], behind=[2])
-    + grid(num_rows=[9], n=[135], k=[2112], num_groups=[3], fmt=['e2m1_1x16_e4m3'], dtype=[F16])
+    + grid(num_rows=[9], n=[135], k=[1040], num_groups=[3], fmt=['e2m1_1x16_e4m3'], dtype=[F16])
     + grid(num_rows=[70], n=[72], k=[64], num_groups=[3], fmt=['e2m1_1x32_ue8m0', 's8_1xk'], dtype=[BF16], behind=[3])
     + grid(num_rows=[20], n=[136], k=[136], num_groups=[2], fmt=['e4m3_128x128_f32'], dtype=[BF16])
 )
