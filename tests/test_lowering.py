@@ -32,12 +32,13 @@ def bench_variants() -> tuple[dict[tuple, object], set[str]]:
         if op.case_set is None:
             continue
         for case in op.case_set.bench:
-            with on_gpu(arch):
-                launches = op.trace_case(case)
-            first.update(launch.kernel.name for launch in launches[:1])
-            for launch in launches:
-                key = (launch.kernel.name, launch.static, tuple(launch.config.items()))
-                found.setdefault(key, launch)
+            for few_rows in (False, True) if op.family == 'gemm' else (False,):
+                with on_gpu(arch), knobs(few_rows=few_rows):
+                    launches = op.trace_case(case)
+                first.update(launch.kernel.name for launch in launches[:1])
+                for launch in launches:
+                    key = (launch.kernel.name, launch.static, tuple(launch.config.items()))
+                    found.setdefault(key, launch)
     return found, first
 
 
@@ -105,11 +106,21 @@ def test_lowers_for_hopper(launch):
     check_order(launch, source)
 
 
-@pytest.mark.parametrize('arch', [a for a in ARCHS if a != 'sm_90a'])
-@pytest.mark.parametrize('launch', one_per_kernel(BENCH), ids=name)
+def other_architectures() -> list[tuple]:
+    """Each kernel with another architecture that it claims, in turn; with all of them if `TK_FULL_TEST=1`."""
+    others, found = [arch for arch in ARCHS if arch != 'sm_90a'], []
+    for index, launch in enumerate(one_per_kernel(BENCH)):
+        turned = [others[(index + step) % len(others)] for step in range(len(others))]
+        claimed = [arch for arch in turned if launch.kernel.claims(launch.static, gpu_named(arch))]
+        found += [
+            pytest.param(launch, arch, id=f'{name(launch)}-{arch}')
+            for arch in claimed[: None if knobs.full_test else 1]
+        ]
+    return found
+
+
+@pytest.mark.parametrize(('launch', 'arch'), other_architectures())
 def test_lowers_for_other_architectures(launch, arch):
-    if not launch.kernel.claims(launch.static, gpu_named(arch)):
-        pytest.skip(f'{launch.kernel.name} does not claim {arch}')
     source = launch.kernel.source(launch.static, arch=arch, **launch.config)
     assert launch.kernel.name in source
     if arch_number(arch) < 90:  # nvcc refuses it there
