@@ -401,7 +401,7 @@ def delta_channel_gradients_kernel(
     heads, value_heads = T.dynamic('heads'), T.dynamic('value_heads')
     num_starts, num_chunks = T.dynamic('num_starts'), T.dynamic('num_chunks')
     elem, wide, tile = T.dtype(dtype), padded(dim), 32
-    threads = threads_of(chunk) * (2 if dim > 64 and chunk > 16 else 1)
+    threads = threads_of(chunk) * (1 if dim <= 128 else 2)
     levels = chunk.bit_length() - 1
     q_type, q_strides = strided('q', (batch_size, num_tokens, heads, dim), elem)
     k_type, k_strides = strided('k', (batch_size, num_tokens, heads, dim), elem)
@@ -446,6 +446,8 @@ def delta_channel_gradients_kernel(
             dh_shared = T.alloc_shared((wide, tile), elem)
             dp_shared = T.alloc_shared((chunk, chunk), elem)
             da_shared = T.alloc_shared((chunk, chunk), elem)
+            all_dp = T.alloc_shared((chunk, chunk), elem)
+            all_da = T.alloc_shared((chunk, chunk), elem)
             sum_shared = T.alloc_shared((chunk, wide), T.float32)
             dsum_shared = T.alloc_shared((chunk, wide), T.float32)
             beta_shared = T.alloc_shared((chunk,), T.float32)
@@ -511,26 +513,25 @@ def delta_channel_gradients_kernel(
                     acc[i, d] = acc[i, d] * (scale * T.exp(sum_shared[i, d]))
                     r_acc[i, d] = -r_acc[i, d] * T.exp(sum_shared[i, d])
                 for i, j in T.Parallel(chunk, chunk):
-                    dp[i, j] = T.if_then_else(j <= i, dp[i, j] * scale, T.float32(0.0))
-                    da[i, j] = T.if_then_else(j < i, -da[i, j], T.float32(0.0))
+                    all_dp[i, j] = dp[i, j] * scale  # kept here: the registers are needed for sums
+                    all_da[i, j] = -da[i, j]
                     if i == j:
-                        diagonal_shared[i] = dp[i, j]
+                        diagonal_shared[i] = dp[i, j] * scale
                 for level in T.serial(levels):
-                    half = 1 << level
                     for i, d in T.Parallel(chunk, wide):
-                        scaled_k[i, d] = T.cast(k_shared[i, d], T.float32) * early_decay(sum_shared, i, d, half)
+                        scaled_k[i, d] = T.cast(k_shared[i, d], T.float32) * early_decay(sum_shared, i, d, level)
                     for i, j in T.Parallel(chunk, chunk):
-                        used = meets(i, j, half)
-                        dp_shared[i, j] = T.if_then_else(used, dp[i, j], T.float32(0.0))
-                        da_shared[i, j] = T.if_then_else(used, da[i, j], T.float32(0.0))
+                        used = meets(i, j, level)
+                        dp_shared[i, j] = T.if_then_else(used, all_dp[i, j], T.cast(0.0, elem))
+                        da_shared[i, j] = T.if_then_else(used, all_da[i, j], T.cast(0.0, elem))
                     T.clear(terms)
                     T.gemm(dp_shared, scaled_k, terms, policy=rowwise)
                     for i, d in T.Parallel(chunk, wide):
-                        acc[i, d] = acc[i, d] + terms[i, d] * late_decay(sum_shared, i, d, half)
+                        acc[i, d] = acc[i, d] + terms[i, d] * late_decay(sum_shared, i, d, level)
                     T.clear(terms)
                     T.gemm(da_shared, scaled_k, terms, policy=rowwise)
                     for i, d in T.Parallel(chunk, wide):
-                        r_acc[i, d] = r_acc[i, d] + terms[i, d] * late_decay(sum_shared, i, d, half)
+                        r_acc[i, d] = r_acc[i, d] + terms[i, d] * late_decay(sum_shared, i, d, level)
                 for i, d in T.Parallel(chunk, wide):
                     acc[i, d] = acc[i, d] + diagonal_shared[i] * T.cast(k_shared[i, d], T.float32)
                     terms[i, d] = r_acc[i, d] * T.cast(k_shared[i, d], T.float32)
@@ -565,20 +566,19 @@ def delta_channel_gradients_kernel(
                 T.reduce_sum(terms, column_sum, dim=0)
                 T.copy(column_sum, later_shared)
                 for level in T.serial(levels):
-                    half = 1 << level
                     for i, d in T.Parallel(chunk, wide):
-                        late = late_decay(sum_shared, i, d, half)
+                        late = late_decay(sum_shared, i, d, level)
                         scaled_q[i, d] = T.cast(q_shared[i, d], T.float32) * late
                         scaled_k[i, d] = T.cast(k_shared[i, d], T.float32) * (late * beta_shared[i])
                     for i, j in T.Parallel(chunk, chunk):
-                        used = meets(i, j, half)
-                        dp_shared[i, j] = T.if_then_else(used, dp[i, j], T.float32(0.0))
-                        da_shared[i, j] = T.if_then_else(used, da[i, j], T.float32(0.0))
+                        used = meets(i, j, level)
+                        dp_shared[i, j] = T.if_then_else(used, all_dp[i, j], T.cast(0.0, elem))
+                        da_shared[i, j] = T.if_then_else(used, all_da[i, j], T.cast(0.0, elem))
                     T.clear(terms)
                     T.gemm(dp_shared, scaled_q, terms, transpose_A=True, policy=rowwise)
                     T.gemm(da_shared, scaled_k, terms, transpose_A=True, policy=rowwise)
                     for i, d in T.Parallel(chunk, wide):
-                        acc[i, d] = acc[i, d] + terms[i, d] * early_decay(sum_shared, i, d, half)
+                        acc[i, d] = acc[i, d] + terms[i, d] * early_decay(sum_shared, i, d, level)
                 T.sync_threads()
                 for d in T.Parallel(wide):
                     later_shared[d] = later_shared[d] + whole_shared[d] * T.exp(sum_shared[chunk - 1, d])

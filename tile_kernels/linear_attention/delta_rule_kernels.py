@@ -268,32 +268,31 @@ def delta_scores_kernel(dim: int, value_dim: int, dtype: torch.dtype, chunk: int
     return delta_scores
 
 
-def is_late(i: Any, half: Any) -> Any:
-    """Whether a row lies in the second half of its block of 2 * half rows."""
-    return T.truncmod(T.truncdiv(i, half), 2) == 1
+def is_late(i: Any, level: Any) -> Any:
+    """Whether a row lies in the second half of its block of 2 << level rows."""
+    return ((i >> level) & 1) == 1
 
 
-def reference_row(i: Any, half: Any) -> Any:
+def reference_row(i: Any, level: Any) -> Any:
     """The last row of the first half of the block of a row: decays of pairs across the halves meet there."""
-    return T.truncdiv(i, 2 * half) * (2 * half) + half - 1
+    return (i | ((2 << level) - 1)) - (1 << level)
 
 
-def meets(i: Any, j: Any, half: Any) -> Any:
-    """Whether i lies in the second half and j in the first half of one block."""
-    same = T.truncdiv(i, 2 * half) == T.truncdiv(j, 2 * half)
-    return T.And(same, T.And(is_late(i, half), T.Not(is_late(j, half))))
+def meets(i: Any, j: Any, level: Any) -> Any:
+    """Whether i lies in the second half and j in the first half of one block: they first differ in this bit."""
+    return T.And(is_late(i, level), ((i ^ j) >> level) == 1)
 
 
-def late_decay(sum_shared: Any, i: Any, d: Any, half: Any) -> Any:
+def late_decay(sum_shared: Any, i: Any, d: Any, level: Any) -> Any:
     """Decay of a late row since the reference; 0 for others."""
-    power = sum_shared[i, d] - sum_shared[reference_row(i, half), d]
-    return T.if_then_else(is_late(i, half), T.exp(power), T.float32(0.0))
+    power = sum_shared[i, d] - sum_shared[reference_row(i, level), d]
+    return T.if_then_else(is_late(i, level), T.exp(power), T.float32(0.0))
 
 
-def early_decay(sum_shared: Any, j: Any, d: Any, half: Any) -> Any:
+def early_decay(sum_shared: Any, j: Any, d: Any, level: Any) -> Any:
     """Decay of an early row until the reference; 0 for others."""
-    power = sum_shared[reference_row(j, half), d] - sum_shared[j, d]
-    return T.if_then_else(is_late(j, half), T.float32(0.0), T.exp(power))
+    power = sum_shared[reference_row(j, level), d] - sum_shared[j, d]
+    return T.if_then_else(is_late(j, level), T.float32(0.0), T.exp(power))
 
 
 @kernel(pass_configs=BY_HAND)
@@ -375,23 +374,22 @@ def delta_channel_scores_kernel(
                 if not again:
                     T.clear(key_pairs)
                 for level in T.serial(levels):
-                    half = 1 << level
                     for i, d in T.Parallel(chunk, wide):
-                        late = late_decay(sum_shared, i, d, half)
+                        late = late_decay(sum_shared, i, d, level)
                         late_q[i, d] = T.cast(q_shared[i, d], T.float32) * late
-                        early_k[i, d] = T.cast(k_shared[i, d], T.float32) * early_decay(sum_shared, i, d, half)
+                        early_k[i, d] = T.cast(k_shared[i, d], T.float32) * early_decay(sum_shared, i, d, level)
                         if not again:
                             late_k[i, d] = T.cast(k_shared[i, d], T.float32) * late
                     T.sync_threads()
                     T.clear(acc)
                     T.gemm(late_q, early_k, acc, transpose_B=True, policy=rowwise)
                     for i, j in T.Parallel(chunk, chunk):
-                        pairs[i, j] = T.if_then_else(meets(i, j, half), acc[i, j], pairs[i, j])
+                        pairs[i, j] = T.if_then_else(meets(i, j, level), acc[i, j], pairs[i, j])
                     if not again:
                         T.clear(acc)
                         T.gemm(late_k, early_k, acc, transpose_B=True, policy=rowwise)
                         for i, j in T.Parallel(chunk, chunk):
-                            key_pairs[i, j] = T.if_then_else(meets(i, j, half), acc[i, j], key_pairs[i, j])
+                            key_pairs[i, j] = T.if_then_else(meets(i, j, level), acc[i, j], key_pairs[i, j])
                     T.sync_threads()
                 for i, j in T.Parallel(chunk, chunk):
                     scores[index, value_head, i, j] = pairs[i, j]
