@@ -225,12 +225,23 @@ def test_readme_names_the_torch_that_was_tested_and_the_one_that_was_measured():
 
 #: Public names that are plain PyTorch, compute nothing, or reach their ops through an object they are given.
 WITHOUT_OPS = {
+    'attention.MLASchedule',
+    'attention.get_mla_metadata',
     'distributed.PendingTokens',
     'distributed.RoutedTokens',
     'engram.engram_gate_backward',
     'engram.engram_gate_forward',
     'engram.engram_weight_grad',
+    'gemm.PackedWeight',
+    'gemm.Sparse24',
+    'gemm.compress24',
+    'gemm.from_awq',
+    'gemm.from_compressed_tensors',
+    'gemm.from_gptq',
+    'gemm.pack_weight',
+    'gemm.quantize_weight',
     'modeling.EngramGateLayer',
+    'modeling.quantize_model',
     'moe.RoutingMap',
     'moe.ScoringFunc',
     'quant.QuantFormat',

@@ -7,7 +7,7 @@ from tile_kernels.core import check
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.launch import gpu_of, launch
 from tile_kernels.gemm._macros import DENSE, FP8, GROUP
-from tile_kernels.gemm.gemm_kernels import MOST_ROWS, few_rows_kernel, few_rows_splits, sum_parts_kernel
+from tile_kernels.gemm.gemm_kernels import MOST_ROWS, few_rows_kernel, few_rows_splits, sum_splits_kernel
 
 HALVES = (torch.bfloat16, torch.float16)
 MAX_GROUPS = 4096
@@ -79,7 +79,7 @@ def launch_few_rows(
     a_sf, b_sf = (None, None) if sf is None else sf
     launch(few_rows_kernel, static, a, b, group_end, a_sf, b_sf, d, part)
     if part is not None:
-        launch(sum_parts_kernel, (n, d.dtype, None), part, None, d, size=d.shape[0])
+        launch(sum_splits_kernel, (n, d.dtype, None), part, None, d, size=d.shape[0])
 
 
 def has_few_rows(a: Tensor) -> bool:

@@ -18,7 +18,7 @@ from tile_kernels.core.op import op
 from tile_kernels.gemm._checks import HALVES
 from tile_kernels.gemm._samples import SUMS
 from tile_kernels.gemm.conv2d_kernels import BLOCK_K, BLOCK_M, BLOCK_N, conv2d_kernel, conv2d_weight_kernel
-from tile_kernels.gemm.gemm_kernels import sum_parts_kernel
+from tile_kernels.gemm.gemm_kernels import sum_splits_kernel
 
 # Checks -------------------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ def conv2d_bwd(
     numbers = (*stride, -padding[0], -padding[1], *dilation, each)
     launch(conv2d_weight_kernel, (channels, n, kh, kw, x.dtype), dy, x, part, *numbers)
     flat = dweight.view(n, kh * kw * channels)
-    launch(sum_parts_kernel, (kh * kw * channels, x.dtype, None), part, None, flat, size=n)
+    launch(sum_splits_kernel, (kh * kw * channels, x.dtype, None), part, None, flat, size=n)
     return dx, dweight
 
 

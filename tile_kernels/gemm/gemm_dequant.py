@@ -26,7 +26,7 @@ from tile_kernels.gemm.gemm_dequant_kernels import (
     dequant_rows_kernel,
     row_splits,
 )
-from tile_kernels.gemm.gemm_kernels import sum_parts_kernel
+from tile_kernels.gemm.gemm_kernels import sum_splits_kernel
 from tile_kernels.gemm.grouped_gemm_kernels import PRODUCT
 from tile_kernels.gemm.packed_weight import FORMATS, SCALES, PackedWeight
 
@@ -99,7 +99,7 @@ def launch_product(
         return
     part = torch.empty((splits, *d.shape), dtype=torch.float32, device=d.device)
     launch(dequant_rows_kernel, (*common, None), a, *parts, whole, None, group_end, d, part)
-    launch(sum_parts_kernel, (n, a.dtype, bias_dtype), part, bias, d, size=d.shape[0])
+    launch(sum_splits_kernel, (n, a.dtype, bias_dtype), part, bias, d, size=d.shape[0])
 
 
 def launch_gradient(

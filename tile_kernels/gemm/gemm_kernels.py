@@ -237,13 +237,13 @@ SUM_THREADS = 256
 
 
 @kernel()
-def sum_parts_kernel(n: int, dtype: torch.dtype, bias_dtype: torch.dtype | None):
+def sum_splits_kernel(n: int, dtype: torch.dtype, bias_dtype: torch.dtype | None):
     """Add the sums of the blocks that share k, in ascending order, and the bias."""
     num_rows, splits = T.dynamic('num_rows'), T.dynamic('splits')
     bias_elem = T.dtype(bias_dtype or dtype)
 
     @T.prim_func
-    def sum_parts(
+    def sum_splits(
         part: T.Tensor((splits, num_rows, n), T.float32),
         bias: T.Tensor((n,), bias_elem),
         d: T.Tensor((num_rows, n), T.dtype(dtype)),
@@ -258,4 +258,4 @@ def sum_parts_kernel(n: int, dtype: torch.dtype, bias_dtype: torch.dtype | None)
                     total = total + T.cast(bias[column], T.float32)
                 d[row, column] = T.cast(total, T.dtype(dtype))
 
-    return sum_parts
+    return sum_splits

@@ -517,6 +517,7 @@ FULL = grid(tokens=[4001], channels=[576, 8192], taps=[2, 4], batch=[1, 3], bias
     tokens=[tuple(range(1, 200))], channels=[256], state=[True], output_final_state=[True]
 )
 BENCH = grid(tokens=[8192, 32768], channels=[8192], weights=[BF16]) + grid(tokens=[(8001,) * 4], channels=[12288])
+STATE = grid(tokens=[8192], channels=[8192], output_final_state=[True])
 BOUNDS = dict(rtol=1e-2, atol=1e-2)
 
 
@@ -529,5 +530,5 @@ def _make_bwd(output_final_state: bool = False, **case: Any) -> dict:
     return dict(dy=torch.randn(made['x'].shape).to(made['x'].dtype), **made)
 
 
-causal_conv1d.cases(make=_make_forward, match=BOUNDS, smoke=SMOKE, full=FULL, bench=BENCH)
+causal_conv1d.cases(make=_make_forward, match=BOUNDS, smoke=SMOKE, full=FULL, bench=BENCH + STATE)
 causal_conv1d_bwd.cases(make=_make_bwd, match=BOUNDS, smoke=SMOKE, full=FULL, bench=BENCH)

@@ -39,7 +39,7 @@ def _softplus(x: Any) -> Any:
 
 
 @kernel(pass_configs=PASS_CONFIGS)
-def gate_kernel(dtype: torch.dtype, bias: bool, bounded: bool, gradient: bool):
+def decay_gate_kernel(dtype: torch.dtype, bias: bool, bounded: bool, gradient: bool):
     """y, or with `gradient` dg and partial sums of the gradients of A_log and dt_bias."""
     num_rows, columns, heads, num_parts = (T.dynamic(n) for n in ('num_rows', 'columns', 'heads', 'num_parts'))
     elem = T.dtype(dtype)
@@ -137,7 +137,7 @@ def gate_bwd(
         partial = torch.empty(-(-rows.shape[0] // ROWS), 2, columns, dtype=torch.float32, device=g.device)
         static = (g.dtype, dt_bias is not None, lower_bound < 0.0, True)
         operands = (rows, a_log, dt_bias, dy.view(-1, columns), dg.view(-1, columns), partial, lower_bound)
-        launch(gate_kernel, static, *operands, size=g.numel())
+        launch(decay_gate_kernel, static, *operands, size=g.numel())
         sums = sum_of_partials(partial)
     da_log = sums[0].view(heads, columns // max(heads, 1)).sum(1)
     ddt_bias = sums[1].clone() if dt_bias is not None else sums.new_empty(0)
@@ -161,7 +161,7 @@ def gate(g: Tensor, a_log: Tensor, dt_bias: Tensor | None = None, lower_bound: f
     y = torch.empty(g.shape, dtype=torch.float32, device=g.device)
     static = (g.dtype, dt_bias is not None, lower_bound < 0.0, False)
     operands = (g.view(-1, columns), a_log, dt_bias, y.view(-1, columns), None, None, lower_bound)
-    launch(gate_kernel, static, *operands, size=g.numel())
+    launch(decay_gate_kernel, static, *operands, size=g.numel())
     return y
 
 
