@@ -1,5 +1,6 @@
 """House rules that a machine can hold: docstrings, twins, cases, names of files, no stray wording."""
 
+import ast
 import inspect
 import re
 from pathlib import Path
@@ -97,3 +98,14 @@ def test_token_counts_choose_among_few_variants(op):
     for launch in op.trace_case(op.case_set.bench[0]):
         chosen = {tuple(launch.kernel.config(launch.static, size).items()) for size in sizes}
         assert len(chosen) <= 5
+
+
+def test_a_kernel_name_belongs_to_one_file():
+    found: dict[str, set[str]] = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and any(
+                isinstance(d, ast.Call) and getattr(d.func, 'id', '') == 'kernel' for d in node.decorator_list
+            ):
+                found.setdefault(node.name, set()).add(str(path.relative_to(ROOT)))
+    assert len(found) > 100 and not {name: files for name, files in found.items() if len(files) > 1}

@@ -15,7 +15,7 @@ BF16 = torch.bfloat16
 SIZE = 16
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def interpreting():
     with knobs(interpret=True):
         yield
@@ -79,8 +79,10 @@ def relative(x: Tensor, exact: Tensor) -> float:
 
 
 @pytest.mark.parametrize('heads', [(6, 2), (17, 1), (3, 3)])
-def test_all_branches_and_gradients(heads):
-    leaves, gates = operands(70, heads)
+def test_all_branches_and_gradients(heads, request):
+    if heads != (17, 1):  # slow; the contract tests of `nsa_attend` interpret odd groups
+        request.getfixturevalue('interpreting')
+    leaves, gates = operands(36, heads)
     everything = [x.requires_grad_() for x in (*leaves, *gates)]
     o = parallel_nsa(*leaves, *gates, block_counts=3, block_size=SIZE, window_size=20)
     wide = [x.detach().double().requires_grad_() for x in everything]
@@ -130,7 +132,7 @@ def test_packed_sequences_are_those_alone():
                 torch.testing.assert_close(mine, whole[:, start:end], rtol=5e-2, atol=3e-2)
 
 
-def test_given_lists_and_counts():
+def test_given_lists_and_counts(interpreting):
     (q, k, v), _ = operands(40, (4, 2))
     lists = torch.randint(-1, 3, (1, 40, 2, 4), device=DEVICE)  # int64
     counts = torch.randint(0, 5, (1, 40, 2), device=DEVICE)
@@ -141,7 +143,7 @@ def test_given_lists_and_counts():
     assert (wrong - o).abs().max() > 0.1
 
 
-def test_keys_that_no_list_has_do_not_matter():
+def test_keys_that_no_list_has_do_not_matter(interpreting):
     (q, k, v), _ = operands(48, (4, 2))
     lists = torch.zeros(1, 48, 2, 1, device=DEVICE, dtype=torch.int32)
     k[:, SIZE:], v[:, SIZE:] = math.nan, math.inf

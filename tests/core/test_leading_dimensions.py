@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tile_kernels import ArgumentError, activation, moe, quant
+from tile_kernels import ArgumentError, activation, gemm, moe, quant
 
 BF16 = torch.bfloat16
 
@@ -36,3 +36,19 @@ def test_gates():
     flat = moe.topk_gating(logits.view(6, 16), 4)
     assert torch.equal(weights.flatten(0, 1), flat[0]) and torch.equal(indices.flatten(0, 1), flat[1])
     assert torch.autograd.grad(weights.square().sum(), logits)[0].shape == logits.shape
+
+
+def test_products_autocast_and_quantized_operands():
+    a, b = torch.randn(2, 3, 128), torch.randn(136, 128)
+    with pytest.raises(ArgumentError, match='a must be bfloat16 or float16'):
+        gemm.gemm(a, b)
+    with torch.autocast('cpu', dtype=BF16):
+        d = gemm.gemm(a, b)
+    assert d.shape == (2, 3, 136) and torch.equal(d.flatten(0, 1), gemm.gemm(a.to(BF16).flatten(0, 1), b.to(BF16)))
+    qa, qb = quant.per_token_cast(a, 'e4m3_1x128_f32'), quant.per_block_cast(b, 'e4m3_128x128_f32')
+    d = gemm.gemm_fp8(qa, qb)
+    assert torch.equal(d.flatten(0, 1), gemm.gemm_fp8(*(x.flatten(0, 1) for x in qa), *qb))
+    with pytest.raises(ArgumentError, match='a must have the format e4m3_1x128_f32, got e4m3_1x32_f32'):
+        gemm.gemm_fp8(quant.per_token_cast(a, 'e4m3_1x32_f32'), qb)
+    with pytest.raises(ArgumentError, match='a_sf must be the other quantized tensor'):
+        gemm.gemm_fp8(qa, qa.sf)

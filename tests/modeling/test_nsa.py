@@ -8,17 +8,11 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from tile_kernels import ArgumentError, knobs
+from tile_kernels import ArgumentError
 from tile_kernels.modeling import NSA
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 BF16 = torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def interpreting():
-    with knobs(interpret=True):
-        yield
 
 
 def plain(layer: NSA, x: Tensor) -> Tensor:

@@ -84,15 +84,6 @@ def lengths_int32(x: Tensor | None, name: str) -> Tensor | None:
     return x.to(torch.int32)
 
 
-def autocast(*tensors: Any) -> tuple:
-    """Operands in the dtype of autocast, where it is on."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in tensors)
-
-
 # Foreign signatures -------------------------------------------------------------------------
 
 #: Parameters of other libraries that have no meaning here, and the values that ask for nothing.

@@ -46,6 +46,7 @@ from tile_kernels.attention.attend_kernels import BLOCK_M, LOG2E, attend_kernel
 from tile_kernels.attention.attend_sm90_kernels import ATTEND, BLOCK, attend_sm90_kernel
 from tile_kernels.attention.decode import decode, spread_scale
 from tile_kernels.core import check
+from tile_kernels.core.autograd import autocast, needs_gradient
 from tile_kernels.core.cases import grid
 from tile_kernels.core.launch import gpu_of, launch, num_workers, variant_for
 from tile_kernels.core.op import op
@@ -286,20 +287,6 @@ def attend(
 
 
 # Public functions ---------------------------------------------------------------------------
-
-
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Operands in the dtype of autocast, where it is on."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if x.is_floating_point() else x for x in tensors)
-
-
-def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Whether gradients are recorded for one of these."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def may_split(num_splits: int, *tensors: Tensor | None) -> bool:

@@ -15,7 +15,6 @@ from tile_kernels.attention._checks import (
     FP8,
     HALVES,
     SINKS,
-    autocast,
     bound,
     check_band,
     check_dim,
@@ -34,6 +33,7 @@ from tile_kernels.attention.append import PAGE_MULTIPLE, append
 from tile_kernels.attention.combine import merge
 from tile_kernels.attention.decode_kernels import LOG2E, decode_kernel
 from tile_kernels.core import check
+from tile_kernels.core.autograd import autocast
 from tile_kernels.core.cases import grid
 from tile_kernels.core.gpus import SUM_SMS
 from tile_kernels.core.launch import launch

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from tile_kernels.attention._checks import HALVES, check_extents, check_sink, check_vectors, lengths_int32
 from tile_kernels.attention._samples import LATENT_SUMS, latent_products, random_latent_cache
-from tile_kernels.attention.attend import autocast
 from tile_kernels.attention.combine import flash_attn_combine
 from tile_kernels.attention.mla_decode_hopper_kernels import mla_decode_hopper_kernel
 from tile_kernels.attention.mla_decode_kernels import (
@@ -33,6 +32,7 @@ from tile_kernels.attention.mla_decode_kernels import (
 )
 from tile_kernels.attention.pack_mla_cache import CACHES, KEY, LATENT, TOKEN_BYTES, token_parts
 from tile_kernels.core import check
+from tile_kernels.core.autograd import autocast
 from tile_kernels.core.cases import grid
 from tile_kernels.core.gpus import SUM_SMS
 from tile_kernels.core.launch import launch

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from tile_kernels.attention._checks import lengths_int32
-from tile_kernels.attention.attend import autocast, flash_attn_func, flash_attn_varlen_func
+from tile_kernels.attention.attend import flash_attn_func, flash_attn_varlen_func
 from tile_kernels.attention.nsa_attend import check_tokens, nsa_attend
 from tile_kernels.attention.nsa_scores import nsa_scores
 from tile_kernels.attention.topk_indices import MAX_K, topk_indices
 from tile_kernels.core import check
+from tile_kernels.core.autograd import autocast
 
 
 def _sequence_of(cuts: Tensor, index: Tensor) -> Tensor:

@@ -2,8 +2,9 @@
 
 from torch import Tensor
 
-from tile_kernels.attention.attend import attend, autocast
+from tile_kernels.attention.attend import attend
 from tile_kernels.core import check
+from tile_kernels.core.autograd import autocast
 
 
 def scaled_dot_product_attention(

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from tile_kernels.attention._checks import check_extents, check_sink, check_vectors, lengths_int32
 from tile_kernels.attention._samples import LATENT_SUMS, random_lists
-from tile_kernels.attention.attend import autocast
 from tile_kernels.attention.mla_decode import MAX_ROWS, MLA_DECODE, check_queries, latent_parts
 from tile_kernels.attention.mla_decode_kernels import LISTED, LOG2E, PACKED_HEADS
 from tile_kernels.attention.pack_mla_cache import KEY, LATENT
 from tile_kernels.attention.sparse_mla_bwd_kernels import sparse_mla_bwd_kernel, sparse_mla_sum_kernel, tile_heads
 from tile_kernels.core import check
+from tile_kernels.core.autograd import autocast
 from tile_kernels.core.cases import grid
 from tile_kernels.core.launch import gpu_of, launch
 from tile_kernels.core.op import op

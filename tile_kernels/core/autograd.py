@@ -26,6 +26,15 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
+def autocast(*tensors: Any) -> tuple:
+    """The arguments with floating-point tensors in the dtype of autocast, where it is on."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in tensors)
+
+
 def setup_context(op: Op, ctx: Any, inputs: tuple, output: Any) -> None:
     """Save the tensors that the backward op needs; mark outputs without a gradient parameter as not differentiable."""
     results = output if isinstance(output, (tuple, list)) else (output,)

@@ -85,8 +85,6 @@ def kernel(
 
     def declare(builder: Callable) -> Kernel:
         made = Kernel(builder, choose, space or {}, pass_configs or {}, serves, flops)
-        if made.name in kernels and kernels[made.name].__module__ != made.__module__:
-            raise TypeError(f'{made.name} is the name of a kernel in {kernels[made.name].__module__} already')
         kernels[made.name] = made
         return made
 

@@ -20,7 +20,7 @@ def random_ends(
     if even:
         return (torch.arange(1, num_groups + 1) * num_rows // num_groups).int()
     cuts = torch.rand(num_groups).cumsum(0)
-    ends = (cuts / cuts[-1:] * ((num_rows - behind) // alignment)).round().int() * alignment
+    ends = (cuts / cuts[-1:] * (max(num_rows - behind, 0) // alignment)).round().int() * alignment
     ends = torch.where(torch.arange(num_groups) % 3 == 1, ends.roll(1), ends).sort().values.int()
     if whole:
         ends[-1] = num_rows

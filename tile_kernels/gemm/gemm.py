@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.core import check
+from tile_kernels.core.autograd import autocast
 from tile_kernels.core.cases import grid
 from tile_kernels.core.launch import launch, num_workers
 from tile_kernels.core.op import op
@@ -47,16 +48,8 @@ def gemm_bwd(dd: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @op(outputs='d', backward=gemm_bwd)
-def gemm(a: Tensor, b: Tensor) -> Tensor:
-    """The product D = A @ B.T of matrices in half precision, summed in float32.
-
-    Args:
-        a: (m, k) bfloat16 or float16, contiguous.
-        b: (n, k) of a's dtype, contiguous; n and k are multiples of 8.
-
-    Returns:
-        (m, n) of a's dtype.
-    """
+def _gemm(a: Tensor, b: Tensor) -> Tensor:
+    """The product of two matrices; see the public function."""
     m, k = check.shape(a, 'a', 'm k', dtype=HALVES)
     n, _ = check.shape(b, 'b', 'n k', dtype=a.dtype, k=k)
     check_operands((n, k), a=a, b=b)
@@ -66,6 +59,23 @@ def gemm(a: Tensor, b: Tensor) -> Tensor:
         return d
     launch(PRODUCT, (n, k, DENSE, True, a.dtype), a, b.view(1, n, k), None, d, num_workers(a))
     return d
+
+
+@_gemm.public
+def gemm(a: Tensor, b: Tensor) -> Tensor:
+    """The product D = A @ B.T of matrices in half precision, summed in float32.
+
+    Args:
+        a: (m, k) bfloat16 or float16, contiguous. More leading dimensions are allowed; the result has them too.
+        b: (n, k) of a's dtype, contiguous; n and k are multiples of 8.
+
+    Returns:
+        (m, n) of a's dtype. Autocast converts both operands to its dtype, as for `torch.matmul`.
+    """
+    a, b = autocast(check.tensor(a, 'a'), check.tensor(b, 'b'))
+    if a.dim() <= 2:
+        return gemm.call(a, b)
+    return gemm.call(a.flatten(0, -2), b).unflatten(0, a.shape[:-1])
 
 
 # Cases --------------------------------------------------------------------------------------

@@ -5,11 +5,14 @@
 The kernels are those of `grouped_gemm_fp8`. With up to 16 rows the sum over k is split, as in `gemm`.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
+from tile_kernels.core.formats import QuantTensor
 from tile_kernels.core.launch import launch, num_workers
 from tile_kernels.core.op import op
 from tile_kernels.gemm._checks import check_operands, launch_few_rows, splits_few_rows
@@ -21,18 +24,8 @@ from tile_kernels.gemm.grouped_gemm_fp8_kernels import PRODUCT_FP8
 
 
 @op(outputs='d', instead='gemm.gemm')
-def gemm_fp8(a: Tensor, a_sf: Tensor, b: Tensor, b_sf: Tensor) -> Tensor:
-    """The product D = A @ B.T of e4m3 codes with scale factors; groups of 128 are summed in float32.
-
-    Args:
-        a: (m, k) float8_e4m3fn, contiguous, k a multiple of 16.
-        a_sf: (m, ceil(k / 128)) float32; `per_token_cast(x, 'e4m3_1x128_f32')` gives both.
-        b: (n, k) float8_e4m3fn, contiguous, n a multiple of 8.
-        b_sf: (ceil(n / 128), ceil(k / 128)) float32; `per_block_cast(w, 'e4m3_128x128_f32')` gives both.
-
-    Returns:
-        (m, n) bfloat16.
-    """
+def _gemm_fp8(a: Tensor, a_sf: Tensor, b: Tensor, b_sf: Tensor) -> Tensor:
+    """The product of codes and factors; see the public function."""
     m, k = check.shape(a, 'a', 'm k', dtype=FP8)
     n, _ = check.shape(b, 'b', 'n k', dtype=FP8, k=k)
     k_groups = -(-k // GROUP)
@@ -48,6 +41,38 @@ def gemm_fp8(a: Tensor, a_sf: Tensor, b: Tensor, b_sf: Tensor) -> Tensor:
     operands = a, a_sf, b.view(1, n, k), b_sf
     launch(PRODUCT_FP8, (n, k, DENSE, False), *operands, None, d, None, num_workers(a))
     return d
+
+
+@_gemm_fp8.public
+def gemm_fp8(
+    a: Tensor | QuantTensor, a_sf: Tensor | QuantTensor, b: Tensor | None = None, b_sf: Tensor | None = None
+) -> Tensor:
+    """The product D = A @ B.T of e4m3 codes with scale factors; groups of 128 are summed in float32.
+
+    `gemm_fp8(qa, qb)` takes two quantized tensors, and `gemm_fp8(a, a_sf, b, b_sf)` their parts.
+
+    Args:
+        a: (m, k) float8_e4m3fn, contiguous, k a multiple of 16; or `per_token_cast(x, 'e4m3_1x128_f32')`. More leading
+            dimensions are allowed; the result has them too.
+        a_sf: (m, ceil(k / 128)) float32; or, after a quantized `a`, `per_block_cast(w, 'e4m3_128x128_f32')`.
+        b: (n, k) float8_e4m3fn, contiguous, n a multiple of 8.
+        b_sf: (ceil(n / 128), ceil(k / 128)) float32.
+
+    Returns:
+        (m, n) bfloat16.
+    """
+    if isinstance(a, QuantTensor):
+        if not isinstance(a_sf, QuantTensor) or b is not None or b_sf is not None:
+            check.fail('a_sf', 'must be the other quantized tensor, alone, after a quantized a', check.describe(a_sf))
+        for name, q, fmt in (('a', a, 'e4m3_1x128_f32'), ('a_sf', a_sf, 'e4m3_128x128_f32')):
+            if q.fmt.name.replace('f32p2', 'f32') != fmt:
+                check.fail(name, f'must have the format {fmt}', str(q.fmt))
+        (a, a_sf), (b, b_sf) = a, a_sf
+    codes, factors, matrix, blocks = (cast('Tensor', x) for x in (a, a_sf, b, b_sf))
+    if check.tensor(codes, 'a').dim() <= 2:
+        return gemm_fp8.call(codes, factors, matrix, blocks)
+    d = gemm_fp8.call(codes.flatten(0, -2), check.tensor(factors, 'a_sf').flatten(0, -2), matrix, blocks)
+    return d.unflatten(0, codes.shape[:-1])
 
 
 # Cases --------------------------------------------------------------------------------------

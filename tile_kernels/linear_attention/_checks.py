@@ -114,15 +114,6 @@ def chunk_of(chunk_size: int | None, dim: int) -> int:
     return 32 if dim > 128 else chunk_size or 64
 
 
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Operands in the dtype of autocast, where it is on."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if x.is_floating_point() else x for x in tensors)
-
-
 def refuse_gradient(**tensors: Tensor | None) -> None:
     """A recurrent form has no gradient: an input that needs one is an error."""
     if not torch.is_grad_enabled():

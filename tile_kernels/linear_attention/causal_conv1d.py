@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.core import check
+from tile_kernels.core.autograd import autocast
 from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import WARP, T, macro
@@ -29,7 +30,6 @@ from tile_kernels.engram.grad_w_reduce import sum_of_partials
 from tile_kernels.linear_attention._checks import (
     FLOATS,
     HALVES,
-    autocast,
     check_cu_seqlens,
     check_vectors,
     lengths_int32,

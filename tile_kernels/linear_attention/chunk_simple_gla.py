@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from tile_kernels.core import check
+from tile_kernels.core.autograd import autocast
 from tile_kernels.core.cases import grid
 from tile_kernels.core.gpus import SUM_SMS
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
 from tile_kernels.linear_attention._checks import (
     CHUNK_SIZES,
-    autocast,
     check_cu_seqlens,
     check_gate,
     check_qkv,

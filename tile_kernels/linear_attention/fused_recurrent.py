@@ -5,7 +5,8 @@ from typing import Any
 from torch import Tensor
 
 from tile_kernels.core import check
-from tile_kernels.linear_attention._checks import autocast, lengths_int32, refuse, refuse_gradient, scale_of
+from tile_kernels.core.autograd import autocast
+from tile_kernels.linear_attention._checks import lengths_int32, refuse, refuse_gradient, scale_of
 from tile_kernels.linear_attention.delta_rule import beta_form
 from tile_kernels.linear_attention.recurrent_delta import recurrent_delta
 from tile_kernels.linear_attention.recurrent_delta_pool import recurrent_delta_pool

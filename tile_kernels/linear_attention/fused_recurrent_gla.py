@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from tile_kernels.core import check
+from tile_kernels.core.autograd import autocast
 from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import Mut, op
 from tile_kernels.linear_attention._checks import (
-    autocast,
     check_cu_seqlens,
     check_gate,
     check_qkv,

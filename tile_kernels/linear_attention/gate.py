@@ -45,7 +45,7 @@ def decay_gate_kernel(dtype: torch.dtype, bias: bool, bounded: bool, gradient: b
     elem = T.dtype(dtype)
 
     @T.prim_func
-    def gate(
+    def decay_gate(
         g: T.Tensor((num_rows, columns), elem),
         a_log: T.Tensor((heads,), T.float32),
         dt_bias: T.Tensor((columns,), T.float32),
@@ -89,7 +89,7 @@ def decay_gate_kernel(dtype: torch.dtype, bias: bool, bounded: bool, gradient: b
                     partial[part, 0, column] = a_sum
                     partial[part, 1, column] = bias_sum
 
-    return gate
+    return decay_gate
 
 
 def _check(g: Tensor, a_log: Tensor, dt_bias: Tensor | None, lower_bound: float) -> tuple[int, int]:

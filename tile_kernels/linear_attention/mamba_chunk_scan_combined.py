@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tile_kernels.core import check
-from tile_kernels.linear_attention._checks import FLOATS, autocast, lengths_int32
+from tile_kernels.core.autograd import autocast
+from tile_kernels.linear_attention._checks import FLOATS, lengths_int32
 from tile_kernels.linear_attention.chunk_simple_gla import chunk_simple_gla
 
 #: A logarithm of a decay that forgets everything.

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from tile_kernels.attention import flash_attn_func, flash_attn_varlen_func
-from tile_kernels.attention.attend import needs_gradient
 from tile_kernels.attention.kv_cache import LayerCache
 from tile_kernels.core import check
+from tile_kernels.core.autograd import needs_gradient
 from tile_kernels.transform import rotary_embedding
 
 

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from tile_kernels import attention
 from tile_kernels.attention import flash_attn_func, flash_attn_varlen_func, flash_mla_sparse_fwd
-from tile_kernels.attention.attend import needs_gradient
 from tile_kernels.attention.latent_cache import LatentLayerCache
 from tile_kernels.attention.pack_mla_cache import LATENT, ROTARY
 from tile_kernels.core import check
+from tile_kernels.core.autograd import needs_gradient
 from tile_kernels.norm import norm_forward
 from tile_kernels.transform import rotary_embedding
 
