@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from tile_kernels import knobs
+from tile_kernels.core.jit import Kernel
 
 
 def a_few_of_each(items: Iterable[Any], kind: Callable[[Any], Any], count: int) -> list[Any]:
@@ -19,3 +20,19 @@ def a_few_of_each(items: Iterable[Any], kind: Callable[[Any], Any], count: int) 
         places = sorted({round(i * last / max(count - 1, 1)) for i in range(count)})
         chosen += [own[place] for place in places]
     return chosen
+
+
+#: Families and modules whose kernels ran on no GPU yet.
+ON_NO_GPU_YET = (
+    'tile_kernels.attention.',
+    'tile_kernels.linear_attention.',
+    'tile_kernels.gemm.gemm_kernels',
+    'tile_kernels.gemm.gemm_dequant_kernels',
+    'tile_kernels.gemm.gemm_sparse24_kernels',
+    'tile_kernels.gemm.conv2d_kernels',
+)
+
+
+def ran_on_a_gpu(kernel: Kernel) -> bool:
+    """Whether a kernel ran and was compared on an H200, at some commit."""
+    return not kernel.__module__.startswith(ON_NO_GPU_YET)

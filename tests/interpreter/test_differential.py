@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sampling import a_few_of_each
+from tests.sampling import a_few_of_each, ran_on_a_gpu
 from tile_kernels import knobs
 from tile_kernels.core.jit import kernels
 from tile_kernels.core.op import ops
@@ -62,21 +62,13 @@ OTHER_EXP = {
 NOT_RECORDED = {'project_slices_kernel'}
 
 
-#: Modules whose kernels ran on no GPU yet: few rows, packed weights, sparse weights, convolution.
-PRODUCTS_WITHOUT_A_GPU = {
-    f'tile_kernels.gemm.{name}_kernels' for name in ('gemm', 'gemm_dequant', 'gemm_sparse24', 'conv2d')
-}
-
-
 def test_every_kernel_ran_on_a_gpu():
     ran = set()
     for name in RECORD:
         with CASES[name].choosing():
             ran |= {launch.kernel.name for launch in CASES[name].op.trace_case(CASES[name].case)}
     own = {name for name, kernel in kernels.items() if kernel.__module__.startswith('tile_kernels.')}
-    families = ('tile_kernels.attention.', 'tile_kernels.linear_attention.')  # on no GPU yet
-    unrun = {name for name in own if kernels[name].__module__.startswith(families)}
-    unrun |= {name for name in own if kernels[name].__module__ in PRODUCTS_WITHOUT_A_GPU}
+    unrun = {name for name in own if not ran_on_a_gpu(kernels[name])}
     assert own - NOT_RECORDED - unrun == ran - unrun, 'run tools/gpu_outputs.py on a GPU'
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from tile_kernels import ArgumentError
-from tile_kernels.gemm import FORMATS, pack_weight
+from tile_kernels.gemm import pack_weight
+from tile_kernels.gemm.packed_weight import FORMATS
 from tile_kernels.modeling import MoELayer, QuantLinear, quantize_model
 
 BF16 = torch.bfloat16
