@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tile_kernels
+from tests.sampling import ran_on_a_gpu
 from tile_kernels import knobs
 from tile_kernels.core import nvcc
 from tile_kernels.core.gpus import ARCHS, arch_number, gpu_named
@@ -107,15 +108,17 @@ def test_lowers_for_hopper(launch):
 
 
 def other_architectures() -> list[tuple]:
-    """Each kernel with another architecture that it claims, in turn; with all of them if `TK_FULL_TEST=1`."""
+    """A kernel with another architecture that it claims, in turn; with all of them if `TK_FULL_TEST=1`.
+
+    Of the kernels that ran on a GPU, every second one.
+    """
     others, found = [arch for arch in ARCHS if arch != 'sm_90a'], []
     for index, launch in enumerate(one_per_kernel(BENCH)):
         turned = [others[(index + step) % len(others)] for step in range(len(others))]
         claimed = [arch for arch in turned if launch.kernel.claims(launch.static, gpu_named(arch))]
-        found += [
-            pytest.param(launch, arch, id=f'{name(launch)}-{arch}')
-            for arch in claimed[: None if knobs.full_test else 1]
-        ]
+        some = 0 if index % 2 and ran_on_a_gpu(launch.kernel) else 1
+        lowered = claimed if knobs.full_test else claimed[:some]
+        found += [pytest.param(launch, arch, id=f'{name(launch)}-{arch}') for arch in lowered]
     return found
 
 
@@ -131,6 +134,10 @@ def test_lowers_for_other_architectures(launch, arch):
 def test_compiles_for_hopper_without_spills(launch):
     source, dynamic_shared = launch.kernel._lower(launch.static, launch.config, 'sm_90a')
     check_order(launch, source)
+    assert dynamic_shared <= SHARED_BYTES
+    chosen = sum(map(ord, launch.kernel.name)) % 3 == 0
+    if ran_on_a_gpu(launch.kernel) and not chosen and not knobs.full_test:
+        return  # nvcc compiled it before it ran; a third of these is compiled again
     used = nvcc.resources(source, 'sm_90a')
     assert dynamic_shared + used['static_shared'] <= SHARED_BYTES
     assert used['spill_stores'] == used['spill_loads'] == 0, used
