@@ -151,15 +151,3 @@ def load_keys(x, batch, start, head, key, num_keys, x_shared, width: int):
             widened(x[batch, start + key + i, head, d], x_shared.dtype),
             zero,
         )
-
-
-@macro
-def load_pages(x, pages_shared, page_size, head, key, x_shared, width: int):
-    """Load keys or values from the pages of `pages_shared`; 0 where it has none."""
-    zero = T.cast(0.0, x_shared.dtype)
-    for i, d in T.Parallel(x_shared.shape[0], x_shared.shape[1]):
-        x_shared[i, d] = T.if_then_else(
-            T.And(pages_shared[i] >= 0, T.truncdiv(d, 8) * 8 < width),
-            widened(x[T.max(pages_shared[i], 0), T.truncmod(key + i, page_size), head, d], x_shared.dtype),
-            zero,
-        )

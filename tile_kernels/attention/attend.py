@@ -30,7 +30,6 @@ from tile_kernels.attention._checks import (
     take,
     window_of,
 )
-from tile_kernels.attention._macros import DENSE, PACKED
 from tile_kernels.attention._samples import SUMS, products, random_attention
 from tile_kernels.attention.attend_bwd_kernels import (
     BLOCK_K,
@@ -264,8 +263,8 @@ def attend(
         return torch.zeros(*q.shape[:-1], value_dim, dtype=q.dtype, device=q.device), lse
     o = torch.empty(*q.shape[:-1], value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
-    static: tuple = (dim, value_dim, q.dtype, q.dtype, packed, seqused_q is not None, PACKED if packed else DENSE)
-    static += (seqused_k is not None, left >= 0 or right >= 0, softcap > 0, None if sink is None else sink.dtype, False)
+    static: tuple = (dim, value_dim, q.dtype, packed, seqused_q is not None, seqused_k is not None)
+    static += (left >= 0 or right >= 0, softcap > 0, None if sink is None else sink.dtype)
     blocks = num_blocks(q, q_heads // kv_heads, number, packed)
     lead = (None,) if packed else ()
     given = (q[lead], k[lead], v[lead], cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
@@ -281,8 +280,7 @@ def attend(
         return o, lse
     own_scale = scale / softcap if softcap > 0 else scale * LOG2E
     options = (blocks, number, bits, own_scale, softcap * LOG2E, bound(left), bound(right))
-    parts = (o[lead].unsqueeze(0), lse[lead].unsqueeze(0).transpose(2, 3))
-    launch(attend_kernel, static, *given, None, None, None, sink, *parts, *options, size=size)
+    launch(attend_kernel, static, *given, sink, o[lead], lse[lead].transpose(1, 2), *options, size=size)
     return o, lse
 
 

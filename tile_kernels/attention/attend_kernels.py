@@ -1,9 +1,8 @@
-"""The forward kernel of attention, for training, prefill and decode. See `attend` for the formula.
+"""The forward kernel of attention for training and prefill, by mma. See `attend` for the formula.
 
 A thread block owns 64 rows of one kv head (see `_macros`) and goes over blocks of the keys that any of them sees.
 Scores come from mma. The mask is applied only in blocks that the band or the end crosses. Softmax stays in registers,
-and so do the weights that mma multiplies with values. With split keys, every split writes its part in float32, and
-`combine` merges.
+and so do the weights that mma multiplies with values. Pages, fp8 keys and split keys are in `decode_kernels`.
 """
 
 import math
@@ -14,12 +13,10 @@ import torch
 from tile_kernels.attention._macros import (
     DENSE,
     PACKED,
-    PAGED,
     THREADS,
     find_block,
     find_keys,
     load_keys,
-    load_pages,
     load_rows,
     make_rows,
     padded,
@@ -91,32 +88,26 @@ def attend_kernel(
     head_dim: int,
     value_dim: int,
     dtype: torch.dtype,
-    key_dtype: torch.dtype,
-    q_packed: bool,
+    packed: bool,
     q_used: bool,
-    keys: str,
     k_used: bool,
     banded: bool,
     capped: bool,
     sink_dtype: torch.dtype | None,
-    split: bool,
 ):
-    """`keys` says how keys are stored; codes of `key_dtype` are widened to `dtype` in shared memory."""
+    """Dense or packed sequences; `q_used` and `k_used` say whether they may be shortened."""
     q_batch, q_tokens, q_heads = T.dynamic('q_batch'), T.dynamic('q_tokens'), T.dynamic('q_heads')
     k_batch, k_tokens, kv_heads = T.dynamic('k_batch'), T.dynamic('k_tokens'), T.dynamic('kv_heads')
     num_q, num_k, num_used_q, num_used_k = (T.dynamic(name) for name in ('num_q', 'num_k', 'num_used_q', 'num_used_k'))
-    num_tables, num_pages, num_scales = T.dynamic('num_tables'), T.dynamic('num_pages'), T.dynamic('num_scales')
-    num_splits = T.dynamic('num_splits')
-    elem, key_elem = T.dtype(dtype), T.dtype(key_dtype)
-    fp8 = key_dtype is not dtype
+    elem = T.dtype(dtype)
     wide, wide_v = padded(head_dim), padded(value_dim)
     block_n = 64 if wide_v <= 128 else 32  # scores and sums share the registers
     q_type, q_strides = strided('q', (q_batch, q_tokens, q_heads, head_dim), elem)
-    k_type, k_strides = strided('k', (k_batch, k_tokens, kv_heads, head_dim), key_elem)
-    v_type, v_strides = strided('v', (k_batch, k_tokens, kv_heads, value_dim), key_elem)
-    lse_strides = [T.dynamic(f'lse_stride{dim}') for dim in range(4)]
-    lse_type = T.StridedTensor((num_splits, q_batch, q_tokens, q_heads), lse_strides, T.float32)
-    inf, nan = math.inf, math.nan
+    k_type, k_strides = strided('k', (k_batch, k_tokens, kv_heads, head_dim), elem)
+    v_type, v_strides = strided('v', (k_batch, k_tokens, kv_heads, value_dim), elem)
+    lse_strides = [T.dynamic(f'lse_stride{dim}') for dim in range(3)]
+    lse_type = T.StridedTensor((q_batch, q_tokens, q_heads), lse_strides, T.float32)
+    inf = math.inf
 
     @T.prim_func
     def attend(
@@ -127,11 +118,8 @@ def attend_kernel(
         cu_seqlens_k: T.Tensor((num_k,), T.int32),
         seqused_q: T.Tensor((num_used_q,), T.int32),
         seqused_k: T.Tensor((num_used_k,), T.int32),
-        block_table: T.Tensor((num_tables, num_pages), T.int32),
-        k_descale: T.Tensor((num_scales, kv_heads), T.float32),
-        v_descale: T.Tensor((num_scales, kv_heads), T.float32),
         sink: T.Tensor((q_heads,), T.dtype(sink_dtype or torch.float32)),
-        o: T.Tensor((num_splits, q_batch, q_tokens, q_heads, value_dim), T.float32 if split else elem),
+        o: T.Tensor((q_batch, q_tokens, q_heads, value_dim), elem),
         lse: lse_type,
         num_blocks: T.int32,
         num_sequences: T.int32,
@@ -141,11 +129,9 @@ def attend_kernel(
         left: T.int32,
         right: T.int32,
     ):
-        with T.Kernel(num_blocks, kv_heads, num_splits, threads=THREADS) as (index, head, part):
-            for stride in q_strides:
+        with T.Kernel(num_blocks, kv_heads, threads=THREADS) as (index, head):
+            for stride in q_strides + k_strides + v_strides:
                 T.assume(stride % 8 == 0)
-            for stride in k_strides + v_strides:
-                T.assume(stride % (16 // key_dtype.itemsize) == 0)
             q_shared = T.alloc_shared((BLOCK_M, wide), elem)
             k_shared = T.alloc_shared((block_n, wide), elem)
             v_shared = T.alloc_shared((block_n, wide_v), elem)
@@ -159,45 +145,14 @@ def attend_kernel(
             rows = make_rows(BLOCK_M)
             group = T.alloc_var(T.int32)  # a variable, lest its division be repeated
             group = T.truncdiv(q_heads, kv_heads)
-            block = find_block(cu_seqlens_q, index, num_sequences, bits, q_tokens, group, BLOCK_M, q_packed)
+            block = find_block(cu_seqlens_q, index, num_sequences, bits, q_tokens, group, BLOCK_M, packed)
             sequence, start, row = block.sequence, block.start, block.row
             num_rows = block.length * group
             if row < num_rows:
                 used_rows = used_length(seqused_q, sequence, num_sequences, block.length, q_used) * group
-                wrong = T.alloc_var(T.int32, init=0)  # a page that does not exist, or too few pages
-                key_batch = T.alloc_var(T.int32, init=0)
-                key_start = T.alloc_var(T.int32, init=0)
-                num_keys = T.alloc_var(T.int32, init=0)
-                if keys in (DENSE, PACKED):
-                    own = find_keys(cu_seqlens_k, seqused_k, sequence, num_sequences, k_tokens, keys, k_used)
-                    key_batch = own.batch
-                    key_start = own.start
-                    num_keys = own.number
-                else:
-                    if sequence < num_sequences:
-                        key_batch = sequence
-                        num_keys = T.max(seqused_k[sequence], 0)
-                    capacity = num_pages * k_tokens if keys == PAGED else k_tokens
-                    if num_keys > capacity:
-                        wrong = 1
-                        num_keys = 0
-                if keys == PAGED:
-                    pages_shared = T.alloc_shared((block_n,), T.int32)
-                    ids = T.alloc_fragment((THREADS,), T.int32)
-                    largest = T.alloc_fragment((1,), T.int32)
-                    own_pages = T.truncdiv(num_keys + k_tokens - 1, k_tokens)
-                    T.fill(ids, -1)
-                    for step in T.serial(T.truncdiv(own_pages + THREADS - 1, THREADS)):
-                        for i in T.Parallel(THREADS):
-                            if step * THREADS + i < own_pages:
-                                ids[i] = T.max(ids[i], block_table[key_batch, step * THREADS + i])
-                    T.reduce_max(ids, largest, dim=0)
-                    pages_shared[0] = largest[0]
-                    T.sync_threads()
-                    if pages_shared[0] >= k_batch:
-                        wrong = 1
-                        num_keys = 0
-                    T.sync_threads()
+                stored = PACKED if packed else DENSE
+                own = find_keys(cu_seqlens_k, seqused_k, sequence, num_sequences, k_tokens, stored, k_used)
+                num_keys = own.number
 
                 # Keys that any row of the block sees.
                 offset = num_keys - T.truncdiv(used_rows, group)
@@ -210,36 +165,18 @@ def attend_kernel(
                     if banded:
                         first = T.truncdiv(first_key(first_position, left), block_n)
                         last = T.truncdiv(last_key(last_position, right, num_keys) + block_n - 1, block_n)
-                    if split:
-                        every = T.truncdiv(T.truncdiv(num_keys + block_n - 1, block_n) + num_splits - 1, num_splits)
-                        first = T.max(first, part * every)
-                        last = T.min(last, (part + 1) * every)
 
                 place_rows(rows, head, group, row)
                 load_rows(q, block.batch, start, rows, row, used_rows, q_shared, head_dim)
                 T.fill(top, -inf)
                 T.clear(total)
                 T.clear(acc)
-                key_scale = scale * k_descale[T.min(sequence, num_scales - 1), head] if fp8 else scale
                 for step in T.serial(T.max(last - first, 0)):
                     key = (first + step) * block_n
-                    if keys == PAGED:
-                        for j in T.Parallel(block_n):
-                            pages_shared[j] = T.if_then_else(
-                                key + j < num_keys,
-                                block_table[key_batch, T.min(T.truncdiv(key + j, k_tokens), num_pages - 1)],
-                                -1,
-                            )
-                        load_pages(k, pages_shared, k_tokens, head, key, k_shared, head_dim)
-                        load_pages(v, pages_shared, k_tokens, head, key, v_shared, value_dim)
-                    else:
-                        load_keys(k, key_batch, key_start, head, key, num_keys, k_shared, head_dim)
-                        load_keys(v, key_batch, key_start, head, key, num_keys, v_shared, value_dim)
-                    score_block(q_shared, k_shared, scores, key_scale, cap, capped)
-                    if keys == PAGED:
-                        for i, j in T.Parallel(BLOCK_M, block_n):
-                            scores[i, j] = T.if_then_else(pages_shared[j] >= 0, scores[i, j], -inf)
-                    elif key + block_n > num_keys:
+                    load_keys(k, own.batch, own.start, head, key, num_keys, k_shared, head_dim)
+                    load_keys(v, own.batch, own.start, head, key, num_keys, v_shared, value_dim)
+                    score_block(q_shared, k_shared, scores, scale, cap, capped)
+                    if key + block_n > num_keys:
                         for i, j in T.Parallel(BLOCK_M, block_n):
                             scores[i, j] = T.if_then_else(key + j < num_keys, scores[i, j], -inf)
                     crosses = crosses_band(first_position, last_position, key, block_n, left, right)
@@ -267,17 +204,13 @@ def attend_kernel(
                     if sink_dtype is not None:
                         number = T.cast(sink[T.min(own_head, q_heads - 1)], T.float32) * LOG2E
                         factor[i] = factor[i] + T.exp2(number - finite_top(top[i]))
-                    value_scale = v_descale[T.min(sequence, num_scales - 1), head] if fp8 else T.float32(1.0)
-                    factor[i] = T.if_then_else(seen, value_scale / factor[i], T.float32(0.0))
+                    factor[i] = T.if_then_else(seen, 1.0 / factor[i], T.float32(0.0))
                     top[i] = T.if_then_else(seen, (top[i] + T.log2(total[i])) * LN2, T.float32(-inf))
-                    if wrong != 0:
-                        factor[i] = nan
-                        top[i] = nan
                     if row + i < num_rows:
-                        lse[part, block.batch, token, own_head] = top[i]  # type: ignore[index]
+                        lse[block.batch, token, own_head] = top[i]  # type: ignore[index]
                 for i, d in T.Parallel(BLOCK_M, wide_v):
                     if T.And(row + i < num_rows, d < value_dim):
-                        o[part, block.batch, start + rows.query[i], rows.head[i], d] = T.if_then_else(
+                        o[block.batch, start + rows.query[i], rows.head[i], d] = T.if_then_else(
                             top[i] == -inf, 0.0, acc[i, d] * factor[i]
                         )
 

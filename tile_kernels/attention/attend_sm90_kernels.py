@@ -51,9 +51,8 @@ def key_block(wide: int, wide_v: int) -> int:
 
 
 def serves(static: Any, gpu: Gpu) -> bool:
-    """Dense and packed sequences; pages, fp8 keys and split keys use `attend_kernel`."""
-    own = static.keys in (DENSE, PACKED) and (static.keys == PACKED) == static.q_packed
-    return gpu.has_wgmma and own and not static.split and static.key_dtype is static.dtype
+    """All calls, on GPUs with wgmma."""
+    return gpu.has_wgmma
 
 
 # Tiles --------------------------------------------------------------------------------------
@@ -352,15 +351,12 @@ def attend_sm90_kernel(
     head_dim: int,
     value_dim: int,
     dtype: torch.dtype,
-    key_dtype: torch.dtype,
-    q_packed: bool,
+    packed: bool,
     q_used: bool,
-    keys: str,
     k_used: bool,
     banded: bool,
     capped: bool,
     sink_dtype: torch.dtype | None,
-    split: bool,
 ):
     """Takes the static arguments of `attend_kernel`; `scale` must be positive."""
     q_batch, q_tokens, q_heads = T.dynamic('q_batch'), T.dynamic('q_tokens'), T.dynamic('q_heads')
@@ -430,7 +426,7 @@ def attend_sm90_kernel(
                 q_heads,
                 left,
                 right,
-                q_packed,
+                packed,
                 q_used,
                 k_used,
                 banded,
@@ -438,7 +434,7 @@ def attend_sm90_kernel(
             group = T.alloc_var(T.int32)
             group = T.truncdiv(q_heads, kv_heads)
             section = T.alloc_var(T.int32)
-            length = T.truncdiv(k_tokens, T.max(num_sequences, 1)) + 1 if q_packed else k_tokens
+            length = T.truncdiv(k_tokens, T.max(num_sequences, 1)) + 1 if packed else k_tokens
             section = T.max(T.truncdiv(L2_BYTES // (2 * (wide + wide_v)), length), 1) * group
             turns = T.alloc_var(T.int32)
             turns = T.truncdiv(num_tiles(calls) + num_blocks - 1, num_blocks)

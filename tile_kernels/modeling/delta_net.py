@@ -10,6 +10,7 @@ changes the state in place.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +47,7 @@ class DeltaState:
         self.recurrent[own] = 0
 
 
-class _DeltaLayer(nn.Module):
+class _DeltaLayer(nn.Module, ABC):
     """What both layers share; they differ in the gates."""
 
     #: The gate of the output.
@@ -105,18 +106,21 @@ class _DeltaLayer(nn.Module):
         self._make_gates()
         self.reset_parameters()
 
+    @abstractmethod
     def _gate_size(self) -> int:
-        raise NotImplementedError
+        """Numbers of `dt_bias`."""
 
+    @abstractmethod
     def _make_gates(self) -> None:
-        raise NotImplementedError
+        """Add the projections of decay and output gate."""
 
+    @abstractmethod
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs of the decay, and of the gate of the output (rows, head_v_dim)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _run(self, recurrent: bool, *operands: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-        raise NotImplementedError
+        """The delta rule, in chunks or token by token."""
 
     def reset_parameters(self) -> None:
         """Rates between 1 and 16, steps between 1e-3 and 1e-1, as in Mamba-2."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import cache
 from typing import Any
 
@@ -30,7 +31,7 @@ def philox(counter: list[np.ndarray], key: list[np.ndarray]) -> list[np.ndarray]
     return [a, b, c, d]
 
 
-class Generators:
+class Generators(ABC):
     """One generator for every thread of a batch of blocks."""
 
     def __init__(self, shape: tuple[int, int]) -> None:
@@ -43,13 +44,13 @@ class Generators:
         self.has_extra = {kind: held & ~lanes for kind, held in self.has_extra.items()}
         self.seed(lanes, seed, sequence, offset)
 
+    @abstractmethod
     def seed(self, lanes: np.ndarray, seed: np.ndarray, sequence: np.ndarray, offset: np.ndarray) -> None:
         """Set the generators of `lanes` to a position of a sequence."""
-        raise NotImplementedError
 
+    @abstractmethod
     def draw(self, lanes: np.ndarray) -> np.ndarray:
         """`curand`: the next 32 bits; only the generators of `lanes` advance."""
-        raise NotImplementedError
 
     def uniform(self, lanes: np.ndarray) -> np.ndarray:
         """`curand_uniform`: from (0, 1]."""
