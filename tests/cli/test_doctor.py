@@ -115,13 +115,13 @@ CASES = {
     'shared memory': (
         {'probe_error': 'Failed to set the allowed dynamic shared memory size to 250000'},
         'error',
-        'needs more shared memory than the GPU has; choose a smaller tile',
+        'asks for 244 KB of shared memory, and the GPU gives a block 227 KB',
         'report it',
     ),
     'resources': (
         {'probe_error': 'CUDA error: too many resources requested for launch'},
         'error',
-        'needs more registers or threads than the GPU has; choose fewer threads',
+        'need more than the 65536 registers of an SM; choose fewer threads',
         'report it',
     ),
     'wrong result': (

@@ -65,7 +65,7 @@ def test_a_process_that_dies_is_reported(tmp_path, monkeypatch):
     given = {'moe.normalize_weight': [{'num_topk': k} for k in range(1, 10)]}
     failures = precompile(given, out=tmp_path, jobs=2, progress=False).failures
     assert len(failures) == 9
-    assert all('compiling process' in reason for reason in failures.values())
+    assert set(failures.values()) == {'its process ended with exit status 1'}
 
 
 def test_the_function_is_the_name_of_the_package():

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import tile_kernels
-from tile_kernels.cli import console, sweep
+from tile_kernels.cli import console
 from tile_kernels.core.cases import Case, case_id
 from tile_kernels.core.errors import ArgumentError, TileKernelsError
 from tile_kernels.core.gpus import arch_of
@@ -48,11 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         '--json', metavar='FILE', type=Path, help='append the records to FILE, one JSON object per line'
     )
     parser.add_argument('--commit', help='commit the records carry, where the package is not in a git checkout')
-    sweep.add_arguments(parser)
+    parser.add_argument('--sweep', action='store_true', help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; returns 1 if an op disagreed with its twin."""
+    if args.sweep:
+        raise ArgumentError('--sweep is a command of its own now: tile-kernels tune OP --all')
     if args.json is not None:
         check_writable(args.json)
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
@@ -63,9 +65,6 @@ def run(args: argparse.Namespace) -> int:
     if not chosen:
         raise ArgumentError(f'ops have no {level} cases')
     context = circumstances(device, args.commit)
-    if args.sweep:
-        return sweep.run(chosen, device, args, context)
-    sweep.refuse_arguments(args)
     base = base_records(args.base, args.ops, level) if args.base else None
     records, refusals = measure_all(chosen, device, context, args.json)
     report(records, refusals, device, args.base, base)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 
 from tile_kernels.cli import console
 from tile_kernels.core.cases import Case, case_id
@@ -15,13 +17,16 @@ from tile_kernels.core.registry import case_by_id, find_op, typical_case, words_
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `explain`."""
-    add_case_arguments(parser)
+    add_case_arguments(parser, optional=True)
+    parser.add_argument('--error', metavar='FILE', help='explain the error text in a file instead; - reads the input')
     parser.add_argument('--device', default='h200', choices=GPUS, help='GPU to explain the call for (default h200)')
 
 
-def add_case_arguments(parser: argparse.ArgumentParser) -> None:
+def add_case_arguments(parser: argparse.ArgumentParser, optional: bool = False) -> None:
     """An op and one of its cases; also used by `show`."""
-    parser.add_argument('op', metavar='OP', help='name of an op, as tile-kernels list prints it')
+    parser.add_argument(
+        'op', metavar='OP', nargs='?' if optional else None, help='name of an op, as tile-kernels list prints it'
+    )
     changes = "changes to the op's first benchmark case"
     parser.add_argument('values', nargs='*', default=[], metavar='KEY=VALUE', help=changes)
     parser.add_argument('--case', metavar='ID', help='one of the cases of the op, by its id')
@@ -36,7 +41,11 @@ def selected_case(args: argparse.Namespace) -> tuple[Op, Case]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print one row per launch."""
+    """Print one row per launch, or the explanation of an error text."""
+    if (args.op is None) == (args.error is None):
+        raise ArgumentError('explain: give either an op or --error FILE')
+    if args.error is not None:
+        return _explain_error(args.error)
     op, case = selected_case(args)
     found = explain_case(op, case, args.device)
     rows = [
@@ -66,4 +75,16 @@ def run(args: argparse.Namespace) -> int:
         )
     else:
         out.print('launches nothing: the problem is empty')
+    return 0
+
+
+def _explain_error(name: str) -> int:
+    """Print cause, action and line of an error text, or the text itself if it is unknown."""
+    from tile_kernels.sight.errors import explain_error
+
+    try:
+        text = sys.stdin.read() if name == '-' else Path(name).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError(f'explain: cannot read {name}: {error}') from None
+    sys.stdout.write(f'{explain_error(text)}\n')
     return 0

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import tile_kernels
-from tile_kernels.cli import bench, cache, catalog, debug, demo, doctor, explain, precompile, show
+from tile_kernels.cli import bench, cache, catalog, debug, demo, doctor, explain, precompile, profile, show, tune
 from tile_kernels.core.errors import TileKernelsError
 
 COMMANDS = {
@@ -17,6 +17,8 @@ COMMANDS = {
     'show': show,
     'explain': explain,
     'bench': bench,
+    'tune': tune,
+    'profile': profile,
     'debug': debug,
     'precompile': precompile,
     'cache': cache,
