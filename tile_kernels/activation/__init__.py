@@ -4,6 +4,7 @@ from tile_kernels.activation.fused_swiglu_quant_fp8 import fused_swiglu_quant_fp
 from tile_kernels.activation.swiglu_backward import swiglu_backward
 from tile_kernels.activation.swiglu_backward_and_per_token_cast import swiglu_backward_and_per_token_cast
 from tile_kernels.activation.swiglu_forward import swiglu_forward
+from tile_kernels.activation.swiglu_forward_and_per_block_cast import swiglu_forward_and_per_block_cast
 from tile_kernels.activation.swiglu_forward_and_per_channel_cast_and_transpose import (
     swiglu_forward_and_per_channel_cast_and_transpose,
 )
@@ -14,6 +15,7 @@ __all__ = [
     'swiglu_backward',
     'swiglu_backward_and_per_token_cast',
     'swiglu_forward',
+    'swiglu_forward_and_per_block_cast',
     'swiglu_forward_and_per_channel_cast_and_transpose',
     'swiglu_forward_and_per_token_cast',
 ]

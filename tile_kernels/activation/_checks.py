@@ -101,6 +101,14 @@ def weight_scale_of(routed_scaling_factor: float | None, topk_weights: Tensor | 
     return routed_scaling_factor
 
 
+def check_place(pos_to_token_topk: Tensor | None, topk_weights: Tensor | None, num_rows: int) -> Tensor | None:
+    """The map of weights; one to no weights says nothing, but has to be one."""
+    if topk_weights is None and pos_to_token_topk is not None:
+        check.shape(pos_to_token_topk, 'pos_to_token_topk', 'num_rows', dtype=torch.int32, num_rows=num_rows)
+        return None
+    return pos_to_token_topk
+
+
 def counted_clamp(clamp_value: float | None, clamped_count: Tensor | None) -> float | None:
     """The clamp: infinity if there is none but clamped elements are to be counted."""
     return math.inf if clamp_value is None and clamped_count is not None else clamp_value

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tile_kernels.activation._checks import (
     check_halves,
+    check_place,
     counted_clamp,
     weight_scale_of,
 )
@@ -107,9 +108,6 @@ def swiglu_forward_and_per_token_cast(
     """
     flags = use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0
     num_rows, width = check.shape(x, 'x', 'num_rows 2*hidden')
-    if topk_weights is None and pos_to_token_topk is not None:  # a map to no weights says nothing
-        check.shape(pos_to_token_topk, 'pos_to_token_topk', 'num_rows', dtype=torch.int32, num_rows=num_rows)
-        pos_to_token_topk = None
     if swiglu_clamp_value is not None and clamp_value is not None:
         check.fail('swiglu_clamp_value and clamp_value', 'must not both be given', 'both')
     clamp = clamp_value if swiglu_clamp_value is None else swiglu_clamp_value
@@ -118,7 +116,7 @@ def swiglu_forward_and_per_token_cast(
         token_format(fmt, num_per_channels, (num_rows, width // 2), *flags, elements=('e4m3', 'e5m2', 'e2m1')),
         None,
         topk_weights,
-        pos_to_token_topk,
+        check_place(pos_to_token_topk, topk_weights, num_rows),
         pos_to_expert,
         psum_num_tokens_per_expert,
         weight_scale_of(routed_scaling_factor, topk_weights),

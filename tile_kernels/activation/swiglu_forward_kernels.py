@@ -24,7 +24,7 @@ from tile_kernels.activation._macros import (
 )
 from tile_kernels.core import check
 from tile_kernels.core.formats import QuantFormat
-from tile_kernels.core.jit import kernel
+from tile_kernels.core.jit import Kernel, kernel
 from tile_kernels.core.lang import WARP, T, macro, resident_blocks
 from tile_kernels.core.launch import launch
 from tile_kernels.device.codes import code_registers, encode_and_store
@@ -278,8 +278,12 @@ def launch_forward(
     clamped_count: Tensor | None,
     alignment: int,
     amax_floor: float,
+    builder: Kernel = swiglu_forward_kernel,
 ) -> None:
-    """Check what describes the rows and launch the kernel, which fills y and y_sf."""
+    """Check what describes the rows and launch the kernel, which fills y and y_sf.
+
+    `builder` has the static arguments and the parameters of `swiglu_forward_kernel`.
+    """
     num_tokens, clamp = x.shape[0], check_clamp(clamp_value)
     static = (
         *(hidden, out, x.dtype, check.vector_bytes(x, up), up is not None),
@@ -289,4 +293,4 @@ def launch_forward(
         check_counts(x, clamp_value, clamped_count),
     )
     rows = (topk_weights, pos_to_token_topk, pos_to_expert, psum, clamped_count)
-    launch(swiglu_forward_kernel, static, x, up, y, y_sf, *rows, weight_scale, clamp, alignment, amax_floor)
+    launch(builder, static, x, up, y, y_sf, *rows, weight_scale, clamp, alignment, amax_floor)

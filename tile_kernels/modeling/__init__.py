@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from tile_kernels.modeling.delta_net import GatedDeltaNet, KimiDeltaAttention
     from tile_kernels.modeling.engram import Engram, EngramGateLayer
     from tile_kernels.modeling.mamba2 import Mamba2
+    from tile_kernels.modeling.mhc.block import MHCBlock, MixApply, MixSplit, SinkhornNormalizer
     from tile_kernels.modeling.mhc.pipeline import MHCPipeline
     from tile_kernels.modeling.mla import MLA
     from tile_kernels.modeling.moe import MoELayer
@@ -24,13 +25,17 @@ _HOMES = {
     'EngramGateLayer': 'engram',
     'GatedDeltaNet': 'delta_net',
     'KimiDeltaAttention': 'delta_net',
+    'MHCBlock': 'mhc.block',
     'MHCPipeline': 'mhc.pipeline',
     'MLA': 'mla',
     'Mamba2': 'mamba2',
+    'MixApply': 'mhc.block',
+    'MixSplit': 'mhc.block',
     'MoELayer': 'moe',
     'NSA': 'nsa',
     'QuantLinear': 'quant_linear',
     'Retention': 'retention',
+    'SinkhornNormalizer': 'mhc.block',
     'quantize_model': 'quant_linear',
 }
 _MODULES = tuple(sorted({home.partition('.')[0] for home in _HOMES.values()}))

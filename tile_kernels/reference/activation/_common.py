@@ -79,10 +79,12 @@ def activate(
 
 
 def cast_rows(act: Tensor, fmt: QuantFormat, amax_floor: float | None, real: Tensor | None) -> QuantTensor:
-    """Quantize rows; the scale factors of padding rows are 0."""
+    """Quantize rows or blocks of rows; the scale factors of blocks without a real row are 0."""
     sf, sf_inv = scale_factors(act, fmt, amax_floor)
     if real is not None:
-        sf = torch.where(real, sf.float(), 0.0).to(sf.dtype)
+        height = fmt.sf_block[0]
+        whole_blocks = torch.nn.functional.pad(real, (0, 0, 0, -real.shape[0] % height))
+        sf = torch.where(whole_blocks.view(-1, height, 1).any(1), sf.float(), 0.0).to(sf.dtype)
     return QuantTensor(quantize(act, sf_inv, fmt), store_sf(sf, fmt, *act.shape), fmt)
 
 
