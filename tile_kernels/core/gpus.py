@@ -108,6 +108,9 @@ GPUS: dict[str, Gpu] = {
     'rtx5090': _gpu('RTX 5090', 120, 170, 99, 96, 1.792, (104.8, 209.5, 419)),
 }
 
+#: AMD architectures for which kernels can be lowered, and the KB of shared memory (LDS) of a block; nothing runs there.
+AMD_SHARED_KB = {'gfx942': 64, 'gfx950': 160}
+
 #: The GPU of a dry run without an explicit GPU.
 DEFAULT_GPU = GPUS['h200']
 
@@ -134,9 +137,14 @@ def check_arch(arch: str) -> str:
 
 
 def gpu_named(name: str) -> Gpu:
-    """A GPU by its name in `GPUS`, or by an architecture: its first known GPU, or that of the closest older one."""
+    """A GPU by its name in `GPUS`, or by an architecture: its first known GPU, or that of the closest older one.
+
+    For an AMD architecture it is an A100 with other shared memory: kernels are chosen without wgmma, TMA and clusters.
+    """
     if name in GPUS:
         return GPUS[name]
+    if name in AMD_SHARED_KB:
+        return replace(GPUS['a100'], name=name, smem_per_block=AMD_SHARED_KB[name] << 10)
     number = arch_number(check_arch(name))
     closest = max(gpu.arch for gpu in GPUS.values() if gpu.arch <= number)
     gpu = next(gpu for gpu in GPUS.values() if gpu.arch == closest)
