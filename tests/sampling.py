@@ -24,6 +24,7 @@ def a_few_of_each(items: Iterable[Any], kind: Callable[[Any], Any], count: int) 
 
 #: Families and modules whose kernels ran on no GPU yet.
 ON_NO_GPU_YET = (
+    'tile_kernels.activation.swiglu_forward_and_per_block_cast',
     'tile_kernels.attention.',
     'tile_kernels.linear_attention.',
     'tile_kernels.gemm.gemm_kernels',

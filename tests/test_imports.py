@@ -57,8 +57,11 @@ ALLOWED = {
         'norm',
         'quant',
     },
+    'profiler': {'core', 'interpreter', 'profiler', 'sight', 'tuning'},
     'rand': {'core', 'rand'},
+    'sight': {'core', 'interpreter', 'sight'},
     'transform': {'core', 'transform'},
+    'tuning': {'core', 'interpreter', 'sight', 'testing', 'tuning'},
     'mhc': {'core', 'device', 'mhc'},
     'moe': {'core', 'device', 'modeling', 'moe', 'quant'},  # routing builds on casts; the layer is offered here as well
     'quant': {'activation', 'core', 'device', 'norm', 'quant'},  # offers the names of TileKernels, loaded late
@@ -77,9 +80,10 @@ def test_importing_registers_operators_and_loads_no_tilelang_no_cuda_and_no_twin
     out = run(
         "import sys, torch, tile_kernels; print(hasattr(torch.ops.tile_kernels, 'quant_per_token_cast'), "
         'torch.cuda.is_initialized(), '
-        "*(name in sys.modules for name in ('tilelang', 'tvm_ffi', 'rich', 'tile_kernels.reference')))"
+        "*(name in sys.modules for name in ('tilelang', 'tvm_ffi', 'rich', 'tile_kernels.reference', "
+        "'tile_kernels.tuning', 'tile_kernels.profiler')))"
     )
-    assert out.split() == ['True'] + ['False'] * 5
+    assert out.split() == ['True'] + ['False'] * 7
 
 
 def test_importing_costs_little_more_than_torch():
@@ -98,7 +102,9 @@ SHOWN_MODULES = {
         'integrations',
         'interpreter',
         'modeling',
+        'profiler',
         'reference',
+        'sight',
         'testing',
         'torch',
         'utils',

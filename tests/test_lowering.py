@@ -1,15 +1,15 @@
-"""Every kernel lowers to CUDA for every architecture it claims; a sample of each is compiled and must not spill."""
+"""Every kernel lowers to CUDA for the architectures it claims; one variant of each is compiled and must not spill."""
 
 import itertools
-import re
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import tile_kernels
+from tests.lowered import facts, touched_early, unfenced_products
 from tests.sampling import ran_on_a_gpu
 from tile_kernels import knobs
-from tile_kernels.core import nvcc
 from tile_kernels.core.gpus import ARCHS, arch_number, gpu_named
 from tile_kernels.core.jit import kernels
 from tile_kernels.core.launch import on_gpu
@@ -29,17 +29,19 @@ def bench_variants() -> tuple[dict[tuple, object], set[str]]:
     Found by dry runs on fake tensors. Those of Hopper, and those of GPUs without wgmma and clusters.
     """
     found, first = {}, set()
-    for op, arch in itertools.product(ops.values(), ('sm_90a', 'sm_80')):
-        if op.case_set is None:
-            continue
-        for case in op.case_set.bench:
-            for few_rows in (False, True) if op.family == 'gemm' else (False,):
-                with on_gpu(arch), knobs(few_rows=few_rows):
-                    launches = op.trace_case(case)
-                first.update(launch.kernel.name for launch in launches[:1])
-                for launch in launches:
-                    key = (launch.kernel.name, launch.static, tuple(launch.config.items()))
-                    found.setdefault(key, launch)
+    for op in ops.values():
+        for case in op.case_set.bench if op.case_set is not None else ():
+            with FakeTensorMode():
+                given = op.case_set.arguments(op.name, case)
+                for arch, few_rows in itertools.product(
+                    ('sm_90a', 'sm_80'), (False, True)[: 1 + (op.family == 'gemm')]
+                ):
+                    with on_gpu(arch), knobs(few_rows=few_rows):
+                        launches = op.trace(**given)
+                    first.update(launch.kernel.name for launch in launches[:1])
+                    for launch in launches:
+                        key = (launch.kernel.name, launch.static, tuple(launch.config.items()))
+                        found.setdefault(key, launch)
     return found, first
 
 
@@ -55,42 +57,17 @@ def one_per_kernel(launches: dict) -> list:
     return list(sample.values())
 
 
-def unfenced_products(source: str) -> list[str]:
-    """Asynchronous products that may not see tiles of cp.async: a fence has to stand between the wait and them."""
-    found, waiting = [], False
-    for line in source.splitlines():
-        if 'cp_async_wait' in line:
-            waiting = True
-        elif 'fence_proxy_async' in line:
-            waiting = False
-        elif 'tl::wgmma_' in line and waiting:
-            found.append(line.strip())
-    return found
-
-
-def touched_early(source: str) -> list[str]:
-    """What a kernel touches or starts before it waits for the one before, if it may be launched before that ends."""
-    first = source.split('__launch_bounds__')[1]  # others of the same launch follow it
-    before, wait, _ = first.partition('cudaGridDependencySynchronize();')
-    if not wait:
-        return []
-    signature, body = re.split(r'\) \{\n', before, maxsplit=1)
-    pointers = re.findall(r'\* (?:__restrict__ )?(\w+)', signature)
-    starts = ['tma_load', 'cudaTriggerProgrammaticLaunchCompletion']
-    return [name for name in pointers + starts if re.search(rf'\b{name}\b', body)]
-
-
 BENCH, FIRST = bench_variants()
 
 
-def check_order(launch, source: str) -> None:
+def check_order(launch, found: dict) -> None:
     """Products see their tiles, and an op begins when all before it has ended.
 
     Inputs of later launches of the op are then as they should be, too: they may be read before the wait.
     """
-    assert unfenced_products(source) == []
+    assert found['named'] and found['unfenced'] == []
     if launch.kernel.name in FIRST:
-        assert touched_early(source) == []
+        assert found['early'] == []
 
 
 def test_every_kernel_has_a_bench_case():
@@ -102,9 +79,8 @@ def test_every_kernel_has_a_bench_case():
 def test_lowers_for_hopper(launch):
     """All variants with `TK_FULL_TEST=1`; one of each kernel is lowered and compiled below."""
     source, dynamic_shared = launch.kernel._lower(launch.static, launch.config, 'sm_90a')
-    assert launch.kernel.name in source
+    assert launch.kernel.name in source and unfenced_products(source) == []
     assert dynamic_shared < SHARED_BYTES
-    check_order(launch, source)
 
 
 def other_architectures() -> list[tuple]:
@@ -124,24 +100,19 @@ def other_architectures() -> list[tuple]:
 
 @pytest.mark.parametrize(('launch', 'arch'), other_architectures())
 def test_lowers_for_other_architectures(launch, arch):
-    source = launch.kernel.source(launch.static, arch=arch, **launch.config)
-    assert launch.kernel.name in source
+    found = facts(launch.kernel, launch.static, launch.config, arch)
+    assert found['named']
     if arch_number(arch) < 90:  # nvcc refuses it there
-        assert 'fence_proxy_async' not in source
+        assert not found['proxy_fence']
 
 
 @pytest.mark.parametrize('launch', one_per_kernel(BENCH), ids=name)
 def test_compiles_for_hopper_without_spills(launch):
-    source, dynamic_shared = launch.kernel._lower(launch.static, launch.config, 'sm_90a')
-    check_order(launch, source)
-    assert dynamic_shared <= SHARED_BYTES
-    chosen = sum(map(ord, launch.kernel.name)) % 3 == 0
-    if ran_on_a_gpu(launch.kernel) and not chosen and not knobs.full_test:
-        return  # nvcc compiled it before it ran; a third of these is compiled again
-    used = nvcc.resources(source, 'sm_90a')
-    assert dynamic_shared + used['static_shared'] <= SHARED_BYTES
-    assert used['spill_stores'] == used['spill_loads'] == 0, used
-    assert 0 < used['registers'] <= 255
+    found = facts(launch.kernel, launch.static, launch.config)
+    check_order(launch, found)
+    assert found['shared'] + found['static_shared'] <= SHARED_BYTES
+    assert found['spill_stores'] == found['spill_loads'] == 0, found
+    assert 0 < found['registers'] <= 255
 
 
 def test_what_begins_too_early_is_found():

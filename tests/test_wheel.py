@@ -24,6 +24,9 @@ def wheel(tmp_path_factory):
     copy, out = tmp_path_factory.mktemp('source'), tmp_path_factory.mktemp('wheel')
     for name in ('tile_kernels', 'tests', 'tools', 'docs', 'examples'):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns('__pycache__'))
+    table = copy / 'tile_kernels' / 'tuned' / 'some-gpu' / 'some_kernel.json'
+    table.parent.mkdir(parents=True)
+    table.write_text('{}')
     for name in ('pyproject.toml', 'README.md', 'LICENSE', 'tile_kernels_pytest.py'):
         shutil.copy(ROOT / name, copy)
     code = f'from setuptools import build_meta; build_meta.build_wheel({str(out)!r})'
@@ -45,7 +48,9 @@ def test_it_holds_every_module_of_the_package_and_the_plugin_and_nothing_else(wh
     own = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob('*.py')} | {'tile_kernels_pytest.py'}
     outside = {path for path in files if not path.startswith('open_tile_kernels-')}
     assert own <= outside
-    assert outside - own == {'tile_kernels/py.typed'}
+    tables = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob('*.json')}
+    table = 'tile_kernels/tuned/some-gpu/some_kernel.json'
+    assert outside - own == {'tile_kernels/py.typed', table} | tables
     assert 'tile_kernels/compat/quant/types.py' in own and 'tile_kernels/compat/torch/__init__.py' in own
 
 

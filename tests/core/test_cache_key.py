@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import tile_kernels
+from tile_kernels import FAMILIES
 from tile_kernels.core import cache, nvcc
 from tile_kernels.core.code_digest import Code, Node, Sources, code
 from tile_kernels.core.jit import kernels
@@ -273,19 +274,22 @@ def is_inside(graph, module, line, nodes):
     return any(statement in graph._statements(node) for node in nodes if node.module == module)
 
 
-@pytest.mark.parametrize('name', sample(1000 if knobs.full_test else 3))
-def test_what_runs_while_a_kernel_is_built_counts(name):
-    launch = launches()[name]
-    nodes = reached(code(), name)
-    ran = executed(launch.kernel, launch.static, launch.config)
-    assert launch.kernel.builder.__code__ in {compiled for _, compiled in ran}
-    for module, compiled in ran:
-        assert is_inside(code(), module, compiled.co_firstlineno, nodes), (module, compiled.co_name)
-        for used in globals_of(compiled):  # an independent look at the same names, through byte code
-            targets, _ = code()._resolve(module, (used,))
-            for target in targets:
-                if target.name and target.module != 'tile_kernels.core.check':
-                    assert target in nodes, (module, compiled.co_name, used)
+@pytest.mark.parametrize('of', FAMILIES)
+def test_what_runs_while_a_kernel_is_built_counts(of):
+    for name in sample(1000 if knobs.full_test else 3):
+        if family(kernels[name]) != of:
+            continue
+        launch = launches()[name]
+        nodes = reached(code(), name)
+        ran = executed(launch.kernel, launch.static, launch.config)
+        assert launch.kernel.builder.__code__ in {compiled for _, compiled in ran}
+        for module, compiled in ran:
+            assert is_inside(code(), module, compiled.co_firstlineno, nodes), (module, compiled.co_name)
+            for used in globals_of(compiled):  # an independent look at the same names, through byte code
+                targets, _ = code()._resolve(module, (used,))
+                for target in targets:
+                    if target.name and target.module != 'tile_kernels.core.check':
+                        assert target in nodes, (module, compiled.co_name, used)
 
 
 def test_the_key_is_the_same_in_every_process(tmp_path):

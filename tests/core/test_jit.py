@@ -12,6 +12,7 @@ from tile_kernels import ArgumentError, CompileError, UnsupportedError, compile_
 from tile_kernels.core import jit, launch, nvcc
 from tile_kernels.core.code_digest import code
 from tile_kernels.core.errors import LaunchError
+from tile_kernels.core.lang import T
 from tile_kernels.moe.expand_and_per_token_cast import expand_and_per_token_cast_kernel
 from tile_kernels.transpose.batched_transpose import batched_transpose_kernel
 
@@ -129,8 +130,8 @@ def test_compiler_failures_carry_kernel_and_arguments(sample):
     [
         ('nvcc fatal   : Unsupported gpu architecture', 'does not know the GPU architecture'),
         ("error: identifier '__nv_fp8_e4m3' is undefined", 'does not know the FP8 types'),
-        ('Failed to set the allowed dynamic shared memory size to 300000', 'more shared memory than the GPU has'),
-        ('CUDA_ERROR: too many resources requested for launch', 'more registers or threads'),
+        ('Failed to set the allowed dynamic shared memory size to 300000', 'asks for 293 KB of shared memory'),
+        ('CUDA_ERROR: too many resources requested for launch', 'more than the 65536 registers'),
         ('Could not find CUDA installation', 'no CUDA toolkit found'),
         ('line one\nfoo.cu(3): error: expected a ;\nmore', 'foo.cu(3): error: expected a ;'),
     ],
@@ -168,3 +169,31 @@ def test_refused_launches_name_the_kernel(sample, warm_cache):
             launch.launch(sample.spread_kernel, STATIC, x, y, 1.0)
     finally:
         sample.spread_kernel.bound.clear()
+
+
+def test_pass_configs_are_a_part_of_the_key(sample):
+    def digest(pass_configs):
+        kernel = jit.Kernel(sample.spread_kernel.builder, None, {}, pass_configs)
+        return kernel._digest(STATIC, {'num_threads': 128}, 'sm_90a')
+
+    some = [{}, {'TL_DISABLE_WGMMA': True}, {'TL_DISABLE_WGMMA': False}, {'TL_DISABLE_SAFE_MEMORY_ACCESS': True}]
+    assert len({digest(pass_configs) for pass_configs in some}) == len(some)
+    assert digest({'a': 1, 'b': 2}) == digest({'b': 2, 'a': 1})
+
+
+def test_a_builder_that_fails_prints_no_program(caplog, capfd):
+    @jit.kernel()
+    def broken_kernel(n: int):
+        @T.prim_func
+        def broken(x: T.Tensor((n,), T.float32)):
+            with T.Kernel(1, threads=128):
+                x[0] = T.float32(1 // (n - n))
+
+        return broken
+
+    try:
+        with pytest.raises(CompileError, match='broken_kernel'):
+            broken_kernel.tir(4)
+    finally:
+        del jit.kernels['broken_kernel']
+    assert capfd.readouterr().err == '' and caplog.text == ''

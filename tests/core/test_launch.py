@@ -153,3 +153,42 @@ def test_gpus_are_found_by_name_and_by_architecture():
     for name in ('k80', 'sm_70'):
         with pytest.raises(ArgumentError, match=f"arch must be a name like sm_90a, .*, got '{name}'; known GPUs"):
             gpu_named(name)
+
+
+def test_a_forced_config_also_holds_for_a_kernel_that_is_bound(sample):
+    x, y = torch.randn(2, 32), torch.empty(2, 4, 32)
+
+    def bound(*args):
+        raise AssertionError('the bound function has another config')
+
+    sample.spread_kernel.bound[(STATIC, 2, -1)] = bound
+    try:
+        with knobs(interpret=True), launch.forced_config(num_threads=64):
+            launch.launch(sample.spread_kernel, STATIC, x, y, 2.0)
+        with knobs(interpret=True), on_gpu('a100'):
+            launch.launch(sample.spread_kernel, STATIC, x, y, 3.0)
+    finally:
+        sample.spread_kernel.bound.clear()
+    assert torch.equal(y, (3 * x).unsqueeze(1).expand_as(y))
+
+
+def test_every_config_and_device_has_its_own_loaded_kernel(sample, monkeypatch):
+    class Elsewhere(torch.Tensor):
+        index = 0
+        device = torch.device('cuda:0')
+        get_device = lambda self: self.index
+
+    monkeypatch.setattr(launch, 'gpu_of', lambda x: GPUS['h200'])
+    monkeypatch.setattr(launch, 'arch_of', lambda index: 'sm_90a')
+    monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: False)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 1)
+    kernel = jit.Kernel(sample.spread_kernel.builder, sample.choose, {'num_threads': (64, 128)}, {})
+    monkeypatch.setattr(kernel, 'load', lambda static, config, arch: (static, dict(config), object()))
+    x = Elsewhere()
+    small, large = (launch._bind(kernel, STATIC, size, x, ()) for size in (1, 5))
+    assert small[1] == {'num_threads': 64} and large[1] == {'num_threads': 128}
+    assert launch._bind(kernel, STATIC, 7, x, ()) is large and launch._bind(kernel, (64, 4), 5, x, ())[0] == (64, 4)
+    with launch.forced_config(num_threads=64):
+        assert launch._bind(kernel, STATIC, 5, x, ()) is small
+    x.index = 1
+    assert launch._bind(kernel, STATIC, 5, x, ())[2] is not large[2]

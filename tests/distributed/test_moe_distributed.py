@@ -103,3 +103,18 @@ def test_rows_of_any_stride_travel():
 def test_without_a_process_group_it_says_so():
     with pytest.raises(ArgumentError, match='needs a process group'):
         MoEDistributed(4, 2)
+
+
+def test_two_groups_of_ranks_keep_to_themselves():
+    found = workers.spawn(workers.subgroups, 4)
+    for rank in range(4):
+        assert found[rank]['place'] == (rank % 2, 2)
+        torch.testing.assert_close(found[rank]['back'], found[rank]['tokens'], rtol=0, atol=0)
+        partners = [found[other]['tokens'] for other in range(rank // 2 * 2, rank // 2 * 2 + 2)]
+        torch.testing.assert_close(found[rank]['rows'], torch.cat([x[rank % 2 :: 2] for x in partners]), rtol=0, atol=0)
+
+
+def test_results_are_gathered_once():
+    found = workers.spawn(workers.gather_twice, 2)
+    for rank in (0, 1):
+        assert found[rank] == 'MoEDistributed: gather_output must follow route_tokens'

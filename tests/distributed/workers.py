@@ -178,3 +178,25 @@ def strided_rows(rank, world_size, results):
     x = torch.randn(8, 3 * rank).T
     rows = router.route_tokens(x, torch.arange(3 * rank).unsqueeze(1)).hidden
     results[rank] = (router.gather_output(rows.T.contiguous().T), x.contiguous())
+
+
+def subgroups(rank, world_size, results):
+    """Two pairs of ranks, each with a router of its own; expert e of a pair belongs to its rank e."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    router = MoEDistributed(2, 1, group=groups[rank // 2])
+    torch.manual_seed(rank)
+    x = torch.randn(4, 8)
+    rows = router.route_tokens(x, torch.tensor([[0], [1], [0], [1]])).hidden
+    back = router.gather_output(rows)
+    results[rank] = dict(place=(router.rank, router.world_size), tokens=x, rows=rows, back=back)
+
+
+def gather_twice(rank, world_size, results):
+    """The state of an exchange serves one `gather_output`."""
+    router = MoEDistributed(4, 1)
+    rows = router.route_tokens(torch.randn(3, 8), torch.tensor([[0], [2], [3]])).hidden
+    router.gather_output(rows)
+    try:
+        router.gather_output(rows)
+    except ArgumentError as error:
+        results[rank] = str(error)

@@ -220,3 +220,16 @@ def test_fifty_runs_give_the_same_bits():
     for _ in range(49):
         for actual, expected in zip(once(), first, strict=True):
             assert_equal(actual, expected)
+
+
+@pytest.mark.parametrize('which', ['x', 'k'])
+def test_rows_of_zeros_are_divided_by_eps_alone(inputs, which):
+    x, k, v, wh, we = inputs
+    given = {'x': x, 'k': k}[which]
+    given[2], given[3] = 0, 1e-8
+    found = engram_gate_fwd(x, k, v, fused_weight(wh, we), 1e-6, CLAMP)
+    expected = engram_gate_ref(x, k, v, wh, we, CLAMP, 1e-6, save_for_backward=True)
+    for actual, reference in zip(found, expected, strict=True):
+        assert actual.isfinite().all() and calc_diff(actual, reference) < 2e-10
+    rstd = found[3 if which == 'x' else 4]
+    torch.testing.assert_close(rstd[2:4], torch.full_like(rstd[2:4], 1e3))

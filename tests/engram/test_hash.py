@@ -53,3 +53,16 @@ def test_bad_input_is_named():
         engram_hash(ids.long(), multipliers, sizes, offsets)
     with pytest.raises(ArgumentError, match=r'engram\.engram_hash: offsets must be .* with columns = 8'):
         engram_hash(ids, multipliers, sizes, offsets[:, :5])
+
+
+def test_exact_multiples_and_their_neighbors_have_the_right_remainder():
+    """Here the estimate of the quotient in float64 is one too high or too low."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.cat([torch.arange(1, 65), torch.randint(2**20, 2**31 - 1, (192,), generator=generator)]).int()
+    quotients = torch.randint(2**20, 2**32, (24,), generator=generator)
+    factors = [int(q) * int(s) + d for q, s in zip(quotients.repeat(8), sizes[64:], strict=True) for d in (-1, 0)]
+    multipliers = torch.tensor([[0, factor] for factor in factors])
+    sizes = sizes.repeat(len(factors), 1, 1).contiguous()
+    ids, offsets = torch.ones(1, 2, dtype=torch.int32), torch.zeros(len(factors), 256, dtype=torch.int32)
+    with knobs(interpret=True):
+        assert_equal(engram_hash(ids, multipliers, sizes, offsets), by_hand(ids, multipliers, sizes, offsets))

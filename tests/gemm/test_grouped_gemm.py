@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from tile_kernels import ArgumentError, knobs
 from tile_kernels.core.jit import kernels
+from tile_kernels.core.launch import on_gpu
 from tile_kernels.gemm import grouped_gemm, grouped_gemm_bwd, grouped_gemm_fp8
 from tile_kernels.reference import gemm as reference
 
@@ -16,7 +18,7 @@ DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 
 @pytest.fixture(autouse=True)
 def interpreting():
-    with knobs(interpret=True):
+    with knobs(interpret=True, checks='races'):
         yield
 
 
@@ -28,7 +30,13 @@ def operands(num_rows=150, n=72, k=80, ends=(64, 64, 70, 149)):
 
 
 @pytest.mark.parametrize('ends', [(0, 0, 0), (150, 150, 150), (1, 2, 3), (63, 64, 65), (64, 128, 150), (0, 149, 150)])
-def test_any_sizes_of_groups(ends):
+@pytest.mark.parametrize('gpu', [None] if torch.cuda.is_available() else ['h200', 'a100'])
+def test_any_sizes_of_groups(ends, gpu):
+    with on_gpu(gpu) if gpu else nullcontext():
+        check_sizes(ends)
+
+
+def check_sizes(ends):
     a, b, group_end = operands(ends=ends)
     torch.testing.assert_close(grouped_gemm(a, b, group_end), reference.grouped_gemm(a, b, group_end))
     dd = torch.randn(150, 72, device=DEVICE, dtype=torch.bfloat16)
@@ -89,3 +97,12 @@ def test_a_kernel_with_tensor_maps_loads_without_tilelang():
     )
     out = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout
     assert out.split() == ['False', 'True']
+
+
+def test_an_odd_number_of_column_groups_reads_no_factors_behind_the_last():
+    torch.manual_seed(0)
+    ends = torch.tensor([5, 9], device=DEVICE, dtype=torch.int32)
+    a, b = (torch.randn(*shape, 128, device=DEVICE).to(torch.float8_e4m3fn) for shape in ((9,), (2, 128)))
+    a_sf, b_sf = torch.rand(9, 1, device=DEVICE) + 0.5, torch.rand(2, 1, 1, device=DEVICE) + 0.5
+    expected = reference.grouped_gemm_fp8(a, a_sf, b, b_sf, ends)
+    torch.testing.assert_close(grouped_gemm_fp8(a, a_sf, b, b_sf, ends), expected, rtol=2e-2, atol=2e-2)

@@ -128,7 +128,8 @@ def test_gradients_of_pre_take_misaligned_coefficients():
 def test_four_streams_fit_gpus_with_99_kb_of_shared_memory(name):
     op = ops[f'mhc.{name}']
     with on_gpu('sm_120a'):
-        launches = [launch for case in op.case_set.bench for launch in op.trace_case(case)]
+        widest = op.case_set.bench if knobs.full_test else [max(op.case_set.bench, key=lambda case: case['hidden'])]
+        launches = [launch for case in widest for launch in op.trace_case(case)]
     variants = {(launch.kernel, launch.static, tuple(launch.config.items())) for launch in launches}
     for kernel, static, config in variants:
         assert kernel._lower(static, dict(config), 'sm_120a')[1] <= 99 << 10, (kernel.name, static)

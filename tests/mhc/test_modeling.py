@@ -428,3 +428,42 @@ def test_a_model_compiles_into_one_graph():
     actual.float().sum().backward()
     torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(connection.fn.grad, gradient, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize('graded', [False, True])
+def test_each_eps_has_its_own_place(graded):
+    residual, fn, scale, base, _ = inputs()
+    fn.requires_grad_(graded)
+    other = dict(norm_eps=0.3, pre_eps=0.1, sinkhorn_eps=0.02, sinkhorn_repeat=3, post_mult_value=2.0)
+    mixes = ops.mhc_pre_norm_fn(residual, fn, None, 0.3)
+    pre, post_mix, z = ops.mhc_pre_split_mixes(mixes, scale, base, 4, 2.0, 0.1)
+    comb, layer_input = ops.sinkhorn_normalize(z, 3, 0.02), ops.mhc_pre_apply_mix(residual, pre)
+    found, (found_post, found_comb) = mhc_pre(residual, fn, scale, base, **other)
+    _, again, (post_again, comb_again) = mhc_post_pre(
+        torch.zeros_like(layer_input),
+        residual,
+        post_mix,
+        torch.eye(4, device=DEVICE).expand_as(comb).contiguous(),
+        fn,
+        scale,
+        base,
+        **other,
+    )
+    for actual, expected in (
+        (found, layer_input),
+        (found_post, post_mix),
+        (found_comb, comb),
+        (again, layer_input),
+        (post_again, post_mix),
+        (comb_again, comb),
+    ):
+        torch.testing.assert_close(actual, expected.view(actual.shape), rtol=1e-2, atol=1e-3)
+
+
+def test_without_fuse_grad_acc_a_gradient_that_was_left_is_not_touched():
+    residual, fn, _, _, _ = inputs()
+    residual.requires_grad_()
+    out = ops.mhc_pre_norm_fn(residual, fn, None, 1e-6, fuse_grad_acc=False)
+    left = residual.untyped_storage().grad_from_mhc_post = torch.zeros_like(residual)
+    out.sum().backward()
+    assert residual.grad is not None and not left.any()

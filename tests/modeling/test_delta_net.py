@@ -138,3 +138,9 @@ def test_wrong_arguments_are_named():
     layer = make(GatedDeltaNet)
     with pytest.raises(ArgumentError, match='state must have 2 sequences, got 1'):
         layer(torch.zeros(2, 1, 32, device=DEVICE).bfloat16(), state=layer.new_state(1))
+
+
+@pytest.mark.parametrize('kind', LAYERS)
+def test_convolutions_start_as_those_of_pytorch(kind):
+    layer = make(kind, conv_size=4)  # uniform up to 1 / sqrt(4)
+    assert 0.9 < layer.conv_weight.abs().max() * 2 <= 1 and abs(layer.conv_weight.std() * 12**0.5 - 1) < 0.1

@@ -261,3 +261,24 @@ def test_wrong_tokens_are_told():
 def test_tokens_may_have_any_strides():
     layer, x = make()
     assert torch.equal(layer(x.T.contiguous().T), layer(x))
+
+
+def test_weights_prepared_while_training_are_not_used():
+    torch.manual_seed(0)
+    layer = MoELayer(4, 2, 128, compute='fp8', dtype=torch.float32, device=DEVICE)
+    x = torch.randn(20, 128, device=DEVICE)
+    layer.experts.prepare_fp8()
+    layer(x).square().sum().backward()
+    torch.optim.SGD(layer.parameters(), lr=0.1).step()
+    with torch.no_grad():
+        after = layer(x)
+        layer.experts.prepared = None
+        assert torch.equal(after, layer(x))
+
+
+def test_weights_start_with_the_variance_of_their_inputs():
+    torch.manual_seed(0)
+    layer = MoELayer(8, 2, 256, intermediate_dim=64, num_shared_experts=1, dtype=torch.float32)
+    for name, weight in layer.named_parameters():
+        inputs = 64 if 'down_proj' in name else 256
+        assert abs(weight.std() * inputs**0.5 - 1) < 0.1 and abs(weight.mean()) < 0.02, name

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tile_kernels import ArgumentError, QuantFormat, knobs, quant
-from tile_kernels.core.launch import forced_config
+from tile_kernels.core.launch import forced_config, launch
 from tile_kernels.norm.add_norm_forward import add_norm_forward
 from tile_kernels.norm.norm_backward import norm_backward
 from tile_kernels.norm.norm_backward_kernels import norm_backward_kernel
@@ -12,6 +12,7 @@ from tile_kernels.norm.norm_forward import norm_forward, norm_forward_
 from tile_kernels.norm.norm_forward_and_per_token_cast import norm_forward_and_per_token_cast
 from tile_kernels.norm.norm_forward_kernels import norm_forward_kernel
 from tile_kernels.quant.per_token_cast import per_token_cast
+from tile_kernels.reference import norm as twin
 from tile_kernels.testing.numeric import assert_equal
 
 
@@ -222,3 +223,20 @@ def test_batches_may_be_empty_and_results_go_where_told(shape, tma):
 def test_errors_name_what_is_wrong(call, sentence):
     with pytest.raises(ArgumentError, match=f'norm.norm_[a-z_]+: {sentence}'):
         call(rows(2, 8))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason='the interpreter looks for races')
+@pytest.mark.parametrize('hidden', [512, 2304])
+def test_the_sums_of_two_rows_of_a_block_do_not_meet(hidden):
+    """One thread block has several rows, each computed by several warps."""
+    x, dy, weight = rows(7, hidden), rows(7, hidden, seed=1), rows(1, hidden, seed=2)[0]
+    _, rstd = norm_forward.call(x, weight)
+    static = (hidden, x.dtype, weight.dtype, False, 16, False)
+    warps = 2 if hidden == 512 else 8
+    dx, shares = torch.empty_like(x), torch.empty(1, hidden)
+    config = dict(warps=warps, block_warps=16, stages=2, kept=1)
+    with forced_config(norm_backward_kernel, **config), knobs(interpret=True, checks='races'):
+        launch(norm_backward_kernel, static, dy, x, weight, rstd, None, dx, shares, 1.0, 1)
+    expected = twin.norm_backward(dy, x, rstd, weight)
+    torch.testing.assert_close(dx, expected[0], rtol=2e-2, atol=1e-4)
+    torch.testing.assert_close(shares[0], expected[1].float(), rtol=2e-2, atol=2e-2)

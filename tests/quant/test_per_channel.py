@@ -11,6 +11,7 @@ from tile_kernels.quant.per_channel_cast_and_transpose import per_channel_cast_a
 from tile_kernels.quant.per_channel_recast import per_channel_recast
 from tile_kernels.reference import quant as twin
 from tile_kernels.testing.numeric import assert_equal
+from tile_kernels.testing.poison import poisoned
 
 NAN, INF = float('nan'), float('inf')
 
@@ -198,3 +199,17 @@ def test_friendly_fp8():
 def test_wrong_arguments_are_told_in_one_sentence(call, sentence):
     with pytest.raises(ArgumentError, match=f'^quant.per_channel_cast.*: .*{sentence}'):
         call(torch.randn(4, 64))
+
+
+@pytest.mark.parametrize('num_tokens', [1, 31, 32, 33, 65, 96, 97, 129])
+def test_bytes_of_groups_that_do_not_exist_are_zero(num_tokens):
+    """A word has the factors of four groups of rows."""
+    fmt, x = parse('e4m3_32x1_ue8m0x4'), torch.randn(num_tokens, 24)
+    with poisoned():
+        y, sf = kernel(per_channel_cast_and_transpose.call, x, fmt)
+    expected, expected_sf = twin.per_channel_cast_and_transpose(x, fmt)
+    assert_equal(y, expected)
+    assert_equal(sf, expected_sf)
+    groups = -(-num_tokens // 32)
+    found = sf.contiguous().view(torch.uint8).view(sf.shape[0], 24, 4).transpose(1, 2).reshape(-1, 24)
+    assert found[:groups].all() and not found[groups:].any()

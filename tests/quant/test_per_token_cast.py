@@ -8,6 +8,7 @@ from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T
 from tile_kernels.core.launch import forced_config, launch
 from tile_kernels.device.scales import amax_to_sf
+from tile_kernels.quant.dequantize import dequantize
 from tile_kernels.quant.per_token_cast import per_token_cast
 from tile_kernels.quant.per_token_cast_kernels import per_token_cast_row_kernel
 from tile_kernels.quant.per_token_cast_with_precomputed_sf import per_token_cast_with_precomputed_sf
@@ -599,3 +600,16 @@ def test_one_graph_serves_every_quantised_input():
 @pytest.mark.benchmark
 def test_benchmark(benchmark_op):
     assert benchmark_op('quant.per_token_cast')
+
+
+@pytest.mark.parametrize('name', ['e2m1_1x32_f32', 'e2m1_1x16_f32', 'e4m3_1x128_f32'])
+def test_given_factors_divide_the_numbers(name):
+    fmt = QuantFormat.parse(name)
+    x = torch.randn(5, 256).clamp(-3, 3)  # at most 6 factors, the largest number of e2m1
+    sf = torch.rand(5, 256 // fmt.sf_block[1]) * 0.7 + 0.5
+    with knobs(interpret=True):
+        y = per_token_cast_with_precomputed_sf.call(x, sf, fmt)
+    assert_equal(y, twin.per_token_cast_with_precomputed_sf(x, sf, fmt))
+    decoded = dequantize(QuantTensor(y, sf, fmt), torch.float32)
+    step = sf.repeat_interleave(fmt.sf_block[1], 1) * (1.0 if fmt.data.name == 'e2m1' else 0.5)
+    assert bool(((decoded - x).abs() <= step).all())

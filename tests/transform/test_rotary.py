@@ -110,6 +110,7 @@ def test_gradients_against_float64(with_key):
         (lambda x: apply_rotary(x, table(4, 8), x[:3]), 'key must be \\(4, num_heads, channels\\), got'),
         (lambda x: apply_rotary(x, table(4, 8), positions=torch.arange(3)), 'positions must be \\(4,\\)'),
         (lambda x: apply_rotary(x, table(4, 8), positions=torch.ones(4)), 'positions must be int32 or int64'),
+        (lambda x: apply_rotary(x, table(4, 8), positions=torch.arange(8)[::2]), 'positions must be contiguous'),
         (lambda x: apply_rotary(x.transpose(1, 2), table(4, 2)), 'query must have stride 1 in the last dimension'),
     ],
 )
