@@ -36,8 +36,23 @@ from tile_kernels import (  # registers all ops
 )
 
 if TYPE_CHECKING:
-    from tile_kernels import config, distributed, integrations, interpreter, modeling, reference, testing, torch, utils
+    from tile_kernels import (
+        config,
+        distributed,
+        integrations,
+        interpreter,
+        modeling,
+        profiler,
+        reference,
+        sight,
+        testing,
+        torch,
+        utils,
+    )
     from tile_kernels.core.explain import explain
+    from tile_kernels.extend import extend_tilelang
+    from tile_kernels.tile_kernel import TileKernel
+    from tile_kernels.tuning import tune
 
 __version__ = '0.2.0'
 
@@ -70,7 +85,27 @@ for _family in FAMILIES:
 __path__.append(f'{__path__[0]}/compat')
 
 #: Loaded when first used, and left out of `import *`, which must not load them nor replace PyTorch's own `torch`.
-_LAZY = ('config', 'distributed', 'integrations', 'modeling', 'utils', 'reference', 'torch', 'testing', 'interpreter')
+_LAZY = (
+    'config',
+    'distributed',
+    'integrations',
+    'modeling',
+    'profiler',
+    'utils',
+    'reference',
+    'sight',
+    'torch',
+    'testing',
+    'interpreter',
+)
+
+#: Names that are loaded when first used, and their modules.
+_FUNCTIONS = {
+    'explain': 'core.explain',
+    'extend_tilelang': 'extend',
+    'TileKernel': 'tile_kernel',
+    'tune': 'tuning',
+}
 
 _CONFIG = (
     'get_device_num_sms',
@@ -100,6 +135,7 @@ __all__ = [
     'LaunchError',
     'QuantFormat',
     'QuantTensor',
+    'TileKernel',
     'TileKernelsError',
     'UnsupportedError',
     'activation',
@@ -108,6 +144,7 @@ __all__ = [
     'compile_count',
     'engram',
     'explain',
+    'extend_tilelang',
     'gemm',
     'knobs',
     'linear_attention',
@@ -119,6 +156,7 @@ __all__ = [
     'rand',
     'transform',
     'transpose',
+    'tune',
     *_CONFIG,
 ]
 
@@ -132,8 +170,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f'tile_kernels.{name}')
     if name in _CONFIG:
         return getattr(importlib.import_module('tile_kernels.config'), name)
-    if name == 'explain':
-        return importlib.import_module('tile_kernels.core.explain').explain
+    if name in _FUNCTIONS:
+        return getattr(importlib.import_module(f'tile_kernels.{_FUNCTIONS[name]}'), name)
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 

@@ -54,7 +54,7 @@ def commands(step: str, ops: list[str], out: Path, inputs: list[str]) -> list[li
             for tool in ('memcheck', 'racecheck', 'initcheck')
             for shard in shards
         ],
-        'sweep': [[*CLI, 'bench', '--sweep', *ops, '--json', str(out / 'sweep.jsonl')]],
+        'sweep': [[*CLI, 'tune', *ops, '--all', '--store', 'none', '--json', str(out / 'sweep.jsonl')]],
     }[step]
 
 

@@ -12,6 +12,7 @@ import argparse
 import math
 import os
 import random
+import sys
 import time
 from collections import Counter
 
@@ -152,6 +153,8 @@ def main() -> None:
         )
     if world_size > 1:
         dist.destroy_process_group()
+        sys.stdout.flush()
+        os._exit(0)  # a thread of gloo that still holds a tensor may abort the process while Python ends
 
 
 if __name__ == '__main__':

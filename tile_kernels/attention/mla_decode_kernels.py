@@ -194,6 +194,7 @@ def hide_infinite(kv_shared, stage, acc, token_shared, offset, key):
     choose=choose,
     space=dict(block_m=(16, 32, 64), stages=(1, 2), threads=(128, 256)),
     pass_configs=PORTABLE,
+    fixed='block_m threads',
 )
 def mla_decode_kernel(
     dtype: torch.dtype,

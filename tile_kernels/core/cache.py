@@ -167,7 +167,7 @@ def record_digest(folder: Path, builder: Callable, static: tuple) -> None:
             return
     with contextlib.suppress(OSError):
         _make_folder(path.parent)
-        _write(path, json.dumps(code().record(builder, types)).encode(), 0o644)
+        write(path, json.dumps(code().record(builder, types)).encode(), 0o644)
 
 
 def _record(folder: Path, builder: Callable, types: tuple[Node, ...]) -> Path | None:
@@ -293,11 +293,11 @@ def store(built: Path, path: Path, about: dict[str, Any]) -> None:
     about = {**about, **runtime(), 'size': len(content), 'sha256': hashlib.sha256(content).hexdigest()}
     _make_folder(path.parent)
     check_folder(path.parent)
-    _write(_manifest(path), json.dumps(about, default=str).encode(), 0o644)
-    _write(path, content, 0o755)
+    write(_manifest(path), json.dumps(about, default=str).encode(), 0o644)
+    write(path, content, 0o755)
 
 
-def _write(path: Path, content: bytes, mode: int) -> None:
+def write(path: Path, content: bytes, mode: int) -> None:
     """Write a file atomically."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix='.', suffix='.tmp')
     try:
@@ -339,7 +339,8 @@ def stored(folder: Path) -> list[Stored]:
 
 def leftovers(folder: Path, age: float = _ABANDONED) -> list[Path]:
     """Files that interrupted processes left: unfinished files, manifests without a library, old locks."""
-    found = [*folder.glob('sm_*/.*.tmp'), *folder.glob('.code/.*.tmp'), *folder.glob('.locks/*.lock')]
+    patterns = 'sm_*/.*.tmp', '.code/.*.tmp', 'tuned/*/.*.tmp', '.locks/*.lock'
+    found = [path for pattern in patterns for path in folder.glob(pattern)]
     found += [path for path in folder.glob('sm_*/*.json') if not path.with_suffix('.so').exists()]
     old = []
     for path in found:

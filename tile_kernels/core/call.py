@@ -52,6 +52,11 @@ class Calls:
         op = self.op
         if torch.compiler.is_compiling() or _dispatch_modes():
             return op.wrap(op.operator_form(given), given)
+        return self.eager(key, given)
+
+    def eager(self, key: tuple | None, given: dict[str, Any]) -> Any:
+        """Run a call outside of tracers; an active profiler replaces this method, which no tracer sees."""
+        op = self.op
         if op.backward is None:
             op.refuse_gradients(given)
         if _functorch_active():

@@ -19,3 +19,7 @@ class CompileError(TileKernelsError, RuntimeError):
 
 class LaunchError(TileKernelsError, RuntimeError):
     """A compiled kernel rejected its arguments or could not be launched."""
+
+
+class KernelError(TileKernelsError, RuntimeError):
+    """TileLang, nvcc or CUDA failed inside `explaining()`; it says cause and action, `__cause__` the original."""

@@ -92,7 +92,7 @@ def config_words(config: Mapping[str, Any]) -> str:
 
 def decided_by(launch: Launch) -> str:
     """The origin of the config of a launch."""
-    return 'the kernel' if launch.kernel.choose is None else 'choose'
+    return launch.decided_by
 
 
 def size(count: float) -> str:

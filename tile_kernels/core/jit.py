@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import inspect
 import logging
 import tempfile
@@ -21,13 +22,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from tile_kernels.core import cache, nvcc
+from tile_kernels.core import cache, nvcc, tuned
 from tile_kernels.core.code_digest import code
 from tile_kernels.core.errors import ArgumentError, CompileError, TileKernelsError
 from tile_kernels.core.gpus import DEFAULT_GPU, Gpu, gpu_named
-from tile_kernels.core.knobs import default_cache_dir, knobs
+from tile_kernels.core.knobs import cache_dir as cache_dir  # others import it from here
+from tile_kernels.core.knobs import knobs
 
 log = logging.getLogger('tile_kernels')
 
@@ -53,11 +53,6 @@ def compile_count() -> int:
     return _compilations
 
 
-def cache_dir() -> Path:
-    """The current directory of compiled kernels."""
-    return knobs.cache_dir or default_cache_dir()
-
-
 #: For kernels that load tiles with cp.async. Here wgmma would need a fence after every wait, and TileLang omits this
 #: fence if no other access to shared memory requires it.
 PLAIN_PRODUCTS = {'TL_DISABLE_WGMMA': True}
@@ -69,6 +64,8 @@ def kernel(
     pass_configs: dict[str, Any] | None = None,
     serves: Serves | None = None,
     flops: Callable[[tuple, tuple], int] | None = None,
+    fixed: str = '',
+    version: int = 1,
 ) -> Callable[[Callable], Kernel]:
     """Declare a kernel builder.
 
@@ -81,10 +78,13 @@ def kernel(
             variants of a launch at most one may claim a call. A kernel without `serves` runs everywhere; among
             variants it is the fallback, which gets the calls that no other claims.
         flops: `(static, arguments) -> operations` of a kernel made of matrix products, for its floor.
+        fixed: names of config entries that fix the order of a sum, or that the op itself depends on. The tuner leaves
+            them as `choose` took them, so tuning changes no bits.
+        version: shipped tables of tuned configs hold for one version. Raise it when other configs may become faster.
     """
 
     def declare(builder: Callable) -> Kernel:
-        made = Kernel(builder, choose, space or {}, pass_configs or {}, serves, flops)
+        made = Kernel(builder, choose, space or {}, pass_configs or {}, serves, flops, fixed, version)
         kernels[made.name] = made
         return made
 
@@ -102,6 +102,8 @@ class Kernel:
         pass_configs: dict[str, Any],
         serves: Serves | None = None,
         flops: Callable[[tuple, tuple], int] | None = None,
+        fixed: str = '',
+        version: int = 1,
     ) -> None:
         self.__doc__ = builder.__doc__
         self.__module__ = builder.__module__
@@ -111,6 +113,8 @@ class Kernel:
         self.pass_configs = pass_configs
         self.serves = serves
         self.flops = flops
+        self.fixed = frozenset(fixed.split())
+        self.version = version
         self.name = builder.__name__
         self._choose_sees_gpu = choose is not None and 'gpu' in inspect.signature(choose).parameters
         #: (static, size, device index) -> bound function, the table that `launch` reads. The first of several variants
@@ -121,6 +125,16 @@ class Kernel:
 
     def config(self, static: tuple, size: int, gpu: Gpu = DEFAULT_GPU) -> Config:
         """The config for these static arguments and this problem size on a GPU."""
+        return self.decide(static, size, gpu)[0]
+
+    def decide(self, static: tuple, size: int, gpu: Gpu = DEFAULT_GPU) -> tuple[Config, str]:
+        """The config of a launch and its origin: a table of tuned configs, else `choose`."""
+        chosen = self.chosen(static, size, gpu)
+        found = tuned.find(self, static, size, gpu, chosen) if self.space else None
+        return found or (chosen, 'choose' if self.choose else 'the kernel')
+
+    def chosen(self, static: tuple, size: int, gpu: Gpu = DEFAULT_GPU) -> Config:
+        """The config that `choose` returns."""
         seen = {'gpu': gpu} if self._choose_sees_gpu else {}
         chosen = self.choose(*static, size, **seen) if self.choose else {}
         for name, value in chosen.items():
@@ -145,8 +159,8 @@ class Kernel:
         key = (static, tuple(sorted(config.items())))
         found = self._tir_cache.get(key)
         if found is None:
-            nvcc.require_tilelang()
-            found = self._tir_cache[key] = self._in_words(static, config, lambda: self.builder(*static, **config))
+            with nvcc.quiet():
+                found = self._tir_cache[key] = self._in_words(static, config, lambda: self.builder(*static, **config))
         return found
 
     @functools.cached_property
@@ -244,7 +258,7 @@ class Kernel:
             'kernel': self.name,
             'module': self.builder.__module__,
             'arch': arch,
-            'static': [_word(s) for s in static],
+            'static': [tuned.word(s) for s in static],
             'config': config,
             'code': code().digest(self.builder, types),
             'types': types,
@@ -258,7 +272,7 @@ class Kernel:
             nvcc.tilelang_version(),
             repr(sorted(cache.runtime().items())),
             self.name,
-            repr([_word(s) for s in static]),
+            repr([tuned.word(s) for s in static]),
             repr(sorted(config.items())),
             repr(sorted(self.pass_configs.items())),
             arch,
@@ -275,15 +289,28 @@ class Kernel:
             text = nvcc.explain(str(error) or type(error).__name__)
             raise CompileError(f'{self.name}{_words(static, config)}: {text}') from error
 
+    def __reduce__(self) -> tuple:
+        """Pickle a kernel by name, for other processes: there is one object per kernel."""
+        return _kernel_named, (self.__module__, self.name)
+
     def __repr__(self) -> str:
         return f'<kernel {self.name}>'
 
 
-def _word(value: Any) -> str:
-    return str(value).removeprefix('torch.') if isinstance(value, torch.dtype) else str(value)
+def _kernel_named(module: str, name: str) -> Kernel:
+    importlib.import_module(module)
+    return kernels[name]
+
+
+def _unbind() -> None:
+    for made in kernels.values():
+        made.bound.clear()
+
+
+knobs.listeners.append(_unbind)
 
 
 def _words(static: tuple, config: Config) -> str:
     """`(7168, e4m3_1x128_f32; block_m=4)`."""
     options = ', '.join(f'{name}={value}' for name, value in config.items())
-    return f'({", ".join(_word(s) for s in static)}' + (f'; {options})' if options else ')')
+    return f'({", ".join(tuned.word(s) for s in static)}' + (f'; {options})' if options else ')')

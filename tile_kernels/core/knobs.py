@@ -69,6 +69,7 @@ def _flag(text: str) -> bool:
 
 _LEVELS = ('debug', 'info', 'warning', 'error', 'critical')
 _CHECKS = ('none', 'memory', 'races', 'all')
+_TUNED = ('all', 'shipped', 'off')
 
 FLAG = Kind('True or False', _flag, lambda value: isinstance(value, bool))
 POSITIVE = Kind(
@@ -78,6 +79,7 @@ POSITIVE = Kind(
 )
 PATH = Kind('a path', Path, lambda value: isinstance(value, Path))
 CHECKS = Kind(f'one of {", ".join(_CHECKS)}', str, lambda value: value in _CHECKS)
+TUNED = Kind(f'one of {", ".join(_TUNED)}', str, lambda value: value in _TUNED)
 LEVEL = Kind(f'one of {", ".join(_LEVELS)}', str.lower, lambda value: value in _LEVELS)
 
 
@@ -118,6 +120,9 @@ KNOBS: dict[str, Knob] = {
         FLAG,
         False,
         'split the sum over k of products of up to 16 rows; not run on a GPU yet',
+    ),
+    'tuned': Knob(
+        'TK_TUNED', TUNED, 'all', "tables of tuned configs that launches use: all, shipped (not the user's) or off"
     ),
     'log': Knob('TK_LOG', LEVEL, None, 'level of the logger `tile_kernels`: debug, info, warning, error or critical'),
     'full_test': Knob('TK_FULL_TEST', FLAG, False, 'tests also run the `full` cases'),
@@ -184,14 +189,17 @@ class Knobs:
     disable_jit: bool
     print_source: bool
     few_rows: bool
+    tuned: str
     log: str | None
     full_test: bool
 
-    _own = ('epoch', 'had_blocks', 'of_process')
+    _own = ('epoch', 'had_blocks', 'listeners', 'of_process')
 
     def __init__(self) -> None:
         #: Changes with every setting of the process. Decisions made under an older epoch are invalid.
         self.epoch = 0
+        #: Called at every change of `epoch`, to drop such decisions.
+        self.listeners: list[Callable[[], None]] = []
         #: Whether any thread has ever entered a block. Until then there are no overrides to look up.
         self.had_blocks = False
         self.of_process: dict[str, Any] = {}
@@ -200,6 +208,8 @@ class Knobs:
     def touch(self) -> None:
         """Invalidate everything that was decided under the previous settings."""
         self.epoch += 1
+        for listener in self.listeners:
+            listener()
 
     def reset(self) -> None:
         """Read all settings from the environment again; an invalid one raises an error when it is used."""
@@ -263,3 +273,8 @@ for _name in KNOBS:
     setattr(Knobs, _name, _setting(_name))
 
 knobs = Knobs()
+
+
+def cache_dir() -> Path:
+    """The current directory of compiled kernels and of the user's tuned configs."""
+    return knobs.cache_dir or default_cache_dir()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
+from tile_kernels.core import tuned
 from tile_kernels.core.cost import Cost, touched_bytes
 from tile_kernels.core.errors import LaunchError, UnsupportedError
 from tile_kernels.core.gpus import DEFAULT_GPU, Gpu, arch_of, cuda_gpu, gpu_named
@@ -41,6 +42,8 @@ class Launch:
     config: Config
     size: int
     args: tuple
+    #: The origin of the config: `forced_config`, a table of tuned configs, `choose` or the kernel itself.
+    decided_by: str = 'choose'
 
     @property
     def cost(self) -> Cost:
@@ -116,9 +119,11 @@ def gpu_of(x: Tensor) -> Gpu:
 def num_workers(x: Tensor) -> int:
     """The number of thread blocks of a persistent kernel: one per SM of the GPU of `x`, or `knobs.num_sms`.
 
-    Results must not depend on it. Without a GPU the number is small, so that in the interpreter a block processes
-    several tiles.
+    Results must not depend on it. A dry run takes the SMs of its GPU. Without a GPU the number is small, so that in the
+    interpreter a block processes several tiles.
     """
+    if state.trace is not None:
+        return knobs.num_sms or gpu_of(x).sms
     if not x.is_cuda or isinstance(x, FakeTensor):
         return _WORKERS_WITHOUT_GPU
     return knobs.num_sms or cuda_gpu(x.get_device()).sms
@@ -165,7 +170,7 @@ def launch(
         bound = kernel[0].bound.get((kernel, static, size, first.get_device()))
     else:
         bound = kernel.bound.get((static, size, first.get_device()))
-    if bound is None or state.config is not None or state.gpu is not None:
+    if bound is None or state.config is not None or state.gpu is not None or (knobs.had_blocks and tuned.overridden()):
         bound = _bind(kernel, static, size, first, rest)
         if bound is None:
             return
@@ -209,13 +214,14 @@ def _names(kernels: Sequence[Kernel], word: str) -> str:
 def config_for(kernel: Variants, static: tuple, size: int, x: Tensor) -> Config:
     """The config a launch on the GPU of `x` would use; op bodies need it to size a workspace."""
     gpu = gpu_of(x)
-    return _config(variant_for(kernel, static, gpu), static, size, gpu)
+    return _decide(variant_for(kernel, static, gpu), static, size, gpu)[0]
 
 
-def _config(kernel: Kernel, static: tuple, size: int, gpu: Gpu) -> Config:
+def _decide(kernel: Kernel, static: tuple, size: int, gpu: Gpu) -> tuple[Config, str]:
+    """The config of a launch and its origin."""
     if state.config is not None and state.forced in (None, kernel):
-        return state.config
-    return kernel.config(static, size, gpu)
+        return state.config, 'forced_config'
+    return kernel.decide(static, size, gpu)
 
 
 def _collect(kernel: Variants, static: tuple, first: Tensor, size: int | None) -> None:
@@ -232,7 +238,8 @@ def _record(trace: list[Launch], kernel: Variants, static: tuple, args: tuple, s
     if size != 0:
         gpu = gpu_of(args[0])
         variant = variant_for(kernel, static, gpu)
-        trace.append(Launch(variant, static, _config(variant, static, int(size), gpu), int(size), args))
+        config, who = _decide(variant, static, int(size), gpu)
+        trace.append(Launch(variant, static, config, int(size), args, who))
 
 
 def _bind(kernels: Variants, static: tuple, size: int, first: Tensor, rest: tuple) -> Callable | None:
@@ -245,7 +252,7 @@ def _bind(kernels: Variants, static: tuple, size: int, first: Tensor, rest: tupl
         raise UnsupportedError(f'{names} runs on CUDA and CPU tensors, got a tensor on {first.device}')
     gpu = gpu_of(first)
     kernel = variant_for(kernels, static, gpu)
-    config = _config(kernel, static, size, gpu)
+    config, _ = _decide(kernel, static, size, gpu)
     if first.device.type == 'cpu':
         _interpret(kernel, static, config, (first, *rest))
         return None
@@ -260,7 +267,7 @@ def _bind(kernels: Variants, static: tuple, size: int, first: Tensor, rest: tupl
             )
         _multiple_devices = torch.cuda.device_count() > 1
         bound = kernel.loaded[key] = kernel.load(static, config, arch_of(index))
-    if state.config is None and state.gpu is None:
+    if state.config is None and state.gpu is None and not (knobs.had_blocks and tuned.overridden()):
         table = kernels[0].bound if isinstance(kernels, tuple) else kernels.bound
         if len(table) >= _MAX_BOUND:
             table.clear()

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tile_kernels.core import cache
+from tile_kernels.core import cache, diagnoses
 from tile_kernels.core.errors import CompileError, UnsupportedError
 from tile_kernels.core.gpus import arch_number
 
@@ -108,7 +108,7 @@ def _for_arch(prim_func: Any, arch: str) -> Any:
 
 
 def lower(prim_func: Any, pass_configs: dict[str, Any], arch: str) -> tuple[str, int]:
-    """CUDA source of a PrimFunc for an architecture, and the bytes of dynamic shared memory of its launch.
+    """CUDA source of a PrimFunc for an architecture (HIP source for gfx), and the dynamic shared memory of its launch.
 
     Needs no GPU and no nvcc. If a PrimFunc holds several kernels, the largest shared memory counts.
     """
@@ -121,6 +121,10 @@ def lower_with(prim_func: Any, config: dict[str, Any], arch: str) -> tuple[str, 
     import tilelang
     from tilelang import tvm
 
+    if arch.startswith('gfx'):
+        from tile_kernels.core import hip
+
+        return hip.lower(prim_func, config, arch)
     target = tvm.target.Target({'kind': 'cuda', 'arch': arch})
     with target, tvm.transform.PassContext(opt_level=3, config=config):
         lowered = tilelang.lower(_for_arch(prim_func, arch), target=target, enable_device_compile=False)
@@ -228,39 +232,10 @@ def _nvcc(source: str, arch: str, mode: str, suffix: str) -> tuple[bytes, str]:
         return result.read_bytes(), done.stderr
 
 
-#: Compiler messages, and the sentence for the user: the cause and one remedy.
-_DIAGNOSES = (
-    (
-        r'Unsupported gpu architecture|unknown target|not defined for option .gpu-arch',
-        'this nvcc does not know the GPU architecture; install CUDA 12.8 or newer',
-    ),
-    (
-        r'__nv_fp8|fp8_e[45]m[23].*(undefined|not.*declared)',
-        'this CUDA toolkit does not know the FP8 types; install CUDA 12.8 or newer',
-    ),
-    (
-        r'dynamic shared memory size|uses too much shared data',
-        'the kernel needs more shared memory than the GPU has; choose a smaller tile',
-    ),
-    (
-        r'too many resources requested',
-        'the kernel needs more registers or threads than the GPU has; choose fewer threads',
-    ),
-    (
-        r'nvcc: (command )?not found|No such file.*nvcc|Could not find CUDA',
-        'no CUDA toolkit found (nvcc); install CUDA 12.8 or newer, or set CUDA_HOME',
-    ),
-    (
-        r'no available layout found|Inconsistent layouts',
-        'TileLang found no layout for a tile of this width; pad the tile or change the thread count',
-    ),
-)
-
-
 def explain(text: str) -> str:
     """One sentence for a compiler failure: a known diagnosis, or the first line with an error."""
-    for pattern, sentence in _DIAGNOSES:
-        if re.search(pattern, text):
-            return sentence
+    found = diagnoses.find(text)
+    if found is not None:
+        return '; '.join(diagnoses.words(*found))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return next((line for line in lines if 'error' in line.lower()), lines[-1] if lines else 'no message')

@@ -1,30 +1,24 @@
 """Compile kernels ahead of time, for any architecture, on a machine without a GPU.
 
 Running the op body on fake tensors finds the launches of a case. So the compiled kernels are exactly those that the
-calls will look for. Worker processes compile the kernels: TileLang's tracer is not reentrant and holds the interpreter
-lock, so threads would wait for one another. A worker is a separate program (`compile_worker`), not a child of
-`multiprocessing`. So a script without a `__main__` guard can call `precompile`.
+calls will look for. Worker processes compile the kernels (`workers`).
 """
 
 from __future__ import annotations
 
-import importlib
+import functools
 import os
-import pickle
-import queue
-import subprocess
-import sys
-import threading
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from tile_kernels.core.errors import ArgumentError, CompileError, TileKernelsError, UnsupportedError
 from tile_kernels.core.gpus import gpu_named
-from tile_kernels.core.jit import Kernel, cache_dir, kernels
+from tile_kernels.core.jit import Kernel, cache_dir
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.launch import on_gpu
 from tile_kernels.core.nvcc import quiet
@@ -44,17 +38,6 @@ class Variant:
     static: tuple
     config: tuple[tuple[str, Any], ...]
     arch: str
-
-    @property
-    def address(self) -> tuple:
-        """The arguments of `Variant.at`, to send the variant to another process."""
-        return self.kernel.__module__, self.kernel.name, self.static, self.config, self.arch
-
-    @classmethod
-    def at(cls, module: str, name: str, static: tuple, config: tuple, arch: str) -> Variant:
-        """The variant at that address."""
-        importlib.import_module(module)
-        return cls(kernels[name], static, config, arch)
 
     def stored(self) -> bool:
         """Whether the cache directory contains the library."""
@@ -133,6 +116,9 @@ def compile_into(
     with knobs(cache_dir=folder, disable_jit=False):
         found = sum(variant.stored() for variant in variants)
         failures = compile_variants(variants, jobs, progress)
+    tables = cache_dir() / 'tuned'
+    if tables.is_dir() and folder.resolve() != cache_dir().resolve():  # else calls would look for other configs there
+        shutil.copytree(tables, folder / 'tuned', dirs_exist_ok=True)
     compiled = len(variants) - found - len(failures)
     return Precompiled(
         folder, compiled, found, time.perf_counter() - start, {str(v): reason for v, reason in failures.items()}
@@ -170,87 +156,32 @@ def find_variants(
 
 def compile_variants(variants: Sequence[Variant], jobs: int | None, progress: bool) -> dict[Variant, str]:
     """Compile into the current cache directory, in parallel; returns the failed kernels with the reasons."""
+    from tile_kernels.core.progress import progress_of
+    from tile_kernels.core.workers import spread
+
     failures: dict[Variant, str] = {}
     missing = [variant for variant in variants if not variant.stored()]
-    ours = [variant for variant in missing if variant.kernel.__module__.startswith('tile_kernels.')]
-    num_workers = min(jobs or os.cpu_count() or 1, len(ours) // _KERNELS_PER_WORKER)
-    if num_workers < 2:
-        ours = []  # this process alone finishes sooner
     if not missing:
         return failures
-    with quiet(), _bar(progress) as bar:
+    ours = [variant for variant in missing if variant.kernel.__module__.startswith('tile_kernels.')]
+    others = [variant for variant in missing if variant not in set(ours)]  # no worker could import these
+    with quiet(), progress_of(progress) as bar:
         task = bar.add_task('compiling', total=len(missing))
-
-        def finish(variant: Variant, reason: str | None) -> None:
-            if reason is not None:
-                failures[variant] = reason
-            bar.advance(task)
-
-        if ours:
-            _compile_in_workers(ours, num_workers, finish)
-        for variant in missing:
-            if variant not in set(ours):
-                finish(variant, attempt(variant))
+        for part, workers in ((ours, jobs), (others, 1)):
+            makers = [functools.partial(tuple, (variant,)) for variant in part]
+            reasons = spread(attempt, makers, workers, lambda: bar.advance(task), each=_KERNELS_PER_WORKER)
+            failures |= {v: str(reason) for v, reason in zip(part, reasons, strict=True) if reason is not None}
     return failures
-
-
-def _compile_in_workers(
-    variants: Sequence[Variant], num_workers: int, finish: Callable[[Variant, str | None], None]
-) -> None:
-    """Distribute the kernels over worker processes; the next kernel goes to the first free worker."""
-    waiting: queue.SimpleQueue[Variant] = queue.SimpleQueue()
-    for variant in variants:
-        waiting.put(variant)
-    # workers find the package in the same folder as this process
-    program = f'import sys; sys.path[:] = {sys.path!r}; from tile_kernels.core.compile_worker import main; main()'
-    folder = cache_dir()
-
-    def feed() -> None:
-        command = [sys.executable, '-c', program, str(folder)]
-        with (
-            suppress(BrokenPipeError),  # raised when closing the pipe to a dead worker
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker,
-        ):
-            orders, answers = cast('IO[bytes]', worker.stdin), cast('IO[bytes]', worker.stdout)
-            while True:
-                try:
-                    variant = waiting.get_nowait()
-                except queue.Empty:
-                    break
-                try:
-                    pickle.dump(variant.address, orders)
-                    orders.flush()
-                    finish(variant, pickle.load(answers))
-                except (EOFError, OSError):
-                    finish(variant, f'the compiling process ended with {worker.wait()}')
-                    return
-
-    threads = [threading.Thread(target=feed) for _ in range(num_workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    while not waiting.empty():  # all workers have died
-        finish(waiting.get(), 'no compiling process is left')
 
 
 def attempt(variant: Variant) -> str | None:
     """Compile a kernel; returns the reason if that failed."""
     try:
-        variant.compile()
+        with quiet(), knobs(disable_jit=False):
+            variant.compile()
     except TileKernelsError as error:
         return str(error).removeprefix(f'{variant.words}: ')
     return None
-
-
-def _bar(progress: bool) -> Any:
-    from tile_kernels.core.progress import Lines, progress_bar
-
-    if progress and not sys.stderr.isatty():
-        return Lines()
-    bar = progress_bar()
-    bar.disable = bar.disable or not progress
-    return bar
 
 
 def _writable(folder: Path) -> Path:

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -21,6 +22,15 @@ def progress_bar() -> Progress:
         TimeElapsedColumn(),
     )
     return Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+
+
+def progress_of(show: bool) -> Any:
+    """A progress bar on a terminal, lines in a log, or nothing."""
+    if show and not sys.stderr.isatty():
+        return Lines()
+    bar = progress_bar()
+    bar.disable = bar.disable or not show
+    return bar
 
 
 class Lines:
@@ -44,6 +54,10 @@ class Lines:
         """Begin; there is one task."""
         self.what, self.total = what, total
         return 0
+
+    def update(self, task: int, description: str) -> None:
+        """Change the text before the numbers."""
+        self.what = description
 
     def advance(self, task: int) -> None:
         """Count one item, and print a line if it is time."""

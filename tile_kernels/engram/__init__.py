@@ -1,7 +1,12 @@
 """Engram: conditional memory; hashes of recent tokens select embeddings, and gates add them to the streams."""
 
 from tile_kernels.engram.engram_gate_bwd import engram_gate_bwd
-from tile_kernels.engram.engram_gate_forward import engram_gate_backward, engram_gate_forward, engram_weight_grad
+from tile_kernels.engram.engram_gate_forward import (
+    EngramGatingFunction,
+    engram_gate_backward,
+    engram_gate_forward,
+    engram_weight_grad,
+)
 from tile_kernels.engram.fused_weight import fused_weight
 from tile_kernels.engram.gate import engram_gate_fwd
 from tile_kernels.engram.grad_w_reduce import grad_w_reduce
@@ -13,6 +18,7 @@ from tile_kernels.engram.sinkhorn_step import engram_sinkhorn_step
 from tile_kernels.engram.sinkhorn_step_reduce import engram_sinkhorn_step_reduce
 
 __all__ = [
+    'EngramGatingFunction',
     'engram_gate_backward',
     'engram_gate_bwd',
     'engram_gate_forward',

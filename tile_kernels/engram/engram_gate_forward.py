@@ -95,3 +95,24 @@ def engram_weight_grad(grad_output: Tensor, norm_hidden: Tensor) -> Tensor:
     check.same_device(grad_output=grad_output, norm_hidden=norm_hidden)
     with torch.autocast(norm_hidden.device.type, enabled=False):
         return grad_output.float().T @ norm_hidden.float()
+
+
+def engram_gating(x: Tensor, engram_weight: Tensor, gate_weight: Tensor) -> Tensor:
+    """`(norm(x) @ gate_weight.T) * (norm(x) @ engram_weight.T)`; differentiable in all three.
+
+    Args:
+        x: (num_tokens, hidden) bfloat16, float16 or float32; norm(x) is x * rsqrt(mean(x^2) + 1e-6) of a row.
+        engram_weight: (num_experts, hidden).
+        gate_weight: (num_experts, hidden).
+
+    Returns:
+        (num_tokens, num_experts) of the dtype of x.
+    """
+    check.tensor(gate_weight, 'gate_weight')
+    return engram_gate_forward(x, engram_weight, gate_weight)[0]
+
+
+class EngramGatingFunction:
+    """`engram_gate_forward` with a gate as an autograd function; `engram_gate_forward` is differentiable, too."""
+
+    apply = staticmethod(engram_gating)

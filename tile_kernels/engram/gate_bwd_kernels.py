@@ -165,6 +165,7 @@ def gradients_of_half(dy_local, x_local, k_local, j, p, weight_local, slope, x_s
     choose=choose,
     space=dict(vectors=(2, 3, 4), resident_threads=(384, 512, 576), ahead=(False, True)),
     pass_configs=ROW_PASS_CONFIGS,
+    fixed='vectors',
 )
 def gate_bwd_kernel(
     hidden: int,

@@ -62,6 +62,7 @@ def score_of(z, clamp_value):
     choose=choose,
     space=dict(vectors=(2, 4), resident_threads=(512, 640, 768)),
     pass_configs=ROW_PASS_CONFIGS,
+    fixed='vectors',
 )
 def gate_kernel(
     hidden: int,

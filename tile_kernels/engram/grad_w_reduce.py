@@ -32,7 +32,9 @@ def choose(width: int, weight_dtype: torch.dtype | None, grad_dtype: torch.dtype
     return dict(lanes=32 if num_columns >= 8192 else 8)
 
 
-@kernel(choose=choose, space=dict(lanes=(8, 16, 32)), pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True})
+@kernel(
+    choose=choose, space=dict(lanes=(8, 16, 32)), pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True}, fixed='lanes'
+)
 def sum_partials_kernel(width: int, weight_dtype: torch.dtype | None, grad_dtype: torch.dtype | None, *, lanes: int):
     """Accesses have `width` columns; the sums update the weight gradients, or without weights go to `total`."""
     groups = WARPS * WARP // lanes

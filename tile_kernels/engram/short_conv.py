@@ -173,7 +173,7 @@ def short_conv_kernel(
     return short_conv
 
 
-@kernel(choose=choose_bwd, space=SPACE, pass_configs=PASS_CONFIGS)
+@kernel(choose=choose_bwd, space=SPACE, pass_configs=PASS_CONFIGS, fixed='length warps')
 def short_conv_bwd_kernel(
     channels: int, taps: int, dilation: int, *, width: int, chunk: int, length: int, warps: int, resident_threads: int
 ):

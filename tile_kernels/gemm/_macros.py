@@ -3,6 +3,9 @@
 A tile of `block_m` rows never crosses the end of a group. A thread block counts the tiles of all groups when it starts,
 and then finds the group of a tile by bisection. Tiles are numbered without gaps, so all thread blocks process equally
 many. A tile may read rows after the end of its group; their products are not stored.
+
+Only the device knows the ends, so the host cannot check them. Group g ends at min(group_end[g], num_rows), or where the
+group before it ends, if that is later. So no value of `group_end` leads outside a tensor.
 """
 
 from dataclasses import dataclass
@@ -12,7 +15,7 @@ import torch
 
 from tile_kernels.core.cost import count_product
 from tile_kernels.core.jit import PLAIN_PRODUCTS
-from tile_kernels.core.lang import T, macro
+from tile_kernels.core.lang import WARP, T, macro
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -58,6 +61,20 @@ def swizzled(buffer: Any) -> Any:
     return make_swizzled_layout(buffer)
 
 
+# Groups -------------------------------------------------------------------------------------
+
+
+@macro
+def end_before(group_end, group, num_rows, num_groups: int):
+    """The first row of a group: the latest end of the groups before it. All lanes of a warp call this together."""
+    latest = T.alloc_var(T.int32, init=0)
+    for part in T.serial(T.ceildiv(T.min(group, num_groups), WARP)):
+        other = part * WARP + T.truncmod(T.get_thread_binding(), WARP)
+        if other < T.min(group, num_groups):
+            latest = T.max(latest, group_end[T.min(other, num_groups - 1)])
+    return T.min(T.warp_reduce_max(latest), num_rows)
+
+
 # Tiles --------------------------------------------------------------------------------------
 
 
@@ -86,16 +103,21 @@ def count_tiles(tiles, num_threads: int):
     if thread < 32:
         before = T.alloc_var(T.int32, init=0)  # tiles of earlier parts
         start = T.alloc_var(T.int32, init=0)  # first row of this thread's group
+        end = T.alloc_var(T.int32, init=0)
         count = T.alloc_var(T.int32, init=0)
         other = T.alloc_var(T.int32, init=0)
         last = T.alloc_var(T.int32, init=0)  # end of the last group of earlier parts
         for part in T.serial(T.ceildiv(num_groups, 32)):
             group = part * 32 + thread
-            end = first_shared[T.min(group, num_groups - 1) + 1]
+            end = T.max(first_shared[T.min(group, num_groups - 1) + 1], last)
+            for step in T.unroll(5):
+                other = T.shfl_up(end, 1 << step)
+                if thread >= 1 << step:
+                    end = T.max(end, other)
             start = T.shfl_up(end, 1)
             if thread == 0:
                 start = last
-            count = T.if_then_else(group < num_groups, T.truncdiv(T.max(end - start, 0) + block_m - 1, block_m), 0)
+            count = T.if_then_else(group < num_groups, T.truncdiv(end - start + block_m - 1, block_m), 0)
             for step in T.unroll(5):
                 other = T.shfl_up(count, 1 << step)
                 if thread >= 1 << step:
@@ -115,22 +137,17 @@ def num_turns(number: Any, num_blocks: Any) -> Any:
     return T.truncdiv(number + num_blocks - 1, num_blocks)
 
 
-def num_tiles(tiles: Tiles) -> Any:
-    """The number of tiles of all groups and of the rows after them: rows of tiles times `tiles_n`."""
-    if tiles.num_groups == DENSE:
-        return T.truncdiv(tiles.num_rows + tiles.block_m - 1, tiles.block_m) * tiles.tiles_n
-    behind = T.max(tiles.num_rows - tiles.group_end[tiles.num_groups - 1], 0)
-    tiles_m = tiles.first_shared[tiles.num_groups] + T.truncdiv(behind + tiles.block_m - 1, tiles.block_m)
-    return tiles_m * tiles.tiles_n
-
-
 @macro
 def count_turns(tiles, num_blocks, num_threads: int):
-    """Count the tiles of the groups, and the iterations in which `num_blocks` thread blocks process them."""
-    if tiles.num_groups != DENSE:
+    """Count the tiles of the groups and of the rows after them; returns the iterations of `num_blocks` blocks."""
+    tiles_m = T.alloc_var(T.int32, init=0)
+    if tiles.num_groups == DENSE:
+        tiles_m = T.truncdiv(tiles.num_rows + tiles.block_m - 1, tiles.block_m)
+    else:
         count_tiles(tiles, num_threads)
-    number = num_tiles(tiles)
-    return num_turns(number, num_blocks)
+        behind = tiles.num_rows - end_before(tiles.group_end, tiles.num_groups, tiles.num_rows, tiles.num_groups)
+        tiles_m = tiles.first_shared[tiles.num_groups] + T.truncdiv(behind + tiles.block_m - 1, tiles.block_m)
+    return num_turns(tiles_m * tiles.tiles_n, num_blocks)
 
 
 @macro
@@ -149,6 +166,13 @@ def locate_tile(tiles, index, tile):
             if later <= num_groups and first_shared[T.min(later, num_groups)] * tiles_n <= index:
                 tile[0] = later
         inner = index - first_shared[tile[0]] * tiles_n
+        tile[1] = 0
+        if tile[0] > 0:
+            before = tile[0] - 1
+            if first_shared[before] < first_shared[before + 1]:  # this group has rows, so it ends where it says
+                tile[1] = T.min(tiles.group_end[before], tiles.num_rows)
+            else:
+                tile[1] = end_before(tiles.group_end, tile[0], tiles.num_rows, num_groups)
     bound_group(tiles.group_end, tiles.num_rows, num_groups, tile)
     # Tiles that run at the same time form a roughly square rectangle, so their operands stay in the L2 cache.
     tiles_m = T.truncdiv(tile[2] - tile[1] + block_m - 1, block_m)
@@ -164,13 +188,12 @@ def locate_tile(tiles, index, tile):
 
 @macro
 def bound_group(group_end, num_rows, num_groups: int, tile):
-    """`tile[1:3]` = first row and end of group `tile[0]`."""
+    """`tile[2]` = end of group `tile[0]`; it is before the first row `tile[1]` if the group is empty."""
     if num_groups == DENSE:
         tile[1] = 0
         tile[2] = num_rows
     else:
         group = tile[0]
-        tile[1] = T.if_then_else(group > 0, group_end[T.max(group, 1) - 1], 0)
         tile[2] = T.if_then_else(group < num_groups, T.min(group_end[T.min(group, num_groups - 1)], num_rows), num_rows)
 
 
@@ -181,7 +204,7 @@ def find_rows(group_end, group, num_rows, num_groups: int, rows):
         rows[0] = 0
         rows[1] = T.if_then_else(group > 0, 0, num_rows)
     else:
-        rows[0] = T.if_then_else(group > 0, group_end[T.max(T.min(group, num_groups), 1) - 1], 0)
+        rows[0] = end_before(group_end, group, num_rows, num_groups)
         rows[1] = T.max(T.min(group_end[T.min(group, num_groups - 1)], num_rows), rows[0])
 
 
@@ -297,22 +320,30 @@ def store_rows(acc_frag, d_shared, d, row, end, col, width: int, member: int):
 
 
 def most_tiles(num_rows: Any, num_groups: int, tiles_n: int) -> Any:
-    """The number of tile indices; group g starts at group_end[g - 1] // MMA_M + g, which leaves one spare index."""
+    """The number of tile indices; a group g from row r on starts at r // MMA_M + g, which leaves one spare index."""
     return (T.truncdiv(num_rows, MMA_M) + num_groups + 1) * tiles_n
 
 
 @macro
 def find_tile(group_end, index, num_rows, num_groups: int, tiles_n: int, tile):
-    """The tile of an index, like `locate_tile`, but without counting the tiles: the thread block has only one."""
-    tile[0] = 0
+    """The tile of an index, like `locate_tile`, but without counting the tiles: the thread block has only one.
+
+    A group g begins at index start(g) // MMA_M + g, where start(g) is the latest end before it. So the index is before
+    group g if an earlier group j has end(j) // MMA_M + g > tile_m. The smallest such g is a minimum over all j.
+    """
     tile_m = T.truncdiv(index, tiles_n)
     tile[4] = T.truncmod(index, tiles_n)
+    tile[0] = 0
+    tile[1] = 0
     if num_groups != DENSE:
-        for step in T.unroll(num_groups.bit_length(), unroll_factor=1):
-            later = tile[0] + (1 << (num_groups.bit_length() - 1 - step))
-            first = T.truncdiv(group_end[T.min(later, num_groups) - 1], MMA_M) + later
-            if later <= num_groups and first <= tile_m:
-                tile[0] = later
+        found = T.alloc_var(T.int32, init=num_groups)
+        for part in T.serial(T.ceildiv(num_groups, WARP)):
+            other = part * WARP + T.truncmod(T.get_thread_binding(), WARP)
+            if other < num_groups:
+                end = T.max(T.min(group_end[T.min(other, num_groups - 1)], num_rows), 0)
+                found = T.min(found, T.max(other, tile_m - T.truncdiv(end, MMA_M)))
+        tile[0] = T.warp_reduce_min(found)
+        tile[1] = end_before(group_end, tile[0], num_rows, num_groups)
     bound_group(group_end, num_rows, num_groups, tile)
     tile[1] += (tile_m - T.truncdiv(tile[1], MMA_M) - tile[0]) * MMA_M
     tile[3] = T.if_then_else(tile[0] < T.max(num_groups, 1) and tile[1] < tile[2], 1, 0)

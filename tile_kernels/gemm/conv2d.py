@@ -28,6 +28,13 @@ def out_size(size: Any, taps: int, stride: int, padding: int, dilation: int) -> 
     return (size + 2 * padding - dilation * (taps - 1) - 1) // stride + 1
 
 
+def check_vectors(operand: Tensor, name: str) -> None:
+    """An operand is contiguous, and read 16 bytes at a time."""
+    check.contiguous(operand, name)
+    if check.vector_bytes(operand) < 16:
+        check.fail(name, 'must begin at a multiple of 16 bytes', check.describe(operand), f'pass {name}.clone()')
+
+
 def check_images(
     x: Tensor, weight: Tensor, stride: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...]
 ) -> tuple[int, int, int, int]:
@@ -42,9 +49,7 @@ def check_images(
     for name, value in (('channels', channels), ('n', n), ('kh', kh), ('kw', kw)):
         check.at_least(value, 1, name)
     for name, operand in (('x', x), ('weight', weight)):
-        check.contiguous(operand, name)
-        if check.vector_bytes(operand) < 16:
-            check.fail(name, 'must begin at a multiple of 16 bytes', check.describe(operand), f'pass {name}.clone()')
+        check_vectors(operand, name)
     sizes = [
         out_size(size, taps, *rest)
         for size, taps, rest in zip((height, width), (kh, kw), zip(stride, padding, dilation, strict=True), strict=True)
@@ -95,6 +100,7 @@ def conv2d_bwd(
     """
     batch, out_h, out_w, n = check_images(x, weight, stride, padding, dilation)
     check.packed(dy, 'dy', 'batch out_h out_w n', x.dtype, batch=batch, out_h=out_h, out_w=out_w, n=n)
+    check_vectors(dy, 'dy')
     check.same_device(dy=dy, x=x, weight=weight)
     channels, (kh, kw) = x.shape[3], weight.shape[1:3]
     dx, dweight = torch.empty_like(x), torch.empty_like(weight)

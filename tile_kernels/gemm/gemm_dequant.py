@@ -40,6 +40,7 @@ def check_packed(
     check.one_of(fmt, FORMATS, 'fmt')
     form = FORMATS[fmt]
     check.at_least(n, 1, 'n')
+    check.multiple(k, form.multiple, 'k')
     lead = (num_matrices,) if num_matrices else ()
     rows, cols = form.tiles(n, k)
     bytes_of = form.factor in ('ue8m0', 'e4m3')

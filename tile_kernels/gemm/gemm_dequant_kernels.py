@@ -267,6 +267,7 @@ def multiply_lane(packed, words, a_local, octets: int, steps, points, sum_local,
     space=dict(octets=(1, 2)),
     pass_configs=ROWS_PASS_CONFIGS,
     flops=count_product,
+    fixed='octets',
 )
 def dequant_rows_kernel(
     n: int,

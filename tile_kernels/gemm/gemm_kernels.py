@@ -14,7 +14,7 @@ from tile_kernels.core.cost import count_product
 from tile_kernels.core.gpus import SUM_SMS
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import WARP, T, macro
-from tile_kernels.gemm._macros import DENSE, FP8, GROUP
+from tile_kernels.gemm._macros import DENSE, FP8, GROUP, end_before
 
 MOST_ROWS = 16  # rows of a
 STRIP = 8  # tiles of 16 rows of b in a block
@@ -50,18 +50,23 @@ def choose_rows(*given: Any) -> dict:
 
 @macro
 def find_group(group_end, row, num_rows, num_groups: int, place):
-    """`place` = (group of a row, its first row, its end); rows behind the last group are group `num_groups`."""
+    """`place` = (group of a row, its first row, its end); rows behind the last group are group `num_groups`.
+
+    The group of a row is the first one that ends after it. All lanes of a warp call this together.
+    """
     place[0] = 0
     if num_groups == DENSE:
         place[1] = 0
         place[2] = num_rows
     else:
-        for step in T.unroll(num_groups.bit_length(), unroll_factor=1):
-            later = place[0] + (1 << (num_groups.bit_length() - 1 - step))
-            if later <= num_groups and group_end[T.min(later, num_groups) - 1] <= row:
-                place[0] = later
+        found = T.alloc_var(T.int32, init=num_groups)
+        for part in T.serial(T.ceildiv(num_groups, WARP)):
+            other = part * WARP + T.truncmod(T.get_thread_binding(), WARP)
+            if other < found and group_end[T.min(other, num_groups - 1)] > row:
+                found = other
+        place[0] = T.warp_reduce_min(found)
         group = place[0]
-        place[1] = T.if_then_else(group > 0, group_end[T.max(group, 1) - 1], 0)
+        place[1] = end_before(group_end, group, num_rows, num_groups)
         place[2] = T.if_then_else(
             group < num_groups, T.min(group_end[T.min(group, num_groups - 1)], num_rows), num_rows
         )
@@ -73,6 +78,7 @@ def find_group(group_end, row, num_rows, num_groups: int, place):
     pass_configs=ROWS_PASS_CONFIGS,
     serves=lambda static, gpu: static.dtype is not FP8 or gpu.arch >= 89,
     flops=count_product,
+    fixed='octets',
 )
 def few_rows_kernel(n: int, k: int, num_groups: int, dtype: torch.dtype, *, octets: int):
     """Up to 16 rows of a, in all groups together. With groups, the block of the first row of a group multiplies it."""

@@ -132,6 +132,7 @@ def gemm_sparse24_bwd(dd: Tensor, a: Tensor, values: Tensor, index: Tensor) -> T
     dtype = result_dtype(a)
     check.shape(dd, 'dd', 'm n', dtype=dtype, m=m, n=n)
     check_operands((n,), dd=dd)
+    check.same_device(a=a, dd=dd)
     da = torch.empty((m, k), dtype=dtype, device=a.device)
     if m > 0:
         w = torch.empty((n, k), dtype=dtype, device=a.device)

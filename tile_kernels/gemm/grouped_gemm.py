@@ -52,7 +52,8 @@ def grouped_gemm(a: Tensor, b: Tensor, group_end: Tensor) -> Tensor:
         a: (num_rows, k) bfloat16 or float16, contiguous; the rows of a group are contiguous.
         b: (num_groups, n, k) of a's dtype, contiguous; n and k are multiples of 8, and there are up to 4096 groups.
         group_end: (num_groups,) int32, non-decreasing: group g is the rows from group_end[g - 1] (0 for the first) to
-            group_end[g]. `RoutingMap.expert_end` has this form. Ends behind the last row count as the last row.
+            group_end[g]. `RoutingMap.expert_end` has this form. An end behind the last row counts as the last row. An
+            end before that of an earlier group, or before row 0, gives an empty group.
 
     Returns:
         (num_rows, n) of a's dtype, summed in float32; 0 in rows after the last group.

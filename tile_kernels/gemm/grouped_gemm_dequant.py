@@ -108,7 +108,7 @@ def grouped_gemm_dequant(a: Tensor, weight: PackedWeight, group_end: Tensor) -> 
         a: (num_rows, k) bfloat16 or float16; the rows of a group are contiguous.
         weight: a `PackedWeight` of (num_groups, n, k) without `perm`. It is a constant, without gradient.
         group_end: (num_groups,) int32, non-decreasing: group g is the rows from group_end[g - 1] (0 for the first) to
-            group_end[g].
+            group_end[g]. Other ends are treated as in `grouped_gemm`.
 
     Returns:
         (num_rows, n) of a's dtype; 0 in rows after the last group.

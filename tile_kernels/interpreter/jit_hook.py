@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -11,7 +11,10 @@ from unittest import mock
 import torch
 from tilelang.engine.lower import extrac_params
 from tilelang.jit import JITKernel
+from tilelang.profiler import Profiler
+from tilelang.utils import TensorSupplyType
 
+from tile_kernels.core.errors import UnsupportedError
 from tile_kernels.interpreter.api import Report, interpret, options_of
 from tile_kernels.interpreter.engine.program import compiled
 
@@ -149,9 +152,42 @@ class InterpretedKernel(JITKernel):
             raise AttributeError('an interpreted kernel has no library')
         self.compile_really().export_library(kernel_file)
 
+    def get_profiler(self, tensor_supply_type: TensorSupplyType = TensorSupplyType.Auto) -> Profiler:
+        """A profiler that checks the kernel; it times only on a GPU."""
+        made = InterpretedProfiler(self.params, self.out_idx, tensor_supply_type)
+        return made.with_default_adapter(self.adapter)
+
     def run_once(self, func: Callable[..., Any] | None = None) -> Any:
         """Run once, on inputs that TileLang generates."""
         return self.get_profiler().run_once(func)
+
+
+class InterpretedProfiler(Profiler):
+    """TileLang's profiler of a kernel, on a machine that may have no GPU."""
+
+    def assert_allclose(self, *args: Any, **kwargs: Any) -> None:
+        """Compare the kernel with a reference program."""
+        with self._without_waiting():
+            super().assert_allclose(*args, **kwargs)
+
+    def manual_assert_close(self, *args: Any, **kwargs: Any) -> None:
+        """Compare the kernel with a reference program by a function of the caller."""
+        with self._without_waiting():
+            super().manual_assert_close(*args, **kwargs)
+
+    def _without_waiting(self) -> Any:
+        """PyTorch without CUDA cannot wait for a GPU."""
+        absent = not torch.cuda.is_available()
+        return mock.patch.object(torch.cuda, 'synchronize', lambda *_: None) if absent else nullcontext()
+
+    def do_bench(self, *args: Any, **kwargs: Any) -> Any:
+        """Time the kernel; needs a GPU."""
+        if not torch.cuda.is_available():
+            raise UnsupportedError(
+                'do_bench: there is no GPU, and the time of the interpreter says nothing about one; '
+                'tile_kernels.sight.predict(kernel) predicts the time'
+            )
+        return super().do_bench(*args, **kwargs)
 
 
 def _arch() -> str:

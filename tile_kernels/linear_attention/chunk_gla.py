@@ -158,6 +158,7 @@ def chunk_gla_bwd(
     batch, tokens, heads, dim = q.shape
     value_dim = v.shape[3]
     check.packed(do, 'do', 'batch tokens heads dim', q.dtype, batch=batch, tokens=tokens, heads=heads, dim=value_dim)
+    check_vectors(do=do)
     check.same_device(q=q, do=do, dfinal_state=dfinal_state)
     check.dtype(dfinal_state, 'dfinal_state', F32)
     dfinal: Tensor | None = None

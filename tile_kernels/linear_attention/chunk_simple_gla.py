@@ -31,6 +31,7 @@ from tile_kernels.linear_attention._checks import (
     check_gate,
     check_qkv,
     check_state,
+    check_vectors,
     lengths_int32,
     refuse,
     scale_of,
@@ -222,6 +223,7 @@ def chunk_simple_gla_bwd(
     batch, tokens, qk_heads, dim = q.shape
     heads, value_dim = v.shape[2:]
     check.packed(do, 'do', 'batch tokens heads dim', q.dtype, batch=batch, tokens=tokens, heads=heads, dim=value_dim)
+    check_vectors(do=do)
     check.same_device(q=q, do=do, dfinal_state=dfinal_state)
     check.dtype(dfinal_state, 'dfinal_state', F32)
     dfinal: Tensor | None = None

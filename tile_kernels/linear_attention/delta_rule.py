@@ -28,6 +28,7 @@ from tile_kernels.linear_attention._checks import (
     check_cu_seqlens,
     check_qkv,
     check_state,
+    check_vectors,
     chunk_of,
     lengths_int32,
     refuse,
@@ -150,6 +151,7 @@ def delta_rule_bwd(
     given = dfinal_state is not None and dfinal_state.shape[0] > 0
     if given:
         check_state(dfinal_state, number, value_heads, dim, value_dim, v_first, 'dfinal_state')
+    check_vectors(do=do, inverse=inverse)
     check.same_device(q=q, do=do, inverse=inverse, dfinal_state=dfinal_state)
 
     def half(*extents: int) -> Tensor:

@@ -94,7 +94,12 @@ def apply_mix_kernel(
     return apply_mix
 
 
-@kernel(choose=choose_bwd, space=dict(row_threads=BWD_THREADS, rows=(1, 2, 4)), pass_configs=ROW_PASS_CONFIGS)
+@kernel(
+    choose=choose_bwd,
+    space=dict(row_threads=BWD_THREADS, rows=(1, 2, 4)),
+    pass_configs=ROW_PASS_CONFIGS,
+    fixed='row_threads',
+)
 def apply_mix_bwd_kernel(
     hidden: int, num_streams: int, width: int, coef_width: int, adds_to: str, *, row_threads: int, rows: int
 ):

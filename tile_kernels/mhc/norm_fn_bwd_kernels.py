@@ -105,6 +105,7 @@ def prepare_bwd_kernel(k: int, num_mixes: int, clears: bool, *, num_threads: int
     choose=choose,
     space=dict(parts=PARTS, num_stages=(2, 3)),
     pass_configs={'TL_DISABLE_THREAD_STORAGE_SYNC': True},
+    fixed='parts',
 )
 def norm_fn_bwd_kernel(
     k: int, num_mixes: int, adds_to: str, applied: int, clusters: bool, *, parts: int, num_stages: int

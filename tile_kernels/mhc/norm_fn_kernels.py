@@ -80,7 +80,7 @@ def store_parts(mul_shared, square_local, part, first, mul_parts, square_parts):
             square_parts[part, token] = total
 
 
-@kernel(choose=choose, space=dict(block_m=(64, 128), splits=SPLITS, num_stages=(2, 3, 4, 5, 6)))
+@kernel(choose=choose, space=dict(block_m=(64, 128), splits=SPLITS, num_stages=(2, 3, 4, 5, 6)), fixed='splits')
 def project_kernel(k: int, num_mixes: int, *, block_m: int, splits: int, num_stages: int):
     """Split fn, then compute the products and squares of `block_m` tokens over a part of k."""
     columns = padded(num_mixes)

@@ -91,7 +91,12 @@ def post_kernel(hidden: int, num_streams: int, width: int, coef_width: int, *, n
     return post
 
 
-@kernel(choose=choose_bwd, space=dict(row_threads=ROW_THREADS, rows=(1, 2, 4, 8)), pass_configs=ROW_PASS_CONFIGS)
+@kernel(
+    choose=choose_bwd,
+    space=dict(row_threads=ROW_THREADS, rows=(1, 2, 4, 8)),
+    pass_configs=ROW_PASS_CONFIGS,
+    fixed='row_threads',
+)
 def post_bwd_kernel(hidden: int, num_streams: int, width: int, coef_width: int, *, row_threads: int, rows: int):
     """The four gradients. Sums over a row use shuffles within a warp, then shared memory between warps."""
     num_vectors = hidden // width

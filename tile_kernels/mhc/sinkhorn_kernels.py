@@ -185,7 +185,7 @@ def store_matrix(k_local, y, matrix, first, columns, width):
                     y[matrix, i, first + v * width + e] = k_local[i, v * width + e]
 
 
-@kernel(choose=choose, space=dict(lanes=LANES, num_threads=(32, 64, 128)))
+@kernel(choose=choose, space=dict(lanes=LANES, num_threads=(32, 64, 128)), fixed='lanes')
 def sinkhorn_kernel(num_rows: int, num_columns: int, width: int, *, lanes: int, num_threads: int):
     """`num_threads // lanes` matrices per block; a lane has neighboring columns, `width` in an access."""
     held, width = columns_of(num_columns, lanes, width)
@@ -299,7 +299,7 @@ def unscale_matrix(k_local, g_local, lanes, columns, ratio, repeat, eps, num_thr
             g_local[i, c] = k_local[i, c] * (g_local[i, c] - total)
 
 
-@kernel(choose=choose_bwd, space=dict(lanes=LANES, num_threads=(32, 64, 128)))
+@kernel(choose=choose_bwd, space=dict(lanes=LANES, num_threads=(32, 64, 128)), fixed='lanes')
 def sinkhorn_bwd_kernel(num_rows: int, num_columns: int, width: int, repeat: int, *, lanes: int, num_threads: int):
     """Forward, then backward: see `unscale_matrix`."""
     held, width = columns_of(num_columns, lanes, width)

@@ -69,7 +69,7 @@ def split_mixes_kernel(num_streams: int, head: bool, *, num_threads: int):
     return split_mixes
 
 
-@kernel(choose=lambda *static: dict(num_threads=256), space=dict(num_threads=(128, 256, 512)))
+@kernel(choose=lambda *static: dict(num_threads=256), space=dict(num_threads=(128, 256, 512)), fixed='num_threads')
 def split_mixes_bwd_kernel(num_streams: int, head: bool, *, num_threads: int):
     """Gradient of the projection, and the sums over the tokens of each block."""
     width, num_scales = num_mixes(num_streams, head), 1 if head else 3

@@ -12,6 +12,7 @@ from tile_kernels.moe.gate_logits import gate_logits, gate_logits_bwd
 from tile_kernels.moe.group_count import group_count
 from tile_kernels.moe.inplace_unique_group_indices import inplace_unique_group_indices
 from tile_kernels.moe.mask_indices_by_tp import mask_indices_by_tp
+from tile_kernels.moe.moe_gating_kernel import MoEGatingKernel
 from tile_kernels.moe.moe_topk_gate import moe_topk_gate, moe_topk_gate_backward, moe_topk_gate_forward
 from tile_kernels.moe.moe_topk_routing import MoETopKRouting, moe_topk_routing
 from tile_kernels.moe.normalize_weight import normalize_weight, weight_normalize
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from tile_kernels.modeling.moe import MoELayer
 
 __all__ = [
+    'MoEGatingKernel',
     'MoELayer',
     'MoETopKRouting',
     'RoutingMap',

@@ -118,7 +118,12 @@ def clear_codes(which, share, num_tokens, y, first, row_threads, zero_local):
                 store_codes(zero_local, y, place_of(share, i, num_tokens, y.shape[0]), first, row_threads)
 
 
-@kernel(choose=choose, space=dict(**ROW_SPACE, gather=(False, True)), pass_configs=CONVERTED_ROW_PASS_CONFIGS)
+@kernel(
+    choose=choose,
+    space=dict(**ROW_SPACE, gather=(False, True)),
+    pass_configs=CONVERTED_ROW_PASS_CONFIGS,
+    fixed='gather',
+)
 def expand_and_per_token_cast_kernel(
     hidden: int,
     fmt: QuantFormat,

@@ -141,7 +141,7 @@ def gather_sf_columns(sf, pos_to_token, pos_to_expert, y_sf, first, num_threads,
 # Kernel -------------------------------------------------------------------------------------
 
 
-@kernel(choose=choose, space=dict(**ROW_SPACE, gather=(False, True)), pass_configs=ROW_PASS_CONFIGS)
+@kernel(choose=choose, space=dict(**ROW_SPACE, gather=(False, True)), pass_configs=ROW_PASS_CONFIGS, fixed='gather')
 def expand_with_sf_kernel(
     hidden: int,
     elem_size: int,

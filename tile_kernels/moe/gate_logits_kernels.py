@@ -140,7 +140,7 @@ def build_gate_logits(
     return gate_logits
 
 
-@kernel(choose=choose, space=TILES_K, pass_configs=TMA, flops=count_product)
+@kernel(choose=choose, space=TILES_K, pass_configs=TMA, flops=count_product, fixed='block_k')
 def gate_logits_kernel(
     num_experts: int,
     hidden: int,
@@ -156,7 +156,7 @@ def gate_logits_kernel(
     return build_gate_logits(num_experts, hidden, num_parts, 8, packed, block_m, block_n, block_k, num_stages)
 
 
-@kernel(choose=choose_unaligned, space=TILES_K, pass_configs=PLAIN_PRODUCTS, flops=count_product)
+@kernel(choose=choose_unaligned, space=TILES_K, pass_configs=PLAIN_PRODUCTS, flops=count_product, fixed='block_k')
 def gate_logits_unaligned_kernel(
     num_experts: int,
     hidden: int,

@@ -147,6 +147,10 @@ def normalize_weight_bwd(ddenominator: Tensor, dnormalized: Tensor, denominator:
     check.shape(ddenominator, 'ddenominator', 'num_tokens', dtype=torch.float32, num_tokens=num_tokens)
     for name, x in (('dnormalized', dnormalized), ('normalized', normalized)):
         check.contiguous(x, name)
+    check.same_device(
+        normalized=normalized, dnormalized=dnormalized, denominator=denominator, ddenominator=ddenominator
+    )
+    check.at_least(num_topk, 1, 'num_topk')
     dtopk_weights = torch.empty_like(normalized)
     launch(normalize_weight_bwd_kernel, (num_topk,), ddenominator, dnormalized, denominator, normalized, dtopk_weights)
     return dtopk_weights

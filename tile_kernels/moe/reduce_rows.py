@@ -79,6 +79,7 @@ def launch_reduce_bwd(
     """Launch the kernel of both gradients; without weights `dtopk_weights` is None."""
     num_tokens, num_topk, num_expanded, hidden = check_rows(x, token_topk_to_pos, topk_weights, x_sf, sf)
     check.shape(dy, 'dy', 'num_tokens hidden', dtype=x.dtype, num_tokens=num_tokens, hidden=hidden)
+    check.same_device(x=x, dy=dy)
     pos_to_slot = torch.empty(num_expanded, dtype=torch.int32, device=x.device)
     dx = torch.empty_like(x)
     launch(invert_places_kernel, (num_topk,), pos_to_slot, token_topk_to_pos)

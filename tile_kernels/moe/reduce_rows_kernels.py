@@ -178,6 +178,7 @@ def dot_vectors(a_local, b_local, i, dot_local, k):
     choose=choose_bwd,
     space=dict(row_threads=(32, 64, 128, 256), num_threads=(128, 256, 512)),
     pass_configs=CONVERTED_ROW_PASS_CONFIGS,
+    fixed='row_threads',
 )
 def reduce_rows_bwd_kernel(
     hidden: int,

@@ -88,6 +88,7 @@ def choose(
         'TL_ENABLE_LOWER_LDGSTG': True,
         'TL_DISABLE_THREAD_STORAGE_SYNC': True,  # what a thread copies to shared memory it reads itself
     },
+    fixed='warps block_warps',
 )
 def norm_backward_kernel(
     hidden: int,

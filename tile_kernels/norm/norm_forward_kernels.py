@@ -58,6 +58,7 @@ def choose(
     choose=choose,
     space=dict(warps=(1, 2, 4, 8, 16), resident_threads=(512, 768, 1024)),
     pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True, 'TL_ENABLE_LOWER_LDGSTG': True},
+    fixed='warps',
 )
 def norm_forward_kernel(
     hidden: int,

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         swiglu_backward,
         swiglu_backward_and_per_token_cast,
         swiglu_forward,
+        swiglu_forward_and_per_block_cast,
         swiglu_forward_and_per_channel_cast_and_transpose,
         swiglu_forward_and_per_token_cast,
     )
@@ -48,6 +49,7 @@ _ELSEWHERE = {
         'swiglu_backward',
         'swiglu_backward_and_per_token_cast',
         'swiglu_forward',
+        'swiglu_forward_and_per_block_cast',
         'swiglu_forward_and_per_channel_cast_and_transpose',
         'swiglu_forward_and_per_token_cast',
     ),
@@ -84,6 +86,7 @@ __all__ = [
     'swiglu_backward',
     'swiglu_backward_and_per_token_cast',
     'swiglu_forward',
+    'swiglu_forward_and_per_block_cast',
     'swiglu_forward_and_per_channel_cast_and_transpose',
     'swiglu_forward_and_per_token_cast',
     'unpack_from_e2m1fn_x2',

@@ -1,7 +1,7 @@
 """Host checks of the casts, and the arguments of their public functions turned into formats."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import product
 from typing import Any
 
@@ -71,12 +71,12 @@ def token_format(
     return QuantFormat.from_flags(fmt, (1, group), *flags)
 
 
-def block_format(fmt: Any, block_size: Any, *flags: bool) -> QuantFormat:
+def block_format(fmt: Any, block_size: Any, *flags: bool, blocks: Collection[Block] = BLOCKS) -> QuantFormat:
     """The format of blocks that the arguments describe; a whole format is taken as it is."""
     if whole := whole_format(fmt, block_size is not None or any(flags), 'block_size and the sf flags'):
         return whole
     check.one_of(fmt, ('e4m3', 'e5m2', 'e2m1'), 'fmt')
-    check.one_of(block_size, BLOCKS, 'block_size')
+    check.one_of(block_size, blocks, 'block_size')
     check_block(block_size, 'block_size')
     return QuantFormat.from_flags(fmt, block_size, *flags)
 

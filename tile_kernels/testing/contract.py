@@ -91,18 +91,18 @@ def other_gpus(op: Op, case: Case) -> list[str]:
     """Known GPUs on which a case runs other kernels, or with other static arguments; the first of each such set."""
     here = cuda_gpu(torch.cuda.current_device()) if torch.cuda.is_available() else DEFAULT_GPU
     watched = _Watched(here)
-    with on_gpu(cast('Gpu', watched)):
-        seen = [_kernels(op.trace_case(case))]
-    if not watched.asked:
-        return []
-    names = []
-    for name in GPUS:
-        with on_gpu(name), suppress(UnsupportedError):
-            launches = op.trace_case(case)
-            runs = not torch.cuda.is_available() or all(made.kernel.claims(made.static, here) for made in launches)
-            if runs and _kernels(launches) not in seen:
-                seen.append(_kernels(launches))
-                names.append(name)
+    with FakeTensorMode():
+        given = cases_of(op).arguments(op.name, case)
+        with on_gpu(cast('Gpu', watched)):
+            seen = [_kernels(op.trace(**given))]
+        names: list[str] = []
+        for name in GPUS if watched.asked else ():
+            with on_gpu(name), suppress(UnsupportedError):
+                launches = op.trace(**given)
+                runs = not torch.cuda.is_available() or all(made.kernel.claims(made.static, here) for made in launches)
+                if runs and _kernels(launches) not in seen:
+                    seen.append(_kernels(launches))
+                    names.append(name)
     return names
 
 
@@ -126,7 +126,7 @@ def check_kernel(op: Op, case: Case, device: str | torch.device = 'cpu') -> tupl
         for _ in range(3 if torch.device(device).type == 'cuda' else 1):  # the third call on a GPU is a replay
             with _running_kernels(device):
                 actual = _outcome(op, op.call, _arguments(op, case, device))
-            _compare('kernel and twin', actual, expected, _match(op))
+            compare('kernel and twin', actual, expected, _match(op))
     return actual, expected
 
 
@@ -134,7 +134,7 @@ def check_operator(op: Op, case: Case, device: str | torch.device = 'cpu') -> No
     """Assert that the operator returns the same as the direct call."""
     direct = _outcome(op, op.call, _arguments(op, case, device))
     operator = _outcome(op, lambda **kwargs: op.operator_form(kwargs), _arguments(op, case, device))
-    _compare('direct call and operator', direct, operator, _match(op))
+    compare('direct call and operator', direct, operator, _match(op))
 
 
 def check_fake(op: Op, case: Case, device: str | torch.device = 'cpu') -> None:
@@ -171,7 +171,7 @@ def check_gradient(op: Op, case: Case, device: str | torch.device = 'cpu') -> No
         with _running_kernels(device):
             actual = _gradients(op, op.call, outputs, _arguments(op, case, device))
     match = _match(op.backward)
-    _compare('gradient and autograd of the twin', actual, expected, match if isinstance(match, dict) else {})
+    compare('gradient and autograd of the twin', actual, expected, match if isinstance(match, dict) else {})
 
 
 # Running -------------------------------------------------------------------------------------
@@ -184,10 +184,13 @@ def cases_of(op: Op) -> Cases:
     return op.case_set
 
 
-def _arguments(op: Op, case: Case, device: str | torch.device) -> dict[str, Any]:
-    """The arguments of a case; overwritten arguments hold NaN or -1, unless they are also inputs."""
+def _arguments(op: Op, case: Case, device: str | torch.device, seed: str | None = None) -> dict[str, Any]:
+    """The arguments of a case; overwritten arguments hold NaN or -1, unless they are also inputs.
+
+    The name of the op, or `seed` instead of it, decides the random contents.
+    """
     ones = torch.full((16,), 0xFF, dtype=torch.uint8, device=device)
-    arguments = cases_of(op).arguments(op.name, case, device)
+    arguments = cases_of(op).arguments(seed or op.name, case, device)
     names = [param.name for param in op.params if param.overwritten]
     read = {id(value) for name, value in arguments.items() if name not in names}
     for name in names:
@@ -246,7 +249,7 @@ def _match(op: Op) -> str | dict[str, Any]:
     return 'bitwise' if op.case_set is None else op.case_set.match
 
 
-def _compare(what: str, actual: Outcome, expected: Outcome, match: str | dict[str, Any]) -> None:
+def compare(what: str, actual: Outcome, expected: Outcome, match: str | dict[str, Any]) -> None:
     """Assert that two outcomes agree bitwise, or within bounds."""
     __tracebackhide__ = True
     for name, tensor in expected.items():

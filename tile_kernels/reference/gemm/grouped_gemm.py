@@ -3,14 +3,13 @@
 import torch
 from torch import Tensor
 
-from tile_kernels.core import check
-
 
 def ends_of(group_end: Tensor, num_rows: int) -> list[int]:
-    """The ends of the groups; those behind the last row count as the last row."""
-    ends = [min(end, num_rows) for end in group_end.tolist()]
-    if ends != sorted(ends) or min(ends, default=0) < 0:
-        check.fail('group_end', 'must not fall, and begin at 0 or later', str(group_end.tolist()))
+    """The ends of the groups: at most the number of rows, and at least the end of the group before (0 at first)."""
+    ends, last = [], 0
+    for end in group_end.tolist():
+        last = max(last, min(end, num_rows))
+        ends.append(last)
     return ends
 
 

@@ -44,6 +44,7 @@ _ELSEWHERE = {
         'swiglu_backward_and_per_token_cast',
         'swiglu_forward',
         'swiglu_forward_and_count',
+        'swiglu_forward_and_per_block_cast',
         'swiglu_forward_and_per_channel_cast_and_transpose',
         'swiglu_forward_and_per_token_cast',
     ),
