@@ -45,14 +45,11 @@ def main() -> int:
         try:
             with case.choosing():
                 contract.check_kernel(case.op, case.case, 'cuda')
-        except tile_kernels.CompileError as error:
-            if not tile_kernels.knobs.disable_jit:
-                raise
-            absent += 1
-            print(f'ABSENT {case}: {error}', flush=True)
         except (AssertionError, RuntimeError, tile_kernels.TileKernelsError) as error:
-            wrong += 1
-            print(f'WRONG {case}: {" ".join(str(error).split())[:400]}', flush=True)
+            missing = isinstance(error, tile_kernels.CompileError) and tile_kernels.knobs.disable_jit
+            absent += missing
+            wrong += not missing
+            print(f'{"ABSENT" if missing else "WRONG"} {case}: {" ".join(str(error).split())[:400]}', flush=True)
         if case.case not in cases_of(case.op).smoke:  # large cases would starve the other shards
             torch.cuda.empty_cache()
     torch.cuda.synchronize()

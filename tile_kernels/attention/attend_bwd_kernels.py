@@ -56,7 +56,7 @@ def attend_delta_kernel(value_dim: int, dtype: torch.dtype, sink_dtype: torch.dt
     `plain` is then `delta` without it, for the gradient of the sink.
     """
     num_rows, batch, num_heads, num_tokens = (T.dynamic(n) for n in ('num_rows', 'batch', 'num_heads', 'num_tokens'))
-    elem, wide, rows = T.dtype(dtype), padded(value_dim), 32
+    elem, wide, rows = T.dtype(dtype), max(32, 1 << (value_dim - 1).bit_length()), 32
     inf, nan = math.inf, math.nan
 
     @T.prim_func

@@ -53,13 +53,17 @@ _ALLOCATIONS = {
 }
 #: PyTorch operators allowed in a replayed body: views.
 _VIEWS = {
+    aten.alias.default,
     aten.as_strided.default,
     aten.detach.default,
+    aten.expand.default,
+    aten.permute.default,
     aten.select.int,
     aten.slice.Tensor,
     aten.squeeze.dim,
     aten.t.default,
     aten.transpose.int,
+    aten.unbind.int,
     aten.unsqueeze.default,
     aten.view.default,
     aten.view.dtype,

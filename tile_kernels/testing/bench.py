@@ -46,6 +46,9 @@ FLUSH_BYTES = 256 << 20
 #: Larger copies have the same bandwidth as this one, so their time is scaled, which saves memory.
 COPY_LIMIT_BYTES = 1 << 30
 
+#: A graph, and a burst of calls whose host time is measured, take at most about this many milliseconds on the device.
+MOST_MS = 20.0
+
 MIN_TIMED_CALLS, MAX_TIMED_CALLS = 5, 2000
 
 
@@ -167,9 +170,13 @@ def graph_time(
     calls: int = 100,
     rep: int = 20,
 ) -> float:
-    """Milliseconds per call inside a replayed CUDA graph of `calls` calls: device time without the host, L2 warm."""
+    """Milliseconds per call inside a replayed CUDA graph: device time without the host, L2 warm.
+
+    The graph has `calls` calls; fewer if they take long.
+    """
     _need_cuda('graph_time')
     kwargs = kwargs or {}
+    calls = _fewer(calls, lambda: fn(*args, **kwargs))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -193,9 +200,12 @@ def host_time(
     calls: int = 100,
     rep: int = 20,
 ) -> float:
-    """Milliseconds that Python needs to issue one call, while nothing waits for the GPU."""
+    """Milliseconds that Python needs to issue one call, while nothing waits for the GPU.
+
+    The median of `rep` averages over `calls` calls; over fewer calls if they take long.
+    """
     kwargs = kwargs or {}
-    fn(*args, **kwargs)
+    calls = _fewer(calls, lambda: fn(*args, **kwargs))
     times = []
     for _ in range(rep):
         _synchronize()  # an empty launch queue: a full one would block the host
@@ -270,13 +280,19 @@ def _event_times(call: Callable[[], Any], count: int, prepare: Callable[[], Any]
 def _issue_and_run_time(call: Callable[[], Any], calls: int = 5) -> tuple[float, float]:
     """Rough milliseconds of one call: on the host to issue it, and until the device has finished."""
     call()
-    torch.cuda.synchronize()
+    _synchronize()
     start = time.perf_counter()
     for _ in range(calls):
         call()
     issued = time.perf_counter()
-    torch.cuda.synchronize()
+    _synchronize()
     return (issued - start) / calls * 1e3, (time.perf_counter() - start) / calls * 1e3
+
+
+def _fewer(calls: int, call: Callable[[], Any]) -> int:
+    """As many calls as run in `MOST_MS`, at least one; runs some calls to find out."""
+    _, each = _issue_and_run_time(call, 2)
+    return max(min(calls, int(MOST_MS / each)), 1)
 
 
 def _copy_time(num_bytes: int, device: torch.device, warmup: float, rep: float) -> float:
