@@ -48,7 +48,7 @@ def commands(step: str, ops: list[str], out: Path, inputs: list[str]) -> list[li
         'test': [
             [*PYTEST, *PLUGINS, *workers, 'tests/test_contract.py', 'tests/gpu', 'tests/interpreter/test_examples.py']
         ],
-        'cases': [[*run_cases, '--level', 'full', '--shard', shard] for shard in shards],
+        'cases': [[*run_cases, '--level', 'full', '--isolate', '60', '--shard', shard] for shard in shards],
         'sanitize': [
             [sanitizer, '--tool', tool, '--error-exitcode', '9', *run_cases, '--shard', shard]
             for tool in ('memcheck', 'racecheck', 'initcheck')

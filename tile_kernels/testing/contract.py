@@ -12,7 +12,8 @@ The clauses of the contract:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, cast
@@ -23,12 +24,13 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from tile_kernels.core.autograd import IDENTITY
-from tile_kernels.core.cases import Case, Cases, bounds_of, case_id
-from tile_kernels.core.errors import ArgumentError, UnsupportedError
+from tile_kernels.core.cases import Case, bounds_of, case_id
+from tile_kernels.core.errors import UnsupportedError
 from tile_kernels.core.gpus import DEFAULT_GPU, GPUS, Gpu, cuda_gpu
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.launch import Launch, on_gpu
 from tile_kernels.core.op import Op, ops
+from tile_kernels.core.registry import cases_of, find_op
 from tile_kernels.testing.numeric import assert_equal
 from tile_kernels.testing.poison import poisoned
 
@@ -57,22 +59,40 @@ class ContractCase:
         return on_gpu(self.gpu) if self.gpu else nullcontext()
 
 
-def contract_cases(level: str | None = None, variants: bool = False) -> list[ContractCase]:
+def contract_cases(
+    level: str | None = None, variants: bool = False, names: Collection[str] | None = None
+) -> list[ContractCase]:
     """Every registered op with every case of a level: 'smoke', or 'full', which includes smoke (`TK_FULL_TEST=1`).
 
-    With `variants`, a smoke case that runs other kernels on other GPUs appears once for each set of kernels. On a CUDA
-    device, sets that the device cannot run are left out.
+    `names` restricts the ops. With `variants`, a smoke case that runs other kernels on other GPUs appears once for each
+    set of kernels. On a CUDA device, sets that the device cannot run are left out.
     """
     if level is None:
         level = 'full' if knobs.full_test else 'smoke'
     found = []
     for op in ops.values():
-        if op.case_set is not None:
+        if op.case_set is not None and (names is None or op.name in names):
             cases = op.case_set.smoke + (op.case_set.full if level == 'full' else [])
             found += [ContractCase(op, case) for case in cases]
             if variants:
                 found += [ContractCase(op, case, gpu) for case in op.case_set.smoke for gpu in other_gpus(op, case)]
     return found
+
+
+@functools.cache
+def _cases(level: str, name: str) -> list[ContractCase]:
+    return contract_cases(level, variants=True, names=(name,))
+
+
+def check_case(level: str, name: str, index: int, device: str) -> None:
+    """Check one case of an op by its position in `contract_cases`; for worker processes."""
+    case = _cases(level, find_op(name).name)[index]
+    with case.choosing():
+        check_kernel(case.op, case.case, device)
+    if device == 'cuda':
+        torch.cuda.synchronize()
+        if torch.cuda.memory_reserved() > 4 << 30:  # other processes use the device, too
+            torch.cuda.empty_cache()
 
 
 class _Watched:
@@ -175,13 +195,6 @@ def check_gradient(op: Op, case: Case, device: str | torch.device = 'cpu') -> No
 
 
 # Running -------------------------------------------------------------------------------------
-
-
-def cases_of(op: Op) -> Cases:
-    """The declared cases of an op."""
-    if op.case_set is None:
-        raise ArgumentError(f'{op.name} declares no cases')
-    return op.case_set
 
 
 def _arguments(op: Op, case: Case, device: str | torch.device, seed: str | None = None) -> dict[str, Any]:
