@@ -1,4 +1,5 @@
 import logging
+import sys
 import threading
 
 import pytest
@@ -198,3 +199,17 @@ def test_a_block_inside_compiled_code_compiles_again():
         assert torch.equal(again(torch.ones(size)), torch.full((size,), 65.0))
     with knobs(token_alignment=32):
         assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 64.0))
+
+
+def test_blocks_keep_the_reference_that_pytorch_may_drop(monkeypatch):
+    """Up to PyTorch 2.11, replacing a stashed object releases a reference that stashing never took."""
+    stashed = []
+    monkeypatch.setattr(
+        torch._C, '_stash_obj_in_tls', lambda key, value: stashed.append((value, sys.getrefcount(value)))
+    )
+    monkeypatch.setattr(torch._C, '_is_key_in_tls', lambda key: False)
+    with knobs(num_sms=7):
+        pass
+    (first, before), (second, after) = stashed
+    assert first is second
+    assert after >= before + 2, 'one for the list of this test, one left behind'

@@ -8,6 +8,7 @@ those of PyTorch. It also applies to the threads in which autograd runs a `backw
 
 from __future__ import annotations
 
+import ctypes
 import difflib
 import logging
 import os
@@ -150,9 +151,16 @@ Overrides = tuple[tuple[str, Any], ...]
 _STASH = 'tile_kernels.knobs'
 
 
+class _Stash:
+    """The overrides of a thread, where the threads of its backward passes find them, too."""
+
+    overrides: Overrides = ()
+
+
 class _Thread(threading.local):
     def __init__(self) -> None:  # an attribute of the object: Dynamo guards a default of the class as absent
         self.overrides: Overrides = ()
+        self.stash = _Stash()
 
 
 _thread = _Thread()
@@ -164,12 +172,19 @@ def overrides() -> Overrides:
         return _thread.overrides  # the tracer can follow this and adds guards for it
     if not knobs.had_blocks or not torch._C._is_key_in_tls(_STASH):
         return ()
-    return torch._C._get_obj_in_tls(_STASH)
+    return torch._C._get_obj_in_tls(_STASH).overrides
 
 
 def _override(values: Overrides) -> None:
     _thread.overrides = values
-    torch._C._stash_obj_in_tls(_STASH, values)
+    if torch.compiler.is_compiling():
+        return
+    stash = _thread.stash
+    if not torch._C._is_key_in_tls(_STASH) or torch._C._get_obj_in_tls(_STASH) is not stash:
+        # Up to PyTorch 2.11, `_stash_obj_in_tls` drops a reference later that it never took.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(stash))
+        torch._C._stash_obj_in_tls(_STASH, stash)
+    stash.overrides = values
 
 
 class Knobs:
