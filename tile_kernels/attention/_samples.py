@@ -1,5 +1,6 @@
 """Inputs of the cases of attention, and the bounds its results keep."""
 
+import collections
 import itertools
 import math
 import random
@@ -66,11 +67,35 @@ def starts(lengths: tuple) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-def products(q: Tensor, k: Tensor, v: Tensor, **others: object) -> int:
-    """Operations of the two products; a mask or lengths on the device may spare some."""
-    queries, keys = (math.prod(x.shape[:-2]) for x in (q, k))
-    batch = q.shape[0] if q.dim() == 4 else 1
-    return 2 * queries * keys // max(batch, 1) * q.shape[-2] * (q.shape[-1] + v.shape[-1])
+def products(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    left: int = -1,
+    right: int = -1,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    **others: object,
+) -> int:
+    """Operations of the two products for the pairs of query and key that the mask lets through.
+
+    Shortened lengths count as whole ones. A dry run, which knows no lengths, takes packed sequences as one.
+    """
+    cuts = [x for x in (cu_seqlens_q, cu_seqlens_k) if type(x) is Tensor]
+    if len(cuts) == 2:
+        lengths = collections.Counter(zip(*(x.diff().tolist() for x in cuts), strict=True))
+    else:
+        lengths = collections.Counter({(q.shape[-3], k.shape[-3]): q.shape[0] if q.dim() == 4 else 1})
+    pairs = sum(count * visible_pairs(m, n, left, right) for (m, n), count in lengths.items())
+    return 2 * pairs * q.shape[-2] * (q.shape[-1] + v.shape[-1])
+
+
+def visible_pairs(queries: int, keys: int, left: int, right: int) -> int:
+    """Pairs of query and key inside the band of a sequence."""
+    place = torch.arange(queries, device='cpu') + keys - queries
+    first = place.mul(0) if left < 0 else (place - left).clamp(min=0)
+    last = place.mul(0) + keys - 1 if right < 0 else (place + right).clamp(max=keys - 1)
+    return int((last - first + 1).clamp(min=0).sum())
 
 
 def random_cache(
