@@ -53,6 +53,22 @@ def test_loop_with_start_and_step():
     assert y.nonzero().flatten().tolist() == [3, 7, 11, 15]
 
 
+def test_a_loop_that_writes_its_own_bound_is_refused():
+    """The generated code reads the bound in every iteration, so half of the iterations would be missing."""
+
+    @T.prim_func
+    def shrinking(y: T.Tensor((32,), 'int32')):
+        with T.Kernel(1, threads=32):
+            left = T.alloc_var('int32', init=8)
+            for i in T.serial(left):
+                y[i] = left
+                left -= 1
+
+    with pytest.raises(UnsupportedConstruct, match='writes left, which its bounds read') as caught:
+        interpret(shrinking, torch.zeros(32, dtype=torch.int32))
+    assert caught.value.line and caught.value.buffer == 'left'
+
+
 def test_while_ends_for_each_thread_on_its_own():
     @T.prim_func
     def collatz(y: T.Tensor((64,), 'int32')):

@@ -375,13 +375,13 @@ def topk_indices_kernel(
                     for u in T.unroll(vectors):
                         column = aligned + (first_vector + step * step_vectors + u * num_threads + tx) * width
                         place = number + ((earlier >> (16 * u)) & 0xFFFF)
-                        for _ in T.serial(count_bits(mask_local[u])):
-                            e = count_bits((mask_local[u] & (~mask_local[u] + T.uint32(1))) - T.uint32(1))
-                            value = T.cast(stage_shared[step % stages, u, tx, e], T.float32)
-                            key_shared[place] = order_key(value)
-                            column_shared[place] = column + e
-                            place += 1
-                            mask_local[u] = mask_local[u] & (mask_local[u] - T.uint32(1))
+                        if mask_local[u] != T.uint32(0):
+                            for e in T.unroll(width):
+                                if mask_local[u] & (T.uint32(1) << T.cast(e, T.uint32)) != T.uint32(0):
+                                    value = T.cast(stage_shared[step % stages, u, tx, e], T.float32)
+                                    key_shared[place] = order_key(value)
+                                    column_shared[place] = column + e
+                                    place += 1
                         number += (every >> (16 * u)) & 0xFFFF
 
                     # A full list is cut to its k best entries.

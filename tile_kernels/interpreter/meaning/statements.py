@@ -15,7 +15,7 @@ import numpy as np
 from tile_kernels.interpreter.engine.frame import Frame, active_threads
 from tile_kernels.interpreter.engine.lanes import both, expand, splits_warps
 from tile_kernels.interpreter.engine.translate import ATTRIBUTE_HINTS, Closure, Compiler, is_const, statement
-from tile_kernels.interpreter.errors import Deadlock, InterpreterError
+from tile_kernels.interpreter.errors import Deadlock, InterpreterError, UnsupportedConstruct
 from tile_kernels.interpreter.meaning.expressions import is_vector_index, vector_element, vector_lanes
 from tile_kernels.interpreter.meaning.independent import as_array, is_independent
 from tile_kernels.interpreter.memory.buffers import workspace
@@ -327,6 +327,7 @@ def _loop(compiler: Compiler, node: Any) -> Run:
         finally:
             compiler.as_arrays = compiler.alone = False
         return ordered(compiler, run)
+    require_fixed_bounds(compiler, node)
     start, extent = compiler.expr(node.min), compiler.expr(node.extent)
     step = 1 if node.step is None else compiler.expr(node.step)
     slot = compiler.new_slot(node.loop_var)
@@ -335,6 +336,30 @@ def _loop(compiler: Compiler, node: Any) -> Run:
         body = compiler.stmt(node.body)
     loop = serial_loop(start, extent, step, slot, body, compiler.ndim)
     return marked(loop, body) if not escapes(body) else marked(loop, waits_=waits(body), escapes_=True)
+
+
+def require_fixed_bounds(compiler: Compiler, node: Any) -> None:
+    """Raise if the body of a serial loop writes what its bounds read: CUDA reads the bounds in every iteration."""
+    from tvm.tirx.stmt_functor import post_order_visit
+
+    read: dict[Any, str] = {}
+    changed: list[str] = []
+
+    def load(part: Any) -> None:
+        if type(part).__name__ == 'BufferLoad':
+            read[part.buffer.data] = str(part.buffer.name)
+
+    def store(part: Any) -> None:
+        if type(part).__name__ == 'BufferStore' and part.buffer.data in read:
+            changed.append(read[part.buffer.data])
+
+    post_order_visit(node.min, load)
+    post_order_visit(node.extent, load)
+    if read:
+        post_order_visit(node.body, store)
+    if changed:
+        text = f'the loop writes {changed[0]}, which its bounds read: the generated code reads it in every iteration'
+        raise UnsupportedConstruct(f'{text}. Copy the bound to a T.alloc_var first', compiler.site, buffer=changed[0])
 
 
 def _as_array(compiler: Compiler, node: Any) -> Run:
