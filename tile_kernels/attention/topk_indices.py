@@ -20,9 +20,9 @@ from torch import Tensor
 
 from tile_kernels.attention._checks import lengths_int32
 from tile_kernels.attention.topk_indices_kernels import (
-    CAPACITY,
     MAX_K,
     SHORT_COLUMNS,
+    SHORT_LIST_K,
     num_slots,
     topk_indices_kernel,
     topk_short_kernel,
@@ -73,7 +73,7 @@ def _topk_indices(
         launch(topk_short_kernel, static, logits, start, end, indices, written, size=rows if k else 0)
         return indices, values
     parts = num_parts(rows, columns, k)
-    large = k > CAPACITY // 4
+    large = k > SHORT_LIST_K
     size = rows * parts if k else 0
     static = (logits.dtype, check.vector_bytes(logits), start is not None, end is not None, False)
     if parts == 1:

@@ -12,12 +12,10 @@ from tile_kernels.core.lang import WARP, T, begin_early, macro
 #: Bins of a histogram, and the bits of a key that one histogram tells apart.
 DIGIT = 11
 BINS = 1 << DIGIT
-#: Vectors that a thread has in flight or in use, and entries of the list that it takes at a time.
-STAGES = 4
+#: Entries of the list that a thread takes at a time.
 ENTRIES = 4
-#: The largest k, and the entries of the list for small and large k: more than k and one vector of every thread.
-MAX_K = 4096
-CAPACITY, LARGE_CAPACITY = 8192, 16384
+#: The largest k, and that of the short list.
+MAX_K, SHORT_LIST_K = 4096, 2048
 
 #: Threads exchange what they found through shared memory, so the code itself places the barriers.
 PASS_CONFIGS = {
@@ -31,9 +29,8 @@ def choose(
     dtype: torch.dtype, vector_bytes: int, has_start: bool, has_end: bool, mapped: bool, values: bool, large: bool,
     size: int,
 ) -> dict:  # fmt: skip
-    """Few rows get large thread blocks. A vector of every thread has to fit into the list beside k entries."""
-    few = size <= 264 and vector_bytes // dtype.itemsize <= 4
-    return dict(num_threads=1024 if few else 512)
+    """Few rows get large thread blocks, each of which has an SM of its own."""
+    return dict(num_threads=1024 if size <= 132 else 512)
 
 
 # Keys ---------------------------------------------------------------------------------------
@@ -48,12 +45,13 @@ def order_key(x: Any) -> Any:
 
 @dataclass(frozen=True)
 class Shared:
-    """What the threads of a block share: the list in the order of columns, a histogram and partial sums."""
+    """What the threads of a block share: the list in the order of columns, a histogram, partial sums and extrema."""
 
     key: Any
     column: Any
     histogram: Any
     part: Any
+    extreme: Any
     found: Any
 
 
@@ -61,12 +59,13 @@ class Shared:
 class Cut:
     """Keys from `edge` on, of `bits` bits more, are the bin of the cut, and `need` of them are kept: the first.
 
-    All keys above the bin are kept.
+    All keys above the bin are kept, `kept` entries in total.
     """
 
     edge: Any
     bits: Any
     need: Any
+    kept: Any
 
 
 def bin_mask(bits: Any) -> Any:
@@ -86,47 +85,63 @@ def count_bits(votes: Any) -> Any:
 
 
 @macro
-def find_cut(shared, number, k, cut, num_threads: int):
-    """Find the cut below which keys are not among the k largest of the list, which has more than k."""
+def load_keys(shared, number, index, keys):
+    """Load the keys of `ENTRIES` entries of the list, as far as it has them."""
+    if index + ENTRIES <= number:
+        for e in T.vectorized(ENTRIES):
+            keys[e] = shared.key[index + e]
+    else:
+        for e in T.unroll(ENTRIES):
+            if index + e < number:
+                keys[e] = shared.key[index + e]
+
+
+@macro
+def find_cut(shared, number, k, slack: int, high, low, cut, keys, num_threads: int):
+    """Find the cut that keeps the k largest of the list, which has more than k, and at most `slack` others.
+
+    `high` and `low` are bounds of the keys that this thread added.
+    """
     num_warps = num_threads // WARP
     own_bins = BINS // num_threads
     tx = T.get_thread_binding()
     lane, warp = tx % WARP, tx // WARP
-    high = T.alloc_var(T.uint32, init=0)
-    low = T.alloc_var(T.uint32, init=0xFFFFFFFF)
+    top = T.alloc_var(T.uint32)
+    bottom = T.alloc_var(T.uint32)
     shift = T.alloc_var(T.int32, init=0)
     before = T.alloc_var(T.int32, init=0)
     own = T.alloc_var(T.int32, init=0)
     other = T.alloc_var(T.int32, init=0)
     is_open = T.alloc_var(T.int32, init=1)
-    for step in T.serial(T.ceildiv(number, num_threads)):
-        if step * num_threads + tx < number:
-            high = T.max(high, shared.key[step * num_threads + tx])
-            low = T.min(low, shared.key[step * num_threads + tx])
-    high = T.warp_reduce_max(high)
-    low = T.warp_reduce_min(low)
+    top = T.warp_reduce_max(high)
+    bottom = T.warp_reduce_min(low)
     if lane == 0:
-        shared.part[0, warp] = high
-        shared.part[1, warp] = low
+        shared.extreme[0, warp] = top
+        shared.extreme[1, warp] = bottom
+    for i in T.unroll(own_bins):
+        shared.histogram[i * num_threads + tx] = 0
     T.sync_threads()
-    high = T.warp_reduce_max(shared.part[0, lane % num_warps])
-    low = T.warp_reduce_min(shared.part[1, lane % num_warps])
-    T.sync_threads()  # the caller may write there next
-    cut.edge[0] = low
-    cut.bits[0] = 32 - T.cast(T.clz(T.reinterpret(high - low, T.int32)), T.int32)
+    top = T.warp_reduce_max(shared.extreme[0, lane % num_warps])
+    bottom = T.warp_reduce_min(shared.extreme[1, lane % num_warps])
+    cut.edge[0] = bottom
+    cut.bits[0] = 32 - T.cast(T.clz(T.reinterpret(top - bottom, T.int32)), T.int32)
     cut.need[0] = k
-    for _ in T.serial(-(-32 // DIGIT)):
+    cut.kept[0] = k
+    for level in T.serial(-(-32 // DIGIT)):
         if T.And(is_open != 0, cut.bits[0] > 0):
             shift = T.max(cut.bits[0] - DIGIT, 0)
-            for i in T.unroll(own_bins):
-                shared.histogram[i * num_threads + tx] = 0
-            T.sync_threads()
-            for step in T.serial(T.ceildiv(number, num_threads)):
-                if step * num_threads + tx < number:
-                    key = shared.key[step * num_threads + tx]
-                    if T.And(key >= cut.edge[0], key - cut.edge[0] <= bin_mask(cut.bits[0])):
-                        digit = T.cast((key - cut.edge[0]) >> T.cast(shift, T.uint32), T.int32)
-                        T.atomic_add(shared.histogram[digit], 1)
+            if level > 0:
+                for i in T.unroll(own_bins):
+                    shared.histogram[i * num_threads + tx] = 0
+                T.sync_threads()
+            for step in T.serial(T.ceildiv(number, ENTRIES * num_threads)):
+                index = (step * num_threads + tx) * ENTRIES
+                load_keys(shared, number, index, keys)
+                for e in T.unroll(ENTRIES):
+                    if index + e < number:  # noqa: SIM102 - the other is not written
+                        if T.And(keys[e] >= cut.edge[0], keys[e] - cut.edge[0] <= bin_mask(cut.bits[0])):
+                            digit = T.cast((keys[e] - cut.edge[0]) >> T.cast(shift, T.uint32), T.int32)
+                            T.atomic_add(shared.histogram[digit], 1)
             T.sync_threads()
             own = 0
             for i in T.unroll(own_bins):  # from the highest bin down
@@ -154,8 +169,10 @@ def find_cut(shared, number, k, cut, num_threads: int):
             cut.edge[0] = cut.edge[0] + (T.cast(shared.found[0], T.uint32) << T.cast(shift, T.uint32))
             cut.need[0] = cut.need[0] - shared.found[1]
             cut.bits[0] = shift
-            if shared.found[2] == cut.need[0]:
+            if shared.found[2] - cut.need[0] <= slack:
                 is_open = 0
+                cut.kept[0] = k + shared.found[2] - cut.need[0]
+                cut.need[0] = shared.found[2]
 
 
 @dataclass(frozen=True)
@@ -178,15 +195,13 @@ def rank_kept(shared, number, step, cut, done, kept, num_threads: int):
     earlier = T.alloc_var(T.int32)
     above = T.alloc_var(T.int32)
     ties = T.alloc_var(T.int32)
+    load_keys(shared, number, index, kept.key)
     if index + ENTRIES <= number:
-        for e in T.vectorized(ENTRIES):
-            kept.key[e] = shared.key[index + e]
         for e in T.vectorized(ENTRIES):
             kept.column[e] = shared.column[index + e]
     else:
         for e in T.unroll(ENTRIES):
             if index + e < number:
-                kept.key[e] = shared.key[index + e]
                 kept.column[e] = shared.column[index + e]
     for e in T.unroll(ENTRIES):
         kept.rank[e] = 0  # what the entry adds to the counts
@@ -243,7 +258,7 @@ def topk_indices_kernel(
 ):
     """The k largest of a part of a row. With `mapped`, `names` has the indices of the numbers; negative ones are none.
 
-    `large` is for k beyond 2048.
+    `large` is for k beyond `SHORT_LIST_K`.
     """
     num_rows, num_columns, stride = T.dynamic('num_rows'), T.dynamic('num_columns'), T.dynamic('stride')
     num_parts, k = T.dynamic('num_parts'), T.dynamic('k')
@@ -254,10 +269,13 @@ def topk_indices_kernel(
     width = vector_bytes // dtype.itemsize
     copied = vector_bytes >= 4  # what cp.async can copy
     num_warps = num_threads // WARP
-    capacity = LARGE_CAPACITY if large else CAPACITY
-    vectors = 2 if 2 * num_threads * width <= CAPACITY // 2 else 1  # of a thread in a step
+    # Entries of the list: k, the slack of a cut and all numbers of a step. Two blocks of 512 threads share an SM.
+    capacity = 16384 if large or num_threads == 1024 else 8192
+    slack = capacity // 16
+    vectors = 2 if num_threads == 512 and width <= 4 else 1  # of a thread in a step
     step_vectors = vectors * num_threads
-    stages = STAGES // vectors
+    stages = 4 if num_threads == 1024 else 4 // vectors
+    full = (1 << width) - 1
 
     @T.prim_func
     def topk_indices(
@@ -270,18 +288,23 @@ def topk_indices_kernel(
     ):
         with T.Kernel(num_rows, num_parts, threads=num_threads) as (row, part):
             T.assume(stride % width == 0)
+            if mapped:
+                T.assume(name_columns % width == 0)
             key_shared = T.alloc_shared((capacity,), T.uint32)
             column_shared = T.alloc_shared((capacity,), T.int32)
             stage_shared = T.alloc_shared((stages, vectors, num_threads, width), elem)
             histogram_shared = T.alloc_shared((BINS,), T.int32)
             part_shared = T.alloc_shared((2, num_warps), T.uint32)
+            extreme_shared = T.alloc_shared((2, num_warps), T.uint32)
             found_shared = T.alloc_shared((3,), T.int32)
-            shared = Shared(key_shared, column_shared, histogram_shared, part_shared, found_shared)
-            x_local = T.alloc_local((width,), elem)
-            mask_local = T.alloc_local((vectors,), T.uint32)
+            shared = Shared(key_shared, column_shared, histogram_shared, part_shared, extreme_shared, found_shared)
+            x_local = T.alloc_local((vectors, width), elem)
+            name_local = T.alloc_local((width,), T.int32)
+            valid_local, mask_local = T.alloc_local((vectors,), T.uint32), T.alloc_local((vectors,), T.uint32)
             edge_local = T.alloc_local((1,), T.uint32)
             bits_local, need_local = T.alloc_local((1,), T.int32), T.alloc_local((1,), T.int32)
-            cut = Cut(edge_local, bits_local, need_local)
+            count_local = T.alloc_local((1,), T.int32)
+            cut = Cut(edge_local, bits_local, need_local, count_local)
             kept_key, kept_column = T.alloc_local((ENTRIES,), T.uint32), T.alloc_local((ENTRIES,), T.int32)
             kept_rank = T.alloc_local((ENTRIES,), T.int32)
             kept = Kept(kept_key, kept_column, kept_rank)
@@ -289,10 +312,13 @@ def topk_indices_kernel(
             number = T.alloc_var(T.int32, init=0)
             lowest = T.alloc_var(T.uint32, init=0)  # smaller keys are not among the k largest
             least = T.alloc_var(T.float32, init=0.0)  # the number of this key, once there is one
+            high = T.alloc_var(T.uint32, init=0)
+            low = T.alloc_var(T.uint32, init=0xFFFFFFFF)
             passed = T.alloc_var(T.int32)
             earlier = T.alloc_var(T.int32)
             every = T.alloc_var(T.int32)
             place = T.alloc_var(T.int32)
+            is_full = T.alloc_var(T.int32)
             first = T.alloc_var(T.int32, init=0)
             last = T.alloc_var(T.int32)
             tx = T.get_thread_binding()
@@ -316,49 +342,58 @@ def topk_indices_kernel(
             last_vector = T.min(first_vector + num_steps, last_vector)
             num_steps = T.truncdiv(T.max(last_vector - first_vector, 0) + step_vectors - 1, step_vectors)
 
-            for step in T.serial(1 - stages, num_steps):
-                if copied:
+            for step in T.serial(-stages, num_steps):
+                if step >= 0:
+                    if copied:
+                        T.ptx_wait_group(stages - 1)
                     for u in T.unroll(vectors):
-                        vector = first_vector + (step + stages - 1) * step_vectors + u * num_threads + tx
+                        vector = first_vector + step * step_vectors + u * num_threads + tx
                         column = aligned + vector * width
-                        if T.And(vector < last_vector, column + width <= num_columns):
+                        if T.And(vector < last_vector, T.And(column >= first, column + width <= last)):
+                            valid_local[u] = T.uint32(full)
+                            if copied:
+                                for e in T.vectorized(width):
+                                    x_local[u, e] = stage_shared[step % stages, u, tx, e]
+                            else:
+                                x_local[u, 0] = logits[row, column]
+                            if mapped:
+                                for e in T.vectorized(width):  # these rows have no start
+                                    name_local[e] = names[row, vector * width + e]
+                        else:
+                            valid_local[u] = T.uint32(0)
+                            for e in T.unroll(width):
+                                x_local[u, e] = T.cast(0, elem)
+                                name_local[e] = 0
+                                if T.And(vector < last_vector, T.And(column + e >= first, column + e < last)):
+                                    valid_local[u] = valid_local[u] | T.uint32(1 << e)
+                                    x_local[u, e] = logits[row, column + e]
+                                    if mapped:
+                                        name_local[e] = names[row, column + e]
+                        if mapped:
+                            for e in T.unroll(width):
+                                if name_local[e] < 0:
+                                    valid_local[u] = valid_local[u] & ~T.uint32(1 << e)
+                if copied:  # the vectors of a thread pass through memory that no other thread uses
+                    for u in T.unroll(vectors):
+                        vector = first_vector + (step + stages) * step_vectors + u * num_threads + tx
+                        column = aligned + vector * width
+                        if T.And(vector < last_vector, T.And(column >= first, column + width <= last)):
                             T.ptx_cp_async(
-                                T.access_ptr(stage_shared[(step + stages - 1) % stages, u, tx, 0], 'w', width),
+                                T.access_ptr(stage_shared[(step + stages) % stages, u, tx, 0], 'w', width),
                                 T.access_ptr(logits[row, column], 'r', width),
                                 width,
                             )
                     T.ptx_commit_group()
-                if step >= 0:
-                    if copied:
-                        T.ptx_wait_group(stages - 1)
+                is_full = T.if_then_else(step >= 0, 1, 0)
+                while is_full != 0:
                     # What may still be among the k largest: a bit for each number of a vector.
                     passed = 0
                     for u in T.unroll(vectors):
-                        vector = first_vector + step * step_vectors + u * num_threads + tx
-                        column = aligned + vector * width
                         mask_local[u] = T.uint32(0)
-                        if vector < last_vector:
-                            if T.Or(not copied, column + width > num_columns):
-                                for e in T.unroll(width):
-                                    if column + e < num_columns:
-                                        stage_shared[step % stages, u, tx, e] = logits[row, column + e]
-                            if T.And(column >= first, column + width <= last):
-                                for e in T.vectorized(width):
-                                    x_local[e] = stage_shared[step % stages, u, tx, e]
-                                for e in T.unroll(width):
-                                    if T.Or(lowest == T.uint32(0), T.cast(x_local[e], T.float32) >= least):
-                                        mask_local[u] = mask_local[u] | (T.uint32(1) << T.cast(e, T.uint32))
-                            else:
-                                for e in T.unroll(width):
-                                    if T.And(column + e >= first, column + e < last):
-                                        value = T.cast(stage_shared[step % stages, u, tx, e], T.float32)
-                                        if T.Or(lowest == T.uint32(0), value >= least):
-                                            mask_local[u] = mask_local[u] | (T.uint32(1) << T.cast(e, T.uint32))
-                            if mapped:
-                                for e in T.unroll(width):
-                                    if column + e < num_columns:  # noqa: SIM102
-                                        if names[row, column + e] < 0:
-                                            mask_local[u] = mask_local[u] & ~(T.uint32(1) << T.cast(e, T.uint32))
+                        for e in T.unroll(width):
+                            if T.Or(lowest == T.uint32(0), T.cast(x_local[u, e], T.float32) >= least):
+                                mask_local[u] = mask_local[u] | T.uint32(1 << e)
+                        mask_local[u] = mask_local[u] & valid_local[u]
                         passed += count_bits(mask_local[u]) << (16 * u)
                     earlier = passed
                     for s in T.unroll(5):
@@ -371,23 +406,25 @@ def topk_indices_kernel(
                     sums = T.cast(part_shared[step % 2, lane % num_warps], T.int32)
                     earlier += T.warp_reduce_sum(T.if_then_else(lane < warp, sums, 0)) - passed
                     every = T.warp_reduce_sum(T.if_then_else(lane < num_warps, sums, 0))
-                    # Append them to the list, in the order of columns.
-                    for u in T.unroll(vectors):
-                        column = aligned + (first_vector + step * step_vectors + u * num_threads + tx) * width
-                        place = number + ((earlier >> (16 * u)) & 0xFFFF)
-                        if mask_local[u] != T.uint32(0):
-                            for e in T.unroll(width):
-                                if mask_local[u] & (T.uint32(1) << T.cast(e, T.uint32)) != T.uint32(0):
-                                    value = T.cast(stage_shared[step % stages, u, tx, e], T.float32)
-                                    key_shared[place] = order_key(value)
-                                    column_shared[place] = column + e
-                                    place += 1
-                        number += (every >> (16 * u)) & 0xFFFF
-
-                    # A full list is cut to its k best entries.
-                    if T.And(number + step_vectors * width > capacity, step + 1 < num_steps):
-                        T.sync_threads()
-                        find_cut(shared, number, k, cut, num_threads)
+                    if number + (every & 0xFFFF) + (every >> 16) <= capacity:
+                        # Append them to the list, in the order of columns.
+                        for u in T.unroll(vectors):
+                            column = aligned + (first_vector + step * step_vectors + u * num_threads + tx) * width
+                            if mask_local[u] != T.uint32(0):
+                                place = number + ((earlier >> (16 * u)) & 0xFFFF)
+                                for e in T.unroll(width):
+                                    if (mask_local[u] & T.uint32(1 << e)) != T.uint32(0):
+                                        key = order_key(T.cast(x_local[u, e], T.float32))
+                                        high = T.max(high, key)
+                                        low = T.min(low, key)
+                                        key_shared[place] = key
+                                        column_shared[place] = column + e
+                                        place += 1
+                            number += (every >> (16 * u)) & 0xFFFF
+                        is_full = 0
+                    else:
+                        # The list has no room: cut it, and try again.
+                        find_cut(shared, number, k, slack, high, low, cut, kept_key, num_threads)
                         done_local[0] = 0
                         done_local[1] = 0
                         for turn in T.serial(T.ceildiv(number, ENTRIES * num_threads)):
@@ -399,7 +436,8 @@ def topk_indices_kernel(
                         # Of equal keys the earlier ones are in the list already.
                         lowest = cut.edge[0] + T.if_then_else(cut.bits[0] == 0, T.uint32(1), T.uint32(0))
                         least = value_of(lowest)
-                        number = k
+                        low = cut.edge[0]
+                        number = cut.kept[0]
                         T.sync_threads()
 
             T.sync_threads()
@@ -407,7 +445,7 @@ def topk_indices_kernel(
             bits_local[0] = 0
             need_local[0] = k
             if number > k:
-                find_cut(shared, number, k, cut, num_threads)
+                find_cut(shared, number, k, 0, high, low, cut, kept_key, num_threads)
             done_local[0] = 0
             done_local[1] = 0
             for turn in T.serial(T.ceildiv(number, ENTRIES * num_threads)):
@@ -457,13 +495,17 @@ def topk_short_kernel(dtype: torch.dtype, slots: int, has_start: bool, has_end: 
         with T.Kernel(T.ceildiv(num_rows, SHORT_ROWS), threads=SHORT_ROWS * WARP) as pid:
             x_local = T.alloc_local((slots,), elem)
             key_local = T.alloc_local((slots,), T.uint32)
+            kept_local = T.alloc_local((1,), T.int32)
             cut = T.alloc_var(T.uint32, init=0)
             first = T.alloc_var(T.int32, init=0)
             last = T.alloc_var(T.int32)
+            high = T.alloc_var(T.uint32, init=0)
+            low = T.alloc_var(T.uint32, init=0xFFFFFFFF)
+            bit = T.alloc_var(T.uint32, init=0)
             count = T.alloc_var(T.int32)
-            above_before = T.alloc_var(T.int32, init=0)
+            need = T.alloc_var(T.int32, init=0)
+            before = T.alloc_var(T.int32, init=0)
             ties_before = T.alloc_var(T.int32, init=0)
-            need = T.alloc_var(T.int32)
             tx = T.get_thread_binding()
             lane = tx % WARP
             row = pid * SHORT_ROWS + tx // WARP
@@ -481,33 +523,51 @@ def topk_short_kernel(dtype: torch.dtype, slots: int, has_start: bool, has_end: 
                     key_local[i] = T.uint32(0)
                     if T.And(i * WARP + lane >= first, i * WARP + lane < last):
                         key_local[i] = order_key(T.cast(x_local[i], T.float32))
-                # The largest cut that k keys reach, bit by bit; 0 if fewer than k are numbers.
-                for bit in T.serial(32):
-                    trial = cut | (T.uint32(0x80000000) >> T.cast(bit, T.uint32))
-                    count = 0
+                        high = T.max(high, key_local[i])
+                        low = T.min(low, key_local[i])
+                # The largest cut that k keys reach, bit by bit below the bits that all keys share. It is 0 if no number
+                # is dropped. If just k keys reach a cut, there are no ties.
+                count = T.max(last - first, 0)
+                if count > k:
+                    high = T.warp_reduce_max(high)
+                    low = T.warp_reduce_min(low)
+                    bit = high ^ low
+                    for s in T.unroll(5):
+                        bit = bit | (bit >> T.uint32(1 << s))
+                    cut = high & ~bit
+                    bit = bit ^ (bit >> T.uint32(1))
+                while T.And(bit != T.uint32(0), count != k):
+                    trial = cut | bit
+                    need = 0
                     for i in T.unroll(slots):
-                        count += T.if_then_else(key_local[i] >= trial, 1, 0)
-                    count = T.warp_reduce_sum(count)
-                    if count >= k:
-                        cut = trial
-                count = 0
+                        need += T.if_then_else(key_local[i] >= trial, 1, 0)
+                    need = T.warp_reduce_sum(need)
+                    if need >= k:
+                        cut = cut | bit
+                        count = need
+                    bit = bit >> T.uint32(1)
+                if count > k:
+                    need = 0
+                    for i in T.unroll(slots):
+                        need += T.if_then_else(key_local[i] > cut, 1, 0)
+                    need = k - T.warp_reduce_sum(need)
                 for i in T.unroll(slots):
-                    count += T.if_then_else(key_local[i] > cut, 1, 0)
-                need = k - T.warp_reduce_sum(count)
-                for i in T.unroll(slots):
-                    inside = T.And(i * WARP + lane >= first, i * WARP + lane < last)
-                    above_votes = T.cast(T.ballot(T.And(inside, key_local[i] > cut)), T.uint32)
-                    tie_votes = T.cast(T.ballot(T.And(inside, key_local[i] == cut)), T.uint32)
-                    above_rank = above_before + count_bits(above_votes & lanes_below(lane))
-                    tie_rank = ties_before + count_bits(tie_votes & lanes_below(lane))
-                    kept = T.Or(key_local[i] > cut, T.And(key_local[i] == cut, tie_rank < need))
-                    if T.And(inside, kept):
-                        indices[row, above_rank + T.min(tie_rank, need)] = i * WARP + lane - first
+                    is_kept = T.And(key_local[i] >= cut, T.And(i * WARP + lane >= first, i * WARP + lane < last))
+                    kept_local[0] = T.if_then_else(is_kept, 1, 0)
+                    if count > k:
+                        is_tie = T.And(kept_local[0] != 0, key_local[i] == cut)
+                        ties = T.cast(T.ballot(is_tie), T.uint32)
+                        if T.And(is_tie, ties_before + count_bits(ties & lanes_below(lane)) >= need):
+                            kept_local[0] = 0
+                        ties_before += count_bits(ties)
+                    votes = T.cast(T.ballot(kept_local[0] != 0), T.uint32)
+                    if kept_local[0] != 0:
+                        place = before + count_bits(votes & lanes_below(lane))
+                        indices[row, place] = i * WARP + lane - first
                         if values:
-                            chosen[row, above_rank + T.min(tie_rank, need)] = x_local[i]
-                    above_before += count_bits(above_votes)
-                    ties_before += count_bits(tie_votes)
-                count = above_before + T.min(ties_before, need)
+                            chosen[row, place] = x_local[i]
+                    before += count_bits(votes)
+                count = before
                 for turn in T.serial(T.ceildiv(k, WARP)):
                     if T.And(turn * WARP + lane < k, turn * WARP + lane >= count):
                         indices[row, turn * WARP + lane] = -1
