@@ -1,6 +1,8 @@
 """The k largest of a row: what the contract does not see. Results are compared with a sort that is written out."""
 
 import math
+import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -18,6 +20,15 @@ DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 @pytest.fixture(autouse=True)
 def interpreting():
     with knobs(interpret=True):
+        yield
+
+
+@contextmanager
+def one_part():
+    """Rows are not split."""
+    module = sys.modules[num_parts.__module__]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, 'num_parts', lambda *shape: 1)
         yield
 
 
@@ -69,13 +80,22 @@ def test_what_lies_outside_has_no_effect():
         assert torch.equal(topk_indices(logits.masked_fill(outside, garbage), 6, start, end), before)
 
 
-@pytest.mark.parametrize('content', ['rising', 'falling', 'equal', 'two'])
-def test_rows_that_fill_the_list_again_and_again(content):
+@pytest.mark.parametrize('num_threads', [512, 1024])
+@pytest.mark.parametrize('content', ['rising', 'falling', 'equal', 'two', 'near'])
+def test_rows_that_fill_the_list_again_and_again(content, num_threads):
     """Lists are cut several times, with ties across the cut."""
-    column = torch.arange(20_000, device=DEVICE)
-    row = dict(rising=column, falling=-column, equal=column * 0, two=(column * 7919 % 5 == 0).long())[content]
+    columns = 30_000 if num_threads == 512 else 40_000
+    column = torch.arange(columns, device=DEVICE)
+    row = dict(
+        rising=column.float(),
+        falling=-column.float(),
+        equal=torch.zeros(columns, device=DEVICE),
+        two=(column * 7919 % 5 == 0).float(),
+        near=1 + (column // 700 % 23 * 2.0**-23),
+    )[content]
     k = 1500
-    found = topk_indices(row.float().repeat(140, 1)[:2] if content == 'two' else row[None].float(), k)
+    with forced_config(num_threads=num_threads), one_part():
+        found = topk_indices(row[None], k)
     order = torch.sort(row, descending=True, stable=True).indices[:k].sort().values
     assert torch.equal(found[0], order.int())
 
