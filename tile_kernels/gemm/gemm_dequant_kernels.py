@@ -153,6 +153,17 @@ class Packed:
             return self.form.factor == 'e4m3' or self.dtype is torch.bfloat16
         return self.scale_dtype is self.dtype
 
+    @property
+    def factors(self) -> int:
+        """Factors that a lane needs of a tile."""
+        return 1 if self.form.blocks else 2 * self.form.per_tile
+
+    @property
+    def lane_bytes(self) -> int:
+        """Bytes that a lane needs of a tile."""
+        points = 4 * self.form.per_tile if self.has_zero else 0
+        return 16 + self.factors * self.scale_dtype.itemsize + points
+
     def tile_group(self, tile: Any) -> Any:
         """The stored group of a tile of channels."""
         if self.form.group == 0:
@@ -484,6 +495,70 @@ def load_lanes(packed, weights, matrix, first_row, depth, warp, num_warps: int, 
 
 
 @macro
+def make_stages(packed, ahead: int, count: int):
+    """Shared memory for `ahead` steps of `count` tiles of every converting thread: words, factors, zero points."""
+    shape = ahead, count, WARPGROUP
+    codes_shared = T.alloc_shared((*shape, 4), T.int32)
+    scale_shared = T.alloc_shared((*shape, packed.factors), packed.scale_elem)
+    zero_shared = T.alloc_shared((*shape, 2 * packed.form.per_tile), T.int16)
+    return codes_shared, scale_shared, zero_shared
+
+
+@macro
+def copy_lanes(packed, weights, matrix, first_row, step, warp, num_warps: int, stages, stage):
+    """Start to copy what a thread needs of its tiles of a step, as `load_lanes`."""
+    rows, cols = packed.tiles
+    chunks, width = TILE_K // packed.form.depth, 2 * packed.form.per_tile
+    codes, scale, zero = weights
+    codes_shared, scale_shared, zero_shared = stages
+    thread = T.get_thread_binding() % WARPGROUP
+    lane = thread % WARP
+    for i in T.unroll(int(codes_shared.shape[1])):
+        row = T.min(first_row // ROWS + i // chunks * num_warps + warp, rows - 1)
+        col = T.min(step * chunks + i % chunks, cols - 1)
+        group = packed.tile_group(col)
+        T.ptx_cp_async(
+            T.access_ptr(codes_shared[stage, i, thread, 0], 'w', 4),
+            T.access_ptr(codes[matrix, row, col, lane, 0], 'r', 4),
+            4,
+        )
+        if packed.form.blocks:
+            T.ptx_cp_async(
+                T.access_ptr(scale_shared[stage, i, thread, 0], 'w', 1),
+                T.access_ptr(scale[matrix, row // (BLOCK // ROWS), group], 'r', 1),
+                1,
+            )
+        else:
+            T.ptx_cp_async(
+                T.access_ptr(scale_shared[stage, i, thread, 0], 'w', width),
+                T.access_ptr(scale[matrix, row, group, lane // 4, 0], 'r', width),
+                width,
+            )
+        if packed.has_zero:
+            T.ptx_cp_async(
+                T.access_ptr(zero_shared[stage, i, thread, 0], 'w', width),
+                T.access_ptr(zero[matrix, row, group, lane // 4, 0], 'r', width),
+                width,
+            )
+
+
+@macro
+def fetch_lanes(packed, stages, stage, lane_local):
+    """Read what `copy_lanes` copied, to registers."""
+    thread = T.get_thread_binding() % WARPGROUP
+    codes_shared, scale_shared, zero_shared = stages
+    words_local, factor_local, point_local = lane_local
+    for i in T.unroll(int(codes_shared.shape[1])):
+        for e in T.vectorized(4):
+            words_local[i, e] = codes_shared[stage, i, thread, e]
+        for e in T.vectorized(packed.factors):
+            factor_local[i, e] = scale_shared[stage, i, thread, e]
+        if packed.has_zero:
+            for e in T.vectorized(2 * packed.form.per_tile):
+                point_local[i, e] = zero_shared[stage, i, thread, e]
+
+
+@macro
 def store_lanes(packed, lane_local, warp, num_warps: int, w_shared, slot):
     """Convert what was loaded to shared memory, (slot, row, channel)."""
     form = packed.form
@@ -505,15 +580,25 @@ def store_lanes(packed, lane_local, warp, num_warps: int, w_shared, slot):
 CONVERTING_ROLES: dict[str, Any] = WARPGROUP_ROLES | dict(
     serves=lambda static, gpu: gpu.has_wgmma and static.n % 8 == 0
 )
-CONVERTING_REGISTERS, CONSUMING_REGISTERS = 144, 184
+#: The three warpgroups start with 168 registers a thread. Together they may keep 3 * 168, or the last would wait forever.
+CONVERTING_REGISTERS, CONSUMING_REGISTERS = 136, 184
+MOST_AHEAD = 8  # steps
+SM_BYTES = 227 << 10
 
 
 def choose_tile(*given: Any) -> dict:
     """Few rows: narrow tiles, so that more SMs work. Many: wide ones, which read a less often."""
     n, num_groups, num_rows = given[0], given[2], given[-1]
     if num_rows <= 64 * max(num_groups, 1):
-        return dict(block_m=64, block_n=64, ring=6)
-    return dict(block_m=128, block_n=256 if wastes_little(n, 256) else 128, ring=4 if num_groups <= 256 else 3)
+        return dict(block_m=64, block_n=64, ring=4)
+    return dict(block_m=128, block_n=256 if wastes_little(n, 256) else 128, ring=3)
+
+
+def tile_splits(n: int, k: int, num_rows: Any, num_groups: int) -> int:
+    """Blocks that share the sum over k of a dense product with one row of tiles."""
+    if not isinstance(num_rows, int) or num_rows > WARPGROUP_ROWS or num_groups != DENSE:
+        return 1
+    return best_splits(-(-n // WARPGROUP_ROWS), -(-k // TILE_K), 1 << 30)
 
 
 @kernel(choose=choose_tile, space=dict(block_m=(64, 128), block_n=(64, 128, 256), ring=(3, 4, 6)), **CONVERTING_ROLES)
@@ -526,6 +611,7 @@ def dequant_wgmma_kernel(
     scale_dtype: torch.dtype,
     has_zero: bool,
     bias_dtype: torch.dtype | None,
+    splits: int,
     *,
     block_m: int,
     block_n: int,
@@ -533,7 +619,7 @@ def dequant_wgmma_kernel(
 ):
     """The last warpgroup loads rows of a by TMA and converts weights; each of the others multiplies 64 rows.
 
-    Words of the next step are loaded to registers before those of this step are converted.
+    Every converting thread copies its own words by cp.async, several steps ahead.
     """
     packed = describe(fmt, dtype, scale_dtype, n, k, has_zero)
     elem, form = T.dtype(dtype), packed.form
@@ -546,8 +632,12 @@ def dequant_wgmma_kernel(
     per_sm = 3 - members
     tiles_n, steps = -(-n // block_n), -(-k // TILE_K)
     num_warps = WARPGROUP // WARP
-    count, width = lane_tiles(packed, block_n, num_warps), 2 * form.per_tile
+    count = lane_tiles(packed, block_n, num_warps)
     scaled = form.factor == 'e4m3'
+    part_steps = -(-steps // splits)
+    rings = ring * (block_m + block_n) * TILE_K * 2 + members * WARPGROUP_ROWS * min(STAGED, block_n) * 2
+    spare = (BLOCK_BYTES if per_sm == 2 else SM_BYTES) - rings - 4 * num_groups - 1024
+    ahead = max(1, min(MOST_AHEAD, spare // (count * WARPGROUP * packed.lane_bytes)))
 
     @T.prim_func
     def dequant_wgmma(
@@ -559,6 +649,7 @@ def dequant_wgmma_kernel(
         bias: T.Tensor((n,), bias_elem),
         group_end: T.Tensor((num_matrices,), T.int32),
         d: T.Tensor((num_rows, n), elem),
+        part: T.Tensor((splits, num_rows, n), T.float32),
         num_sms: T.int32,
     ):
         T.assume(stride % 8 == 0)
@@ -574,45 +665,51 @@ def dequant_wgmma_kernel(
             buffers = make_ring(ring, members)
             tile = T.alloc_local((5,), T.int32)
             tiles = Tiles(group_end, first_shared, num_rows, num_groups, block_m, tiles_n)
-            turns = count_turns(tiles, num_blocks, (members + 1) * WARPGROUP)
+            parts = Tiles(group_end, first_shared, num_rows, num_groups, block_m, tiles_n * splits)
+            turns = count_turns(parts, num_blocks, (members + 1) * WARPGROUP)
             weights = codes, scale, zero
+            stages = make_stages(packed, ahead, count)
 
             with T.ws(members):
                 if members > 1:
                     T.dec_max_nreg(CONVERTING_REGISTERS)
-                now, ahead = make_lane(packed, count), make_lane(packed, count)
+                lane_local = make_lane(packed, count)
                 warp = T.get_thread_binding() // WARP - members * num_warps
                 for turn in T.serial(turns):
-                    locate_tile(tiles, turn * num_blocks + pid, tile)
+                    index = turn * num_blocks + pid
+                    locate_tile(tiles, T.truncdiv(index, splits), tile)
                     row, end, col = tile[1], tile[2], tile[4] * block_n
+                    first = T.truncmod(index, splits) * part_steps
+                    depth = tile[3] * T.min(part_steps, steps - first)
                     matrix = T.min(tile[0], num_matrices - 1)
-                    if tile[3] > 0:
-                        load_lanes(packed, weights, matrix, col, 0, warp, num_warps, now)
-                    for step in T.unroll(tile[3] * steps, unroll_factor=1):
-                        load_lanes(packed, weights, matrix, col, (step + 1) * TILE_K, warp, num_warps, ahead)
+                    for stage in T.unroll(ahead):
+                        if stage < depth:
+                            copy_lanes(packed, weights, matrix, col, first + stage, warp, num_warps, stages, stage)
+                        T.ptx_commit_group()
+                    for step in T.unroll(depth, unroll_factor=1):
+                        T.ptx_wait_group(ahead - 1)
+                        fetch_lanes(packed, stages, T.truncmod(step, ahead), lane_local)
                         slot = next_free(buffers)
-                        load_rows(a, row, end, step * TILE_K, a_shared, slot, buffers.full)
-                        store_lanes(packed, now, warp, num_warps, w_shared, slot)
+                        load_rows(a, row, end, (first + step) * TILE_K, a_shared, slot, buffers.full)
+                        store_lanes(packed, lane_local, warp, num_warps, w_shared, slot)
                         T.fence_proxy_async()
                         T.barrier_arrive(buffers.full[slot])
                         buffers.used[0] += 1
-                        for i in T.unroll(count):
-                            for e in T.vectorized(4):
-                                now[0][i, e] = ahead[0][i, e]
-                            for e in T.unroll(1 if form.blocks else width):
-                                now[1][i, e] = ahead[1][i, e]
-                            if has_zero:
-                                for e in T.unroll(width):
-                                    now[2][i, e] = ahead[2][i, e]
+                        if step + ahead < depth:
+                            later, place = first + step + ahead, T.truncmod(step, ahead)
+                            copy_lanes(packed, weights, matrix, col, later, warp, num_warps, stages, place)
+                        T.ptx_commit_group()
             for member in (0, 1)[:members]:
                 with T.ws(member):
                     if members > 1:
                         T.inc_max_nreg(CONSUMING_REGISTERS)
                     acc = acc_frag[member]
-                    locate_tile(tiles, pid, tile)
                     for turn in T.serial(turns):
+                        index = turn * num_blocks + pid
+                        locate_tile(tiles, T.truncdiv(index, splits), tile)
                         row, end, col = tile[1] + member * WARPGROUP_ROWS, tile[2], tile[4] * block_n
-                        depth, following = tile[3] * steps, (turn + 1) * num_blocks + pid
+                        split = T.truncmod(index, splits)
+                        depth = tile[3] * T.min(part_steps, steps - split * part_steps)
                         matrix = T.min(tile[0], num_matrices - 1)
                         if row < end:
                             if depth == 0:
@@ -639,10 +736,14 @@ def dequant_wgmma_kernel(
                             if bias_dtype is not None:
                                 for i, j in T.Parallel(WARPGROUP_ROWS, block_n):
                                     acc[i, j] = acc[i, j] + T.cast(bias[T.min(col + j, n - 1)], T.float32)
-                            store_rows(acc, d_shared[member], d, row, end, col, n, member)
+                            if splits > 1:
+                                for i, j in T.Parallel(WARPGROUP_ROWS, block_n):
+                                    if row + i < end and col + j < n:
+                                        part[split, row + i, col + j] = acc[i, j]
+                            else:
+                                store_rows(acc, d_shared[member], d, row, end, col, n, member)
                         else:
                             skip_steps(buffers, depth)
-                        locate_tile(tiles, following, tile)
                     T.tma_store_wait(0)
 
     return dequant_wgmma
@@ -658,12 +759,14 @@ def portable_dequant_kernel(
     scale_dtype: torch.dtype,
     has_zero: bool,
     bias_dtype: torch.dtype | None,
+    splits: int,
 ):
-    """A block owns a tile of d: its threads convert weights to shared memory, then `T.gemm` multiplies."""
+    """A block owns a tile of d, or a part of its sum: its threads convert weights to shared memory, then `T.gemm` multiplies."""
     packed = describe(fmt, dtype, scale_dtype, n, k, has_zero)
     elem = T.dtype(dtype)
     num_rows, stride = T.dynamic('num_rows'), T.dynamic('stride')
     num_matrices, tiles_n = max(num_groups, 1), -(-n // MMA_N)
+    part_steps = -(-(-(-k // TILE_K)) // splits)
     codes_shape, scale_shape, zero_shape = packed.arrays(num_matrices)
     scale_elem = packed.scale_elem
     bias_elem = T.dtype(bias_dtype or dtype)
@@ -679,10 +782,11 @@ def portable_dequant_kernel(
         bias: T.Tensor((n,), bias_elem),
         group_end: T.Tensor((num_matrices,), T.int32),
         d: T.Tensor((num_rows, n), elem),
+        part: T.Tensor((splits, num_rows, n), T.float32),
         num_blocks: T.int32,  # used by the other variant only
     ):
         T.assume(stride % 8 == 0)
-        with T.Kernel(most_tiles(num_rows, num_groups, tiles_n), threads=MMA_THREADS) as pid:
+        with T.Kernel(most_tiles(num_rows, num_groups, tiles_n), splits, threads=MMA_THREADS) as (pid, split):
             a_shared = T.alloc_shared((MMA_M, TILE_K), elem)
             w_shared = T.alloc_shared((1, MMA_N, TILE_K), elem)
             lane_local = make_lane(packed, lane_tiles(packed, MMA_N, MMA_THREADS // WARP))
@@ -694,8 +798,8 @@ def portable_dequant_kernel(
             warp = T.get_thread_binding() // WARP
             T.clear(acc_frag)
             if tile[3] > 0:
-                for step in T.serial(T.ceildiv(k, TILE_K)):
-                    depth = step * TILE_K
+                for step in T.serial(T.min(part_steps, -(-k // TILE_K) - split * part_steps)):
+                    depth = (split * part_steps + step) * TILE_K
                     T.copy(a[row : row + MMA_M, depth : depth + TILE_K], a_shared)
                     weights = codes, scale, zero
                     load_lanes(packed, weights, matrix, col, depth, warp, MMA_THREADS // WARP, lane_local)
@@ -709,7 +813,10 @@ def portable_dequant_kernel(
                     acc_frag[i, j] = acc_frag[i, j] + T.cast(bias[T.min(col + j, n - 1)], T.float32)
             for i, j in T.Parallel(MMA_M, MMA_N):
                 if row + i < end and col + j < n:
-                    d[row + i, col + j] = acc_frag[i, j]
+                    if splits > 1:
+                        part[split, row + i, col + j] = acc_frag[i, j]
+                    else:
+                        d[row + i, col + j] = acc_frag[i, j]
 
     return portable_dequant
 
