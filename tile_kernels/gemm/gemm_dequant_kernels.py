@@ -78,9 +78,16 @@ def masked(word: Any, left: int, mask: int) -> Any:
     return shifted(word, left) & T.uint32(mask * 0x00010001)
 
 
-def decode_pair(form: WeightFormat, dtype: torch.dtype, words: Any, step: int, pair: int, zero: Any) -> Any:
-    """Two exact codes of a lane in half precision: `pair` of a step; `zero` are the bits of a zero point of u4."""
+def decode_pair(
+    form: WeightFormat, dtype: torch.dtype, words: Any, step: int, pair: int, zero: Any, magic: Any = None
+) -> Any:
+    """Two exact codes of a lane in half precision: `pair` of a step; `zero` are the bits of a zero point of u4.
+
+    With `magic`, the bits of 128, they stay larger by 128, and the caller subtracts the zero point from the sum.
+    """
     bf16 = dtype is torch.bfloat16
+    if magic is not None:
+        return masked(words[step], -4 * pair, 0xF) | magic
     if form.element == 'u4':
         magic = half_bits(dtype, 128.0 if bf16 else 1024.0)
         return pairwise(T.sub2, dtype, masked(words[step], -4 * pair, 0xF) | T.uint32(magic), zero)
@@ -246,37 +253,45 @@ def row_splits(n: int, k: int, form: WeightFormat) -> int:
 
 
 @macro
-def multiply_lane(packed, words, a_local, octets: int, steps, points, sum_local, r):
-    """Add the products of the steps of a group to `sum_local[r, octet]`."""
-    dtype = packed.dtype
+def multiply(dtype, pairs, a_local, octet, quarter, half, sums, r):
+    """Add a product of 16 channels to `sums[r, octet]`."""
     name = 'bf16' if dtype is torch.bfloat16 else 'fp16'
+    T.ptx_mma(
+        'float32',
+        'm16n8k16',
+        'row',
+        'col',
+        name,
+        name,
+        'fp32',
+        T.access_ptr(pairs[0], 'r', 4),
+        0,
+        T.access_ptr(a_local[octet, quarter, half * 4], 'r', 4),
+        0,
+        T.access_ptr(sums[r, octet, 0], 'rw', 4),
+        0,
+        T.bool(False),
+    )
+
+
+@macro
+def multiply_lane(packed, words, a_local, octets: int, steps, points, magic, sum_local, r):
+    """Add the products of the steps of a group to `sum_local[r, octet]`."""
     pair_local = T.alloc_local((4,), T.uint32)
     for step in steps:
         for pair in (0, 1, 2, 3):
-            pair_local[pair] = decode_pair(packed.form, dtype, words, step, pair, points[pair % 2])
+            pair_local[pair] = decode_pair(packed.form, packed.dtype, words, step, pair, points[pair % 2], magic)
         for octet in T.unroll(octets):
-            T.ptx_mma(
-                'float32',
-                'm16n8k16',
-                'row',
-                'col',
-                name,
-                name,
-                'fp32',
-                T.access_ptr(pair_local[0], 'r', 4),
-                0,
-                T.access_ptr(a_local[octet, step // 2, step % 2 * 4], 'r', 4),
-                0,
-                T.access_ptr(sum_local[r, octet, 0], 'rw', 4),
-                0,
-                T.bool(False),
-            )
+            multiply(packed.dtype, pair_local, a_local, octet, step // 2, step % 2, sum_local, r)
+
+
+PAIR = 2  # tiles of rows that a warp multiplies at a time, so that products of one hide the latency of the other
 
 
 @kernel(
     choose=choose_rows,
     space=dict(octets=(1, 2)),
-    pass_configs=ROWS_PASS_CONFIGS,
+    pass_configs=ROWS_PASS_CONFIGS | {'TL_DISABLE_SAFE_MEMORY_ACCESS': True},
     flops=count_product,
     fixed='octets',
 )
@@ -296,6 +311,9 @@ def dequant_rows_kernel(
 
     Every thread copies the 16 bytes of its own lane by cp.async, a tile of channels (two for 8 rows) ahead. It reads no
     other bytes, so the loop needs no barrier. Partial sums of warps, then of blocks, are added in ascending order.
+
+    In bfloat16, codes of u4 with groups enter a product as 128 + code. The sum of a group starts with
+    -(128 + zero) * sum(a), so that no instruction subtracts from codes.
     """
     packed = describe(fmt, dtype, scale_dtype, n, k, has_zero)
     form, elem = packed.form, T.dtype(dtype)
@@ -304,44 +322,55 @@ def dequant_rows_kernel(
     strips, splits = -(-rows // STRIP), row_splits(n, k, form)
     slice_tiles, width = -(-cols // splits), 2 * form.per_tile
     slice_k, tokens, threads = slice_tiles * form.depth, octets * 8, ROW_WARPS * WARP
-    copied_bytes = (
-        16 + (0 if form.group == 0 or form.blocks else width * scale_dtype.itemsize) + (2 * width if has_zero else 0)
-    )
-    ahead = 2 if tokens * (slice_k + 8) * 2 + 2 * STRIP * threads * copied_bytes <= BLOCK_BYTES else 1
-    ring = ahead * STRIP
-    num_matrices = max(num_groups, 1)
-    codes_shape, scale_shape, zero_shape = packed.arrays(num_matrices)
     apart = form.group > 0  # factors differ along k
     own_factors = apart and not form.blocks
+    copied_bytes = 16 + (width * scale_dtype.itemsize if own_factors else 0) + (2 * width if has_zero else 0)
+    ahead = 2 if tokens * (slice_k + 8) * 2 + 2 * STRIP * threads * copied_bytes <= BLOCK_BYTES else 1
+    ring, batches = ahead * STRIP, STRIP // PAIR
+    num_matrices = max(num_groups, 1)
+    codes_shape, scale_shape, zero_shape = packed.arrays(num_matrices)
+    biased = apart and form.element == 'u4' and dtype is torch.bfloat16
     groups = tuple(range(form.per_tile))
     steps = form.depth // STEP // form.per_tile
     scale_elem = packed.scale_elem
     bias_elem = T.dtype(bias_dtype or dtype)
+    num_codes = num_matrices * rows * cols * WARP * 4
+    stored = form.stored_groups(k) * 8 * width  # factors of a tile of rows
+    num_factors = num_matrices * rows * stored if not form.blocks else num_matrices
+    turn_factors = packed.tile_group(ROW_WARPS) * 8 * width
+    place_elem = T.int64 if max(num_codes, num_factors) >= 1 << 30 else T.int32
+    bits_128 = half_bits(torch.bfloat16, 128.0)
 
     @macro
-    def copy_tile(codes, scale, zero, matrix, tile, r, slot, strip, codes_shared, scale_shared, zero_shared, last):
-        """Start to copy what this lane needs of a tile; every call is one group of copies."""
+    def copy_batch(flat, at, strip, slot, batch, turns: int, more, stages):
+        """Start to copy what this lane needs of `PAIR` tiles of rows, `turns` after `at`; one group of copies."""
         thread = T.get_thread_binding()
-        row = strip * STRIP + r if rows % STRIP == 0 else T.min(strip * STRIP + r, rows - 1)
-        if tile < last:
-            lane = thread % WARP
-            T.ptx_cp_async(
-                T.access_ptr(codes_shared[slot, thread, 0], 'w', 4),
-                T.access_ptr(codes[matrix, row, tile, lane, 0], 'r', 4),
-                4,
-            )
-            if own_factors:
+        flat_codes, flat_scale, flat_zero = flat
+        code_at, factor_at = at
+        codes_shared, scale_shared, zero_shared = stages
+        if more:
+            for p in tuple(range(PAIR)):
+                own = batch * PAIR + p
+                r = own if rows % STRIP == 0 else T.min(own, rows - 1 - strip * STRIP)
+                line = slot * STRIP + own
                 T.ptx_cp_async(
-                    T.access_ptr(scale_shared[slot, thread, 0], 'w', width),
-                    T.access_ptr(scale[matrix, row, packed.tile_group(tile), lane // 4, 0], 'r', width),
-                    width,
+                    T.access_ptr(codes_shared[line, thread, 0], 'w', 4),
+                    T.access_ptr(flat_codes[code_at + (r * cols + turns * ROW_WARPS) * (WARP * 4)], 'r', 4),
+                    4,
                 )
-            if has_zero:
-                T.ptx_cp_async(
-                    T.access_ptr(zero_shared[slot, thread, 0], 'w', width),
-                    T.access_ptr(zero[matrix, row, packed.tile_group(tile), lane // 4, 0], 'r', width),
-                    width,
-                )
+                factor = factor_at + (r * stored + turns * turn_factors)
+                if own_factors:
+                    T.ptx_cp_async(
+                        T.access_ptr(scale_shared[line, thread, 0], 'w', width),
+                        T.access_ptr(flat_scale[factor], 'r', width),
+                        width,
+                    )
+                if has_zero:
+                    T.ptx_cp_async(
+                        T.access_ptr(zero_shared[line, thread, 0], 'w', width),
+                        T.access_ptr(flat_zero[factor], 'r', width),
+                        width,
+                    )
         T.ptx_commit_group()
 
     @T.prim_func
@@ -367,25 +396,34 @@ def dequant_rows_kernel(
             zero_shared = T.alloc_shared((ring, threads, width), T.int16)
             sum_shared = T.alloc_shared((ROW_WARPS, tokens, STRIP * ROWS + 4), T.float32)
             a_local = T.alloc_local((octets, form.depth // 32, 8), elem)
-            words_local = T.alloc_local((4,), T.int32)
+            words_local = T.alloc_local((PAIR, 4), T.int32)
             total_local = T.alloc_local((STRIP, octets, 4), T.float32)
-            group_local = T.alloc_local((1, octets, 4), T.float32)
+            group_local = T.alloc_local((PAIR, octets, 4), T.float32)
+            start_local = T.alloc_local((len(groups), octets, 4), T.float32)
+            ones_local = T.alloc_local((4,), T.uint32)
             vector_local = T.alloc_local((8,), elem)
             block_local = T.alloc_local((2,), T.float32)
-            words = T.view(words_local, (4,), T.uint32)
+            words = T.view(words_local, (PAIR, 4), T.uint32)
             place = T.alloc_local((3,), T.int32)
+            code_at, factor_at = T.alloc_var(place_elem), T.alloc_var(place_elem)
+            flat_codes = T.view(codes, (num_codes,), T.int32)
+            flat_scale = T.view(scale, (num_factors,), scale_elem) if own_factors else scale
+            flat_zero = T.view(zero, (num_factors,), T.int16) if has_zero else zero
+            flat, stages = (flat_codes, flat_scale, flat_zero), (codes_shared, scale_shared, zero_shared)
             find_group(group_end, first_row, num_rows, num_groups, place)
-            start, end = place[1], place[2]
-            matrix = T.min(place[0], num_matrices - 1)
+            start, end = 0 if num_groups == DENSE else place[1], num_rows if num_groups == DENSE else place[2]
+            matrix = 0 if num_groups == DENSE else T.min(place[0], num_matrices - 1)
             first = split * slice_tiles
-            last = T.if_then_else(place[0] < num_matrices, T.min(first + slice_tiles, cols), first)
-            copied = codes, scale, zero, matrix
-            stages = codes_shared, scale_shared, zero_shared
+            stop = T.min(first + slice_tiles, cols)
+            last = stop if num_groups == DENSE else T.if_then_else(place[0] < num_matrices, stop, first)
+            row_tile = T.cast(matrix * rows + strip * STRIP, place_elem)
             if start == first_row or num_groups == DENSE:
-                for stage in T.unroll(ahead):
-                    for r in T.unroll(STRIP):
-                        tile = first + warp + stage * ROW_WARPS
-                        copy_tile(*copied, tile, r, stage * STRIP + r, strip, *stages, last)
+                code_at = (row_tile * cols + first + warp) * (WARP * 4) + lane * 4
+                factor_at = row_tile * stored + packed.tile_group(first + warp) * (8 * width) + lane // 4 * width
+                for stage in tuple(range(ahead)):
+                    for batch in T.unroll(batches):
+                        more = first + warp + stage * ROW_WARPS < last
+                        copy_batch(flat, (code_at, factor_at), strip, stage, batch, stage, more, stages)
                 for i in T.unroll(T.ceildiv(tokens * slice_k // 8, threads), unroll_factor=4):
                     vector = i * threads + thread
                     token, channel = vector // (slice_k // 8), vector % (slice_k // 8) * 8
@@ -400,6 +438,8 @@ def dequant_rows_kernel(
                 T.clear(total_local)
                 if form.blocks:
                     block_local[0] = scale[matrix, strip, packed.tile_group(T.min(first + warp, cols - 1))]
+                # No stride is negative, which the compiler does not know. With a constant, and-or would be two instructions.
+                magic = T.cast(bits_128 + T.min(stride, 0), T.uint32) if biased else None
                 T.sync_threads()
                 for turn in T.unroll(T.ceildiv(T.max(last - first - warp, 0), ROW_WARPS), unroll_factor=1):
                     tile = first + warp + turn * ROW_WARPS
@@ -416,32 +456,57 @@ def dequant_rows_kernel(
                                 ),
                                 T.access_ptr(a_local[octet, quarter, 0], 'w', 8),
                             )
-                    for r in T.unroll(STRIP):
-                        slot = turn % ahead * STRIP + r
-                        T.ptx_wait_group(ring - 1)
-                        for e in T.vectorized(4):
-                            words_local[e] = codes_shared[slot, thread, e]
+                    if biased:
+                        T.clear(start_local)
+                        for e in (0, 1, 2, 3):
+                            ones_local[e] = T.uint32(half_bits(dtype, 1.0 if has_zero else -128.0 - ZERO))
                         for group in groups:
-                            points = []
-                            for half in (0, 1):
-                                given = zero_shared[slot, thread, group * 2 + half] if has_zero else None
-                                points.append(zero_bits(dtype, given))
-                            own = tuple(range(group * steps, (group + 1) * steps))
-                            if apart:
-                                T.clear(group_local)
-                                multiply_lane(packed, words, a_local, octets, own, points, group_local, 0)
+                            for step in tuple(range(group * steps, (group + 1) * steps)):
                                 for octet in T.unroll(octets):
-                                    for e in (0, 1, 2, 3):
-                                        if form.blocks:
-                                            factor = block_local[0]
-                                        else:
-                                            factor = number_of(form, scale_shared[slot, thread, group * 2 + e // 2])
-                                        total_local[r, octet, e] = T.ieee_fmaf(
-                                            group_local[0, octet, e], factor, total_local[r, octet, e]
-                                        )
-                            else:
-                                multiply_lane(packed, words, a_local, octets, own, points, total_local, r)
-                        copy_tile(*copied, tile + ahead * ROW_WARPS, r, slot, strip, *stages, last)
+                                    multiply(dtype, ones_local, a_local, octet, step // 2, step % 2, start_local, group)
+                    for batch in T.unroll(batches):
+                        line = turn % ahead * STRIP + batch * PAIR
+                        T.ptx_wait_group(ahead * batches - 1)
+                        for p in tuple(range(PAIR)):
+                            for e in T.vectorized(4):
+                                words_local[p, e] = codes_shared[line + p, thread, e]
+                        for group in groups:
+                            own = tuple(range(group * steps, (group + 1) * steps))
+                            for p in tuple(range(PAIR)):
+                                r = batch * PAIR + p
+                                given = [words[p, e] for e in range(4)]
+                                points = []
+                                for half in (0, 1):
+                                    point = zero_shared[line + p, thread, group * 2 + half] if has_zero else None
+                                    points.append(zero_bits(dtype, point))
+                                if apart:
+                                    for octet in T.unroll(octets):
+                                        for e in (0, 1, 2, 3):
+                                            if biased and has_zero:
+                                                point = zero_shared[line + p, thread, group * 2 + e // 2]
+                                                below = T.cast(-128 - T.cast(point, T.int32), T.float32)
+                                                group_local[p, octet, e] = start_local[group, octet, e] * below
+                                            elif biased:
+                                                group_local[p, octet, e] = start_local[group, octet, e]
+                                            else:
+                                                group_local[p, octet, e] = 0.0
+                                    multiply_lane(packed, given, a_local, octets, own, points, magic, group_local, p)
+                                    for octet in T.unroll(octets):
+                                        for e in (0, 1, 2, 3):
+                                            if form.blocks:
+                                                factor = block_local[0]
+                                            else:
+                                                stored_factor = scale_shared[line + p, thread, group * 2 + e // 2]
+                                                factor = number_of(form, stored_factor)
+                                            total_local[r, octet, e] = T.ieee_fmaf(
+                                                group_local[p, octet, e], factor, total_local[r, octet, e]
+                                            )
+                                else:
+                                    multiply_lane(packed, given, a_local, octets, own, points, None, total_local, r)
+                        more = tile + ahead * ROW_WARPS < last
+                        copy_batch(flat, (code_at, factor_at), strip, turn % ahead, batch, ahead, more, stages)
+                    code_at = code_at + ROW_WARPS * WARP * 4
+                    factor_at = factor_at + turn_factors
                     if form.blocks:
                         block_local[0] = block_local[1]
                 T.ptx_wait_group(0)
@@ -582,7 +647,7 @@ CONVERTING_ROLES: dict[str, Any] = WARPGROUP_ROLES | dict(
 )
 #: The three warpgroups start with 168 registers a thread. Together they may keep 3 * 168, or the last would wait forever.
 CONVERTING_REGISTERS, CONSUMING_REGISTERS = 136, 184
-MOST_AHEAD = 8  # steps
+MOST_AHEAD = 16  # steps
 SM_BYTES = 227 << 10
 
 

@@ -256,6 +256,7 @@ def sum_splits_kernel(n: int, dtype: torch.dtype, bias_dtype: torch.dtype | None
     ):
         with T.Kernel(T.ceildiv(n, SUM_THREADS), num_rows, threads=SUM_THREADS) as (block, row):
             column = block * SUM_THREADS + T.get_thread_binding()
+            T.pdl_sync()
             if column < n:
                 total = T.alloc_var(T.float32, init=0.0)
                 for split in T.serial(splits):
