@@ -8,9 +8,10 @@
     dweight[c, j] = sum_t da[t, c] * x[t - (taps - 1 - j), c]
     dbias[c]      = sum_t da[t, c]
 
-A warp owns `TOKENS` tokens, a lane 4 neighboring channels. All tokens of a lane are loaded first. Sequences are found
-on the device. Each block writes a partial sum of the weight gradients; a second kernel adds these in one order. Memory
-bound. The kernels have not run on a GPU yet.
+A lane owns neighboring channels and walks over tokens with the last `taps - 1` in registers. It loads several tokens
+before it uses the first. Only steps with the start of a sequence test what a tap meets. Sequences are found on the
+device. The gradient walks the same way. Each block writes a partial sum of the weight gradients; a second kernel adds
+these in one order. Memory bound.
 """
 
 import math
@@ -24,8 +25,9 @@ from tile_kernels.core.autograd import autocast
 from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import WARP, T, macro
-from tile_kernels.core.launch import launch
+from tile_kernels.core.launch import config_for, launch
 from tile_kernels.core.op import op
+from tile_kernels.engram._macros import FAST_EXP2, sigmoid_of
 from tile_kernels.engram.grad_w_reduce import sum_of_partials
 from tile_kernels.linear_attention._checks import (
     FLOATS,
@@ -37,72 +39,84 @@ from tile_kernels.linear_attention._checks import (
 )
 
 MAX_TAPS = 8
-TOKENS, WARPS, WIDTH = 8, 4, 4  # tokens of a warp, warps of a block, channels of a lane
-BLOCK = TOKENS * WARPS
-PASS_CONFIGS = {'TL_DISABLE_SAFE_MEMORY_ACCESS': True}
+PASS_CONFIGS = {'TL_DISABLE_SAFE_MEMORY_ACCESS': True, 'TL_ENABLE_LOWER_LDGSTG': True}
+
+
+# Config -------------------------------------------------------------------------------------
+
+
+def choose(*static: Any) -> dict:
+    """16-byte accesses; more taps leave registers for fewer tokens."""
+    return dict(width=8, ahead=8 if static[0] <= 4 else 4, steps=4, warps=4, resident=16)
+
+
+def choose_bwd(*static: Any) -> dict:
+    """Long walks: few halos and few partial sums. Narrower accesses leave registers for the sums."""
+    return dict(width=4, ahead=8 if static[0] <= 4 else 4, steps=8 if static[0] <= 4 else 16, warps=4, resident=16)
 
 
 # Kernels ------------------------------------------------------------------------------------
 
 
 @macro
-def place_tokens(cu_seqlens, first, batch, num_sequences, bits, start_shared, sequence_shared, is_packed: bool):
+def place_tokens(cu_seqlens, first, num_sequences, bits, start_shared, sequence_shared):
     """Sequence of every token from `first` on, and where it starts; sequence N owns the tokens behind the last."""
-    for i in T.Parallel(start_shared.shape[0]):
-        if is_packed:
-            sequence_shared[i] = 0
-            for step in T.serial(bits):
-                later = sequence_shared[i] + (1 << (bits - 1 - step))
-                if later <= num_sequences:  # noqa: SIM102
-                    if cu_seqlens[T.min(later, num_sequences)] <= first + i:
-                        sequence_shared[i] = later
-            start_shared[i] = cu_seqlens[T.min(sequence_shared[i], num_sequences)]
-        else:
-            sequence_shared[i] = batch
-            start_shared[i] = 0
+    count, threads = start_shared.shape[0], T.get_thread_extent()
+    thread = T.get_thread_binding()
+    sequence = T.alloc_var(T.int32)
+    for i in T.serial(T.ceildiv(count, threads)):
+        sequence = 0
+        for step in T.serial(bits):
+            later = sequence + (1 << (bits - 1 - step))
+            if later <= num_sequences:  # noqa: SIM102
+                if cu_seqlens[T.min(later, num_sequences)] <= first + i * threads + thread:
+                    sequence = later
+        if i * threads + thread < count:
+            start_shared[i * threads + thread] = cu_seqlens[sequence]
+            sequence_shared[i * threads + thread] = sequence
 
 
 @macro
-def load_tokens(x, batch, token, slot, x_local):
-    """Load channels of the tokens from `token` on, as float32; 0 outside of the tensor."""
+def load_tokens(x, batch, token, last, slot, x_local):
+    """Load channels of the tokens from `token` on; those outside of the tensor or behind `last` repeat another."""
     count, width = x_local.shape
-    own = T.alloc_local((width,), x.dtype)
     for i in T.unroll(count):
-        for e in T.unroll(width):
-            x_local[i, e] = 0.0
-        if token + i >= 0 and token + i < x.shape[1]:
-            for e in T.vectorized(width):
-                own[e] = x[batch, token + i, slot * width + e]
-            for e in T.unroll(width):
-                x_local[i, e] = T.cast(own[e], T.float32)
+        row = T.alloc_var(T.int32)
+        row = T.max(T.min(token + i, last), 0)
+        for e in T.vectorized(width):
+            x_local[i, e] = x[batch, row, slot * width + e]
 
 
 @macro
 def load_weights(weight, bias, slot, weight_local, bias_local, has_bias: bool):
     """Weights and bias of the channels of a thread."""
     width, taps = weight_local.shape
+    flat = T.view(weight, (weight.shape[0] * taps,), weight.dtype)
+    most = 16 // T.dtype(weight.dtype).itemsize
+    piece = most if width * taps % most == 0 else width
+    own = T.alloc_local((width * taps,), weight.dtype)
+    for i in T.unroll(width * taps // piece):
+        for e in T.vectorized(piece):
+            own[i * piece + e] = flat[slot * width * taps + i * piece + e]
     for e in T.unroll(width):
         for j in T.unroll(taps):
-            weight_local[e, j] = T.cast(weight[slot * width + e, j], T.float32)
+            weight_local[e, j] = T.cast(own[e * taps + j], T.float32)
         bias_local[e] = T.cast(bias[slot * width + e], T.float32) if has_bias else T.float32(0.0)
 
 
 @macro
-def tap_of(x_local, state, i, j, token, start, sequence, slot, e, taps: int, has_state: bool):
-    """What tap j of a token meets, whose window starts at x_local[i]: a token of its sequence, a state, or 0."""
-    met = T.alloc_var(T.float32)
-    met = x_local[i + j, e]
-    at = token - (taps - 1) + j - start
-    if at < 0:
-        met = 0.0
-        if has_state:
-            met = T.cast(state[sequence, T.max(taps - 1 + at, 0), slot * x_local.shape[1] + e], T.float32)
-    return met
-
-
-def sigmoid(x: Any) -> Any:
-    """1 / (1 + exp(-x))."""
-    return T.float32(1.0) / (T.float32(1.0) + T.exp(-x))
+def fill_window(x_local, state, i, token, start, sequence, slot, window, has_state: bool):
+    """What the taps of a token meet, whose window starts at x_local[i]: tokens of its sequence, a state, or 0."""
+    taps, width = window.shape
+    for j in T.unroll(taps):
+        for e in T.unroll(width):
+            window[j, e] = x_local[i + j, e]
+        at = token - (taps - 1) + j - start
+        if at < 0:
+            for e in T.unroll(width):
+                window[j, e] = 0.0
+                if has_state:
+                    window[j, e] = T.cast(state[sequence, T.max(taps - 1 + at, 0), slot * width + e], T.float32)
 
 
 def _x_type(batch: Any, tokens: Any, channels: Any, dtype: torch.dtype) -> Any:
@@ -110,7 +124,11 @@ def _x_type(batch: Any, tokens: Any, channels: Any, dtype: torch.dtype) -> Any:
     return T.StridedTensor((batch, tokens, channels), (*strides, 1), T.dtype(dtype)), strides
 
 
-@kernel(pass_configs=PASS_CONFIGS)
+@kernel(
+    choose=choose,
+    space=dict(width=(4, 8), ahead=(4, 8), steps=(2, 4, 8), warps=(2, 4, 8), resident=(16, 20)),
+    pass_configs=PASS_CONFIGS,
+)
 def causal_conv1d_kernel(
     taps: int,
     dtype: torch.dtype,
@@ -119,12 +137,20 @@ def causal_conv1d_kernel(
     has_state: bool,
     packed: bool,
     silu: bool,
+    *,
+    width: int,
+    ahead: int,
+    steps: int,
+    warps: int,
+    resident: int,
 ):
-    """A lane computes 4 channels of 8 tokens."""
+    """A lane owns `width` channels and walks over `ahead * steps` tokens, `ahead` loads in flight."""
     batch_size, num_tokens, channels = T.dynamic('batch_size'), T.dynamic('num_tokens'), T.dynamic('channels')
     num_starts, num_states = T.dynamic('num_starts'), T.dynamic('num_states')
     elem, wide = T.dtype(dtype), T.dtype(weight_dtype)
     past = taps - 1
+    walk = ahead * steps
+    block = walk * warps
     x_type, x_strides = _x_type(batch_size, num_tokens, channels, dtype)
 
     @T.prim_func
@@ -139,48 +165,97 @@ def causal_conv1d_kernel(
         bits: T.int32,
     ):
         with T.Kernel(
-            T.ceildiv(channels, WIDTH * WARP), T.ceildiv(num_tokens, BLOCK), batch_size, threads=WARPS * WARP
+            T.ceildiv(channels, width * WARP), T.ceildiv(num_tokens, block), batch_size, threads=warps * WARP
         ) as (pid, part, batch):
+            T.import_source(FAST_EXP2)
+            T.annotate_min_blocks_per_sm(resident // warps)
             T.assume(channels % 8 == 0)
             for stride in x_strides:
                 T.assume(stride % 8 == 0)
-            start_shared = T.alloc_shared((BLOCK,), T.int32)
-            sequence_shared = T.alloc_shared((BLOCK,), T.int32)
-            x_local = T.alloc_local((past + TOKENS, WIDTH), T.float32)
-            weight_local = T.alloc_local((WIDTH, taps), T.float32)
-            bias_local = T.alloc_local((WIDTH,), T.float32)
-            y_local = T.alloc_local((WIDTH,), elem)
+            start_shared = T.alloc_shared((block if packed else 1,), T.int32)
+            sequence_shared = T.alloc_shared((block if packed else 1,), T.int32)
+            own = T.alloc_local((ahead, width), elem)
+            before = T.alloc_local((past, width), elem)
+            x_local = T.alloc_local((past + ahead, width), T.float32)
+            window = T.alloc_local((taps, width), T.float32)
+            weight_local = T.alloc_local((width, taps), T.float32)
+            bias_local = T.alloc_local((width,), T.float32)
+            y_local = T.alloc_local((width,), elem)
             a = T.alloc_var(T.float32)
+            start = T.alloc_var(T.int32, init=0)
+            sequence = T.alloc_var(T.int32, init=0)
             thread = T.get_thread_binding()
             slot, warp = pid * WARP + thread % WARP, thread // WARP
-            place_tokens(cu_seqlens, part * BLOCK, batch, num_sequences, bits, start_shared, sequence_shared, packed)
-            T.sync_threads()
-            if slot * WIDTH < channels:
-                token = part * BLOCK + warp * TOKENS
-                load_tokens(x, batch, token - past, slot, x_local)
+            first = part * block + warp * walk
+            if packed:
+                place_tokens(cu_seqlens, part * block, num_sequences, bits, start_shared, sequence_shared)
+                T.sync_threads()
+            if slot * width < channels:
                 load_weights(weight, bias, slot, weight_local, bias_local, has_bias)
-                for i in T.unroll(TOKENS):
-                    start, sequence = start_shared[warp * TOKENS + i], sequence_shared[warp * TOKENS + i]
-                    if token + i < num_tokens:
-                        for e in T.unroll(WIDTH):
-                            a = bias_local[e]
-                            if sequence < num_sequences:
-                                for j in T.unroll(taps):
-                                    a = a + weight_local[e, j] * tap_of(
-                                        x_local, state, i, j, token + i, start, sequence, slot, e, taps, has_state
-                                    )
-                                if silu:
-                                    a = a * sigmoid(a)
-                            else:
-                                a = 0.0
-                            y_local[e] = T.cast(a, elem)
-                        for e in T.vectorized(WIDTH):
-                            y[batch, token + i, slot * WIDTH + e] = y_local[e]
+                load_tokens(x, batch, first - past, num_tokens - 1, slot, before)
+                for i in T.unroll(past):
+                    for e in T.unroll(width):
+                        x_local[i, e] = T.cast(before[i, e], T.float32)
+                for step in T.serial(steps):
+                    token = first + step * ahead
+                    if token < num_tokens:
+                        load_tokens(x, batch, token, num_tokens - 1, slot, own)
+                        for i in T.unroll(ahead):
+                            for e in T.unroll(width):
+                                x_local[past + i, e] = T.cast(own[i, e], T.float32)
+                        if packed:
+                            start = start_shared[warp * walk + step * ahead + ahead - 1]
+                            sequence = sequence_shared[warp * walk + step * ahead + ahead - 1]
+                        plain = T.And(token + ahead <= num_tokens, start <= token - past)
+                        if T.And(plain, sequence < num_sequences):
+                            for i in T.unroll(ahead):
+                                for e in T.unroll(width):
+                                    a = bias_local[e]
+                                    for j in T.unroll(taps):
+                                        a = a + weight_local[e, j] * x_local[i + j, e]
+                                    if silu:
+                                        a = a * sigmoid_of(a)
+                                    y_local[e] = T.cast(a, elem)
+                                for e in T.vectorized(width):
+                                    y[batch, token + i, slot * width + e] = y_local[e]
+                        else:
+                            for i in T.unroll(ahead):
+                                if token + i < num_tokens:
+                                    if packed:
+                                        start = start_shared[warp * walk + step * ahead + i]
+                                        sequence = sequence_shared[warp * walk + step * ahead + i]
+                                    else:
+                                        sequence = batch
+                                    for e in T.unroll(width):
+                                        y_local[e] = T.cast(0.0, elem)
+                                    if sequence < num_sequences:
+                                        fill_window(
+                                            x_local, state, i, token + i, start, sequence, slot, window, has_state
+                                        )
+                                        for e in T.unroll(width):
+                                            a = bias_local[e]
+                                            for j in T.unroll(taps):
+                                                a = a + weight_local[e, j] * window[j, e]
+                                            if silu:
+                                                a = a * sigmoid_of(a)
+                                            y_local[e] = T.cast(a, elem)
+                                    for e in T.vectorized(width):
+                                        y[batch, token + i, slot * width + e] = y_local[e]
+                            start = 0
+                            sequence = 0
+                        for i in T.unroll(past):
+                            for e in T.unroll(width):
+                                x_local[i, e] = x_local[ahead + i, e]
 
     return causal_conv1d
 
 
-@kernel(pass_configs=PASS_CONFIGS)
+@kernel(
+    choose=choose_bwd,
+    space=dict(width=(4, 8), ahead=(4, 8), steps=(4, 8, 16), warps=(2, 4), resident=(12, 16)),
+    fixed='width ahead steps warps',
+    pass_configs=PASS_CONFIGS,
+)
 def causal_conv1d_bwd_kernel(
     taps: int,
     dtype: torch.dtype,
@@ -189,13 +264,24 @@ def causal_conv1d_bwd_kernel(
     has_state: bool,
     packed: bool,
     silu: bool,
+    *,
+    width: int,
+    ahead: int,
+    steps: int,
+    warps: int,
+    resident: int,
 ):
-    """`partial[part, j]` is the sum over the tokens of a block: gradients of the taps, and of the bias at the end."""
+    """A lane walks as in the forward, and `taps - 1` tokens more: a token adds to dx of the tokens that it saw.
+
+    `partial[part, j]` is the sum over the tokens of a block: gradients of the taps, and of the bias at the end.
+    """
     batch_size, num_tokens, channels = T.dynamic('batch_size'), T.dynamic('num_tokens'), T.dynamic('channels')
     num_starts, num_states, num_parts = T.dynamic('num_starts'), T.dynamic('num_states'), T.dynamic('num_parts')
     elem, wide = T.dtype(dtype), T.dtype(weight_dtype)
     past = taps - 1
-    count = TOKENS + past
+    walk = ahead * steps
+    block, threads = walk * warps, warps * WARP
+    placed = block + ahead if packed else 1
     x_type, x_strides = _x_type(batch_size, num_tokens, channels, dtype)
 
     @T.prim_func
@@ -211,76 +297,134 @@ def causal_conv1d_bwd_kernel(
         num_sequences: T.int32,
         bits: T.int32,
     ):
-        with T.Kernel(T.ceildiv(channels, WIDTH * WARP), num_parts, batch_size, threads=WARPS * WARP) as (
+        with T.Kernel(T.ceildiv(channels, width * WARP), num_parts, batch_size, threads=threads) as (
             pid,
             part,
             batch,
         ):
+            T.import_source(FAST_EXP2)
+            T.annotate_min_blocks_per_sm(resident // warps)
             T.assume(channels % 8 == 0)
             for stride in x_strides:
                 T.assume(stride % 8 == 0)
-            start_shared = T.alloc_shared((BLOCK + past,), T.int32)
-            sequence_shared = T.alloc_shared((BLOCK + past,), T.int32)
-            sums_shared = T.alloc_shared((WARPS, taps + 1, WARP * WIDTH), T.float32)
-            x_local = T.alloc_local((past + count, WIDTH), T.float32)
-            da = T.alloc_local((count, WIDTH), T.float32)
-            weight_local = T.alloc_local((WIDTH, taps), T.float32)
-            bias_local = T.alloc_local((WIDTH,), T.float32)
-            sums = T.alloc_local((taps + 1, WIDTH), T.float32)
-            dx_local = T.alloc_local((WIDTH,), elem)
+            start_shared = T.alloc_shared((placed,), T.int32)
+            sequence_shared = T.alloc_shared((placed,), T.int32)
+            sums_shared = T.alloc_shared((warps, taps + 1, WARP * width), T.float32)
+            own = T.alloc_local((ahead, width), elem)
+            dy_local = T.alloc_local((ahead, width), elem)
+            before = T.alloc_local((past, width), elem)
+            x_local = T.alloc_local((past + ahead, width), T.float32)
+            dx_local = T.alloc_local((past + ahead, width), T.float32)
+            window = T.alloc_local((taps, width), T.float32)
+            weight_local = T.alloc_local((width, taps), T.float32)
+            bias_local = T.alloc_local((width,), T.float32)
+            sums = T.alloc_local((taps + 1, width), T.float32)
+            dx_own = T.alloc_local((width,), elem)
             a = T.alloc_var(T.float32)
+            s = T.alloc_var(T.float32)
+            da = T.alloc_var(T.float32)
+            start = T.alloc_var(T.int32, init=0)
+            sequence = T.alloc_var(T.int32, init=0)
             thread = T.get_thread_binding()
             lane, warp = thread % WARP, thread // WARP
             slot = pid * WARP + lane
-            token = part * BLOCK + warp * TOKENS
-            place_tokens(cu_seqlens, part * BLOCK, batch, num_sequences, bits, start_shared, sequence_shared, packed)
-            T.sync_threads()
+            first = part * block + warp * walk
+            last = first + walk
+            if packed:
+                place_tokens(cu_seqlens, part * block, num_sequences, bits, start_shared, sequence_shared)
+                T.sync_threads()
             T.clear(sums)
-            if slot * WIDTH < channels:
-                load_tokens(x, batch, token - past, slot, x_local)
-                load_tokens(dy, batch, token, slot, da)
+            T.clear(dx_local)
+            if slot * width < channels:
                 load_weights(weight, bias, slot, weight_local, bias_local, has_bias)
-                for i in T.unroll(count):
-                    start, sequence = start_shared[warp * TOKENS + i], sequence_shared[warp * TOKENS + i]
-                    for e in T.unroll(WIDTH):
-                        if T.And(token + i < num_tokens, sequence < num_sequences):
-                            a = bias_local[e]
-                            for j in T.unroll(taps):
-                                a = a + weight_local[e, j] * tap_of(
-                                    x_local, state, i, j, token + i, start, sequence, slot, e, taps, has_state
-                                )
-                            if silu:
-                                da[i, e] = da[i, e] * sigmoid(a) * (T.float32(1.0) + a * sigmoid(-a))
-                            if i < TOKENS:
-                                for j in T.unroll(taps):
-                                    sums[j, e] = sums[j, e] + da[i, e] * tap_of(
-                                        x_local, state, i, j, token + i, start, sequence, slot, e, taps, has_state
-                                    )
-                                sums[taps, e] = sums[taps, e] + da[i, e]
+                load_tokens(x, batch, first - past, num_tokens - 1, slot, before)
+                for i in T.unroll(past):
+                    for e in T.unroll(width):
+                        x_local[i, e] = T.cast(before[i, e], T.float32)
+                for step in T.serial(steps + 1):
+                    token = first + step * ahead
+                    if token < num_tokens + past:
+                        load_tokens(x, batch, token, T.min(num_tokens, last + past) - 1, slot, own)
+                        load_tokens(dy, batch, token, T.min(num_tokens, last + past) - 1, slot, dy_local)
+                        for i in T.unroll(ahead):
+                            for e in T.unroll(width):
+                                x_local[past + i, e] = T.cast(own[i, e], T.float32)
+                        if packed:
+                            start = start_shared[warp * walk + step * ahead + ahead - 1]
+                            sequence = sequence_shared[warp * walk + step * ahead + ahead - 1]
+                        plain = T.And(token + ahead <= T.min(num_tokens, last), start <= token - past)
+                        if T.And(plain, sequence < num_sequences):
+                            for i in T.unroll(ahead):
+                                for e in T.unroll(width):
+                                    da = T.cast(dy_local[i, e], T.float32)
+                                    if silu:
+                                        a = bias_local[e]
+                                        for j in T.unroll(taps):
+                                            a = a + weight_local[e, j] * x_local[i + j, e]
+                                        s = sigmoid_of(a)
+                                        da = da * (s + a * (s - s * s))
+                                    for j in T.unroll(taps):
+                                        sums[j, e] = sums[j, e] + da * x_local[i + j, e]
+                                        dx_local[i + j, e] = dx_local[i + j, e] + da * weight_local[e, j]
+                                    sums[taps, e] = sums[taps, e] + da
+                                if token + i - past >= first:
+                                    for e in T.unroll(width):
+                                        dx_own[e] = T.cast(dx_local[i, e], elem)
+                                    for e in T.vectorized(width):
+                                        dx[batch, token + i - past, slot * width + e] = dx_own[e]
                         else:
-                            da[i, e] = 0.0
-                for i in T.unroll(TOKENS):
-                    if token + i < num_tokens:
-                        for e in T.unroll(WIDTH):
-                            a = 0.0
-                            for j in T.unroll(taps):
-                                own = start_shared[warp * TOKENS + i] == start_shared[warp * TOKENS + i + past - j]
-                                if own:
-                                    a = a + weight_local[e, j] * da[i + past - j, e]
-                            dx_local[e] = T.cast(a, elem)
-                        for e in T.vectorized(WIDTH):
-                            dx[batch, token + i, slot * WIDTH + e] = dx_local[e]
+                            for i in T.unroll(ahead):
+                                if token + i < last + past:
+                                    if packed:
+                                        start = start_shared[warp * walk + step * ahead + i]
+                                        sequence = sequence_shared[warp * walk + step * ahead + i]
+                                    else:
+                                        sequence = batch
+                                    if T.And(token + i < num_tokens, sequence < num_sequences):
+                                        fill_window(
+                                            x_local, state, i, token + i, start, sequence, slot, window, has_state
+                                        )
+                                        for e in T.unroll(width):
+                                            da = T.cast(dy_local[i, e], T.float32)
+                                            if silu:
+                                                a = bias_local[e]
+                                                for j in T.unroll(taps):
+                                                    a = a + weight_local[e, j] * window[j, e]
+                                                s = sigmoid_of(a)
+                                                da = da * (s + a * (s - s * s))
+                                            if token + i < last:
+                                                for j in T.unroll(taps):
+                                                    sums[j, e] = sums[j, e] + da * window[j, e]
+                                                sums[taps, e] = sums[taps, e] + da
+                                            for j in T.unroll(taps):
+                                                if token + i - past + j >= start:
+                                                    dx_local[i + j, e] = dx_local[i + j, e] + da * weight_local[e, j]
+                                    if T.And(token + i - past >= first, token + i - past < num_tokens):
+                                        for e in T.unroll(width):
+                                            dx_own[e] = T.cast(dx_local[i, e], elem)
+                                        for e in T.vectorized(width):
+                                            dx[batch, token + i - past, slot * width + e] = dx_own[e]
+                            start = 0
+                            sequence = 0
+                        for i in T.unroll(past):
+                            for e in T.unroll(width):
+                                x_local[i, e] = x_local[ahead + i, e]
+                                dx_local[i, e] = dx_local[ahead + i, e]
+                        for i in T.unroll(ahead):
+                            for e in T.unroll(width):
+                                dx_local[past + i, e] = 0.0
             for j in T.unroll(taps + 1):
-                for e in T.vectorized(WIDTH):
-                    sums_shared[warp, j, lane * WIDTH + e] = sums[j, e]
+                for e in T.vectorized(width):
+                    sums_shared[warp, j, lane * width + e] = sums[j, e]
             T.sync_threads()
             for j in T.unroll(taps + 1):
-                column = pid * WARP * WIDTH + thread
-                if column < channels:
-                    a = sums_shared[0, j, thread]
-                    for w in T.unroll(WARPS - 1):
-                        a = a + sums_shared[w + 1, j, thread]
-                    partial[batch, part, j, column] = a
+                for e in T.unroll(width * WARP // threads):
+                    column = e * threads + thread
+                    if pid * WARP * width + column < channels:
+                        a = sums_shared[0, j, column]
+                        for w in T.unroll(warps - 1):
+                            a = a + sums_shared[w + 1, j, column]
+                        partial[batch, part, j, pid * WARP * width + column] = a
 
     return causal_conv1d_bwd
 
@@ -340,7 +484,9 @@ def check_weights(x: Tensor, weight: Tensor, bias: Tensor | None, activation: st
         check.fail('taps', f'must be 2 to {MAX_TAPS}', str(taps))
     if activation not in (None, 'silu', 'swish'):
         check.fail('activation', "must be 'silu' or None", repr(activation))
-    check_vectors(x=x)
+    check_vectors(x=x, weight=weight.view(-1))
+    if bias is not None:
+        check_vectors(bias=bias)
     check.same_device(x=x, weight=weight, bias=bias)
     return taps
 
@@ -404,13 +550,14 @@ def causal_conv1d_bwd(
     if x.numel() == 0:
         sums = torch.zeros(taps + 1, channels, dtype=torch.float32, device=x.device)
     else:
-        parts = -(-tokens // BLOCK)
+        config = config_for(causal_conv1d_bwd_kernel, static, x.numel(), x)
+        parts = -(-tokens // (config['ahead'] * config['steps'] * config['warps']))
         partial = torch.empty(batch, parts, taps + 1, channels, dtype=torch.float32, device=x.device)
         operands = (dy, x, weight, bias, initial_state, cu_seqlens, dx, partial)
         launch(causal_conv1d_bwd_kernel, static, *operands, number, _bits(number), size=x.numel())
         sums = sum_of_partials(partial.view(batch * parts, taps + 1, channels))
     dbias = sums[taps] if bias is not None else sums[:0, 0]
-    return dx, sums[:taps].t().to(weight.dtype).contiguous(), dbias.to(weight.dtype, copy=True)
+    return dx, torch.empty_like(weight).copy_(sums[:taps].t()), dbias.to(weight.dtype, copy=True)
 
 
 @op(outputs='y final_state', backward=causal_conv1d_bwd)

@@ -12,13 +12,13 @@ from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import Mut, op
+from tile_kernels.engram._macros import FAST_EXP2, sigmoid_of
 from tile_kernels.linear_attention._checks import HALVES
 from tile_kernels.linear_attention.causal_conv1d import (
     BOUNDS,
     PASS_CONFIGS,
     check_weights,
     random_convolution,
-    sigmoid,
 )
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -43,6 +43,7 @@ def causal_conv1d_update_kernel(
         y: T.Tensor((num_rows, channels), elem),
     ):
         with T.Kernel(T.ceildiv(channels, threads), num_rows, threads=threads) as (pid, r):
+            T.import_source(FAST_EXP2)
             window = T.alloc_local((taps,), elem)
             a = T.alloc_var(T.float32, init=0.0)
             own = T.alloc_var(T.int32)
@@ -60,7 +61,7 @@ def causal_conv1d_update_kernel(
                     for j in T.unroll(taps):
                         a = a + T.cast(weight[column, j], T.float32) * T.cast(window[j], T.float32)
                     if silu:
-                        a = a * sigmoid(a)
+                        a = a * sigmoid_of(a)
                     for j in T.unroll(past):
                         state[own, j, column] = window[j + 1]
                 y[r, column] = T.cast(a, elem)
