@@ -6,8 +6,9 @@
     lse[r] = m + log sum_n w[n]                       without the sink
 
 A part with lse = -inf counts for nothing, whatever its output holds. A row without any part is 0 and has lse = -inf.
-A thread owns a 16-byte vector of a row and adds the parts in their order. Of more than eight parts, several threads
-own a vector: each adds adjacent parts, and their sums are added in order. Memory bound: the floor is reading the parts.
+A thread owns a 16-byte vector of a row and adds the parts in their order. Up to four parts are loaded at once. Of more
+than eight, several threads own a vector: each adds adjacent parts, and their sums are added in order. Memory bound: the
+floor is reading the parts.
 """
 
 import math
@@ -30,6 +31,83 @@ LN2, LOG2E = math.log(2), math.log2(math.e)
 DTYPES = (torch.float32, *HALVES)
 
 # Kernel -------------------------------------------------------------------------------------
+
+
+@kernel(pass_configs={'TL_ENABLE_LOWER_LDGSTG': True})
+def combine_few_kernel(
+    value_dim: int, dtype: torch.dtype, out_dtype: torch.dtype, sink_dtype: torch.dtype | None, parts: int
+):
+    """One thread for 16 bytes of a row in every part; all parts are loaded at once."""
+    num_rows, num_heads = T.dynamic('num_rows'), T.dynamic('num_heads')
+    width = 16 // dtype.itemsize
+    lanes = value_dim // width
+    elem, out_elem = T.dtype(dtype), T.dtype(out_dtype)
+    inf = math.inf
+    rows = THREADS // lanes if THREADS % lanes == 0 else 0  # whole rows of a block, which store their lse together
+
+    @T.prim_func
+    def combine_few(
+        out_partial: T.Tensor((parts, num_rows, value_dim), elem),
+        lse_partial: T.Tensor((parts, num_rows), T.float32),
+        sink: T.Tensor((num_heads,), T.dtype(sink_dtype or torch.float32)),
+        o: T.Tensor((num_rows, value_dim), out_elem),
+        lse: T.Tensor((num_rows,), T.float32),
+    ):
+        with T.Kernel(T.ceildiv(num_rows * lanes, THREADS), threads=THREADS) as pid:
+            thread = T.get_thread_binding()
+            index = pid * THREADS + thread
+            row = T.truncdiv(index, lanes)
+            column = T.truncmod(index, lanes) * width
+            x = T.alloc_local((parts, width), elem)
+            lses = T.alloc_local((parts,), T.float32)
+            acc = T.alloc_local((width,), T.float32)
+            y = T.alloc_local((width,), out_elem)
+            top = T.alloc_var(T.float32, init=-inf)
+            total = T.alloc_var(T.float32, init=0.0)
+            weight = T.alloc_var(T.float32)
+            factor = T.alloc_var(T.float32)
+            logit = T.alloc_var(T.float32, init=0.0)
+            lse_shared = T.alloc_shared((max(rows, 1),), T.float32)
+            T.pdl_sync()
+            if row < num_rows:
+                for n in T.unroll(parts):
+                    for e in T.vectorized(width):
+                        x[n, e] = out_partial[n, row, column + e]
+                    lses[n] = lse_partial[n, row]
+                if sink_dtype is not None:
+                    logit = T.cast(sink[T.truncmod(row, num_heads)], T.float32)
+                for n in T.unroll(parts):
+                    top = T.max(top, lses[n])
+                if top == -inf:
+                    top = 0.0  # every part is empty, or NaN
+                for e in T.unroll(width):
+                    acc[e] = 0.0
+                for n in T.unroll(parts):
+                    if lses[n] != -inf:
+                        weight = T.exp2((lses[n] - top) * LOG2E)
+                        total += weight
+                        for e in T.unroll(width):
+                            acc[e] += weight * T.cast(x[n, e], T.float32)
+                factor = total
+                if sink_dtype is not None:
+                    factor += T.exp2((logit - top) * LOG2E)
+                factor = T.if_then_else(total == 0.0, T.float32(0.0), 1.0 / factor)
+                for e in T.unroll(width):
+                    y[e] = T.cast(acc[e] * factor, out_elem)
+                for e in T.vectorized(width):
+                    o[row, column + e] = y[e]
+                if column == 0:
+                    total = T.if_then_else(total == 0.0, T.float32(-inf), top + T.log2(total) * LN2)
+                    if rows:
+                        lse_shared[T.truncdiv(thread, lanes)] = total
+                    else:
+                        lse[row] = total
+            if rows:
+                T.sync_threads()
+                if T.And(thread < rows, pid * rows + thread < num_rows):
+                    lse[pid * rows + thread] = lse_shared[thread]
+
+    return combine_few
 
 
 @kernel()
@@ -182,9 +260,11 @@ def merge(out_partial: Tensor, lse_partial: Tensor, sink: Tensor | None, o: Tens
     """Launch the kernel for that many parts: (parts, ..., value_dim) and (parts, ...), all contiguous."""
     parts, value_dim, num_rows = out_partial.shape[0], o.shape[-1], lse.numel()
     many = parts > MANY and value_dim * out_partial.element_size() <= 512 * 16
+    static: tuple = (value_dim, out_partial.dtype, o.dtype, None if sink is None else sink.dtype)
+    few = isinstance(parts, int) and parts <= AHEAD
     launch(
-        combine_many_kernel if many else combine_kernel,
-        (value_dim, out_partial.dtype, o.dtype, None if sink is None else sink.dtype),
+        combine_few_kernel if few else combine_many_kernel if many else combine_kernel,
+        (*static, parts) if few else static,
         out_partial.view(parts, num_rows, value_dim),
         lse_partial.view(parts, num_rows),
         sink,

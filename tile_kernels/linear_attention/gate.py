@@ -7,10 +7,11 @@
     dA_log  = sum_t dy y                             or   sum_t dy b e^{A_log} x s (1 - s)
     ddt_bias = sum_t dg
 
-A thread owns a column, that is a head, or a channel of a head. Partial sums of `ROWS` tokens are added in one order.
-Memory bound. The kernels have not run on a GPU yet.
+A column is a head, or a channel of a head. A thread owns neighboring columns of some tokens, and loads several tokens
+before it uses the first. Partial sums of its tokens are added in one order. Memory bound.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -22,27 +23,27 @@ from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
+from tile_kernels.engram._macros import FAST_EXP2
 from tile_kernels.engram.grad_w_reduce import sum_of_partials
 from tile_kernels.linear_attention._checks import FLOATS
 
-ROWS, THREADS = 64, 64
-PASS_CONFIGS = {'TL_DISABLE_SAFE_MEMORY_ACCESS': True}
+THREADS, AHEAD = 128, 8  # of a block, and rows that a thread loads before it uses the first
+PASS_CONFIGS = {'TL_DISABLE_SAFE_MEMORY_ACCESS': True, 'TL_ENABLE_LOWER_LDGSTG': True}
 LEAST_BOUND = -5.0
-
-
-def _sigmoid(x: Any) -> Any:
-    return T.float32(1.0) / (T.float32(1.0) + T.exp(-x))
-
-
-def _softplus(x: Any) -> Any:
-    return T.max(x, T.float32(0.0)) + T.log(T.float32(1.0) + T.exp(-T.abs(x)))
+LOG2E = math.log2(math.e)
 
 
 @kernel(pass_configs=PASS_CONFIGS)
-def decay_gate_kernel(dtype: torch.dtype, bias: bool, bounded: bool, gradient: bool):
-    """y, or with `gradient` dg and partial sums of the gradients of A_log and dt_bias."""
+def decay_gate_kernel(
+    dtype: torch.dtype, bias: bool, bounded: bool, gradient: bool, width: int, lanes: int, part_rows: int
+):
+    """y, or with `gradient` dg and partial sums of the gradients of A_log and dt_bias.
+
+    `lanes` threads own `width` columns each, of `part_rows` rows.
+    """
     num_rows, columns, heads, num_parts = (T.dynamic(n) for n in ('num_rows', 'columns', 'heads', 'num_parts'))
     elem = T.dtype(dtype)
+    groups = THREADS // lanes
 
     @T.prim_func
     def decay_gate(
@@ -54,42 +55,87 @@ def decay_gate_kernel(dtype: torch.dtype, bias: bool, bounded: bool, gradient: b
         partial: T.Tensor((num_parts, 2, columns), T.float32),
         lower_bound: T.float32,
     ):
-        with T.Kernel(T.ceildiv(columns, THREADS), T.ceildiv(num_rows, ROWS), threads=THREADS) as (pid, part):
-            column = pid * THREADS + T.get_thread_binding()
-            a_sum = T.alloc_var(T.float32, init=0.0)
-            bias_sum = T.alloc_var(T.float32, init=0.0)
-            shift = T.alloc_var(T.float32, init=0.0)
-            rate = T.alloc_var(T.float32, init=0.0)
-            if column < columns:
-                rate = T.exp(a_log[T.truncdiv(column, T.truncdiv(columns, heads))])
-                if bias:
-                    shift = dt_bias[column]
-                for i in T.serial(ROWS):
-                    row = part * ROWS + i
-                    if row < num_rows:
-                        x = T.cast(g[row, column], T.float32) + shift
-                        if not gradient:
-                            if bounded:
-                                y[row, column] = lower_bound * _sigmoid(rate * x)
-                            else:
-                                y[row, column] = -rate * _softplus(x)
-                        else:
-                            dy = y[row, column]
-                            if bounded:
-                                slope = dy * lower_bound * rate * _sigmoid(rate * x) * _sigmoid(-rate * x)
-                                a_sum = a_sum + slope * x
-                                bias_sum = bias_sum + slope
-                                dg[row, column] = T.cast(slope, elem)
-                            else:
-                                slope = -dy * rate * _sigmoid(x)
-                                a_sum = a_sum - dy * rate * _softplus(x)
-                                bias_sum = bias_sum + slope
-                                dg[row, column] = T.cast(slope, elem)
+        with T.Kernel(
+            T.ceildiv(columns, lanes * width), T.ceildiv(num_rows, groups * part_rows), threads=THREADS
+        ) as (pid, block):
+            T.import_source(FAST_EXP2)
+            T.assume(columns % width == 0)
+            g_local = T.alloc_local((AHEAD, width), elem)
+            dy_local = T.alloc_local((AHEAD, width), T.float32)
+            y_local = T.alloc_local((width,), T.float32)
+            dg_local = T.alloc_local((width,), elem)
+            sums = T.alloc_local((2, width), T.float32)
+            rate = T.alloc_local((width,), T.float32)
+            shift = T.alloc_local((width,), T.float32)
+            x = T.alloc_var(T.float32)
+            power = T.alloc_var(T.float32)
+            share = T.alloc_var(T.float32)
+            slope = T.alloc_var(T.float32)
+            thread = T.get_thread_binding()
+            column = (pid * lanes + thread % lanes) * width
+            part = block * groups + thread // lanes
+            T.clear(sums)
+            if T.And(column < columns, part * part_rows < num_rows):
+                for e in T.unroll(width):
+                    rate[e] = T.exp(a_log[T.truncdiv(column + e, T.truncdiv(columns, heads))])
+                    shift[e] = dt_bias[column + e] if bias else T.float32(0.0)
+                for step in T.serial(part_rows // AHEAD):
+                    first = part * part_rows + step * AHEAD
+                    if first < num_rows:
+                        for i in T.unroll(AHEAD):
+                            row = T.alloc_var(T.int32)
+                            row = T.min(first + i, num_rows - 1)
+                            for e in T.vectorized(width):
+                                g_local[i, e] = g[row, column + e]
+                            if gradient:
+                                for e in T.vectorized(width):
+                                    dy_local[i, e] = y[row, column + e]
+                        for i in T.unroll(AHEAD):
+                            if first + i < num_rows:
+                                for e in T.unroll(width):
+                                    x = T.cast(g_local[i, e], T.float32) + shift[e]
+                                    if bounded:
+                                        power = T.call_extern('float32', 'ex2_approx', T.abs(rate[e] * x) * -LOG2E)
+                                    else:
+                                        power = T.call_extern('float32', 'ex2_approx', T.abs(x) * -LOG2E)
+                                    share = T.fast_rcp(T.float32(1.0) + power)  # sigmoid of the absolute value
+                                    if not gradient:
+                                        if bounded:
+                                            y_local[e] = lower_bound * T.if_then_else(x < 0.0, power * share, share)
+                                        else:
+                                            y_local[e] = -rate[e] * (T.max(x, 0.0) + T.log(T.float32(1.0) + power))
+                                    else:
+                                        if bounded:
+                                            slope = dy_local[i, e] * lower_bound * rate[e] * (power * share * share)
+                                            sums[0, e] = sums[0, e] + slope * x
+                                        else:
+                                            slope = -dy_local[i, e] * rate[e]
+                                            sums[0, e] = sums[0, e] + slope * (
+                                                T.max(x, 0.0) + T.log(T.float32(1.0) + power)
+                                            )
+                                            slope = slope * T.if_then_else(x < 0.0, power * share, share)
+                                        sums[1, e] = sums[1, e] + slope
+                                        dg_local[e] = T.cast(slope, elem)
+                                if gradient:
+                                    for e in T.vectorized(width):
+                                        dg[first + i, column + e] = dg_local[e]
+                                else:
+                                    for e in T.vectorized(width):
+                                        y[first + i, column + e] = y_local[e]
                 if gradient:
-                    partial[part, 0, column] = a_sum
-                    partial[part, 1, column] = bias_sum
+                    for kind in T.unroll(2):
+                        for e in T.vectorized(width):
+                            partial[part, kind, column + e] = sums[kind, e]
 
     return decay_gate
+
+
+def _shape_of(columns: int, *operands: Tensor) -> tuple[int, int, int]:
+    """Columns of a thread, threads of a row, and rows of a partial sum: many threads even of few columns."""
+    aligned = all(check.vector_bytes(x) >= 4 * x.element_size() for x in operands)
+    width = 4 if columns % 4 == 0 and aligned else 1
+    lanes = 128 if columns >= 128 * width else 16
+    return width, lanes, 64 if columns >= 4096 else 16
 
 
 def _check(g: Tensor, a_log: Tensor, dt_bias: Tensor | None, lower_bound: float) -> tuple[int, int]:
@@ -134,8 +180,9 @@ def gate_bwd(
         sums = torch.zeros(2, columns, dtype=torch.float32, device=g.device)
     else:
         rows = g.view(-1, columns)
-        partial = torch.empty(-(-rows.shape[0] // ROWS), 2, columns, dtype=torch.float32, device=g.device)
-        static = (g.dtype, dt_bias is not None, lower_bound < 0.0, True)
+        shape = _shape_of(columns, g, dy)
+        partial = torch.empty(-(-rows.shape[0] // shape[2]), 2, columns, dtype=torch.float32, device=g.device)
+        static = (g.dtype, dt_bias is not None, lower_bound < 0.0, True, *shape)
         operands = (rows, a_log, dt_bias, dy.view(-1, columns), dg.view(-1, columns), partial, lower_bound)
         launch(decay_gate_kernel, static, *operands, size=g.numel())
         sums = sum_of_partials(partial)
@@ -159,7 +206,8 @@ def gate(g: Tensor, a_log: Tensor, dt_bias: Tensor | None = None, lower_bound: f
     """
     columns, _ = _check(g, a_log, dt_bias, lower_bound)
     y = torch.empty(g.shape, dtype=torch.float32, device=g.device)
-    static = (g.dtype, dt_bias is not None, lower_bound < 0.0, False)
+    width, lanes, _ = _shape_of(columns, g)
+    static = (g.dtype, dt_bias is not None, lower_bound < 0.0, False, width, lanes, AHEAD)
     operands = (g.view(-1, columns), a_log, dt_bias, y.view(-1, columns), None, None, lower_bound)
     launch(decay_gate_kernel, static, *operands, size=g.numel())
     return y

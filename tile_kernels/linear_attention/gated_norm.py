@@ -6,7 +6,7 @@
     dz = dy * n * weight * a'(z),      dweight = sum over rows of dy * n * a(z)
 
 A block owns 64 rows, 16 at a time. Each block writes a partial sum of dweight; a second kernel adds these in one order.
-Memory bound. The kernels have not run on a GPU yet.
+Memory bound.
 """
 
 from typing import Any
@@ -22,28 +22,22 @@ from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
 from tile_kernels.engram.grad_w_reduce import sum_of_partials
 from tile_kernels.linear_attention._checks import HALVES, check_dim
-from tile_kernels.linear_attention.delta_rule_kernels import padded
+from tile_kernels.linear_attention.l2norm import columns_of
 
 ROWS, STEPS, THREADS = 16, 4, 128
-PASS_CONFIGS = {'TL_DISABLE_SAFE_MEMORY_ACCESS': True}
+PASS_CONFIGS = {'TL_DISABLE_SAFE_MEMORY_ACCESS': True, 'TL_ENABLE_LOWER_LDGSTG': True}
 ACTIVATIONS = ('silu', 'sigmoid')
 
 
-def _gate(z: Any, silu: bool) -> Any:
-    s = T.float32(1.0) / (T.float32(1.0) + T.exp(-z))
-    return z * s if silu else s
-
-
-def _slope(z: Any, silu: bool) -> Any:
-    s, t = T.float32(1.0) / (T.float32(1.0) + T.exp(-z)), T.float32(1.0) / (T.float32(1.0) + T.exp(z))
-    return s * (T.float32(1.0) + z * t) if silu else s * t
+def _sigmoid(z: Any) -> Any:
+    return T.fast_rcp(T.float32(1.0) + T.__exp(-z))
 
 
 @kernel(pass_configs=PASS_CONFIGS)
 def gated_norm_kernel(dim: int, dtype: torch.dtype, weight_dtype: torch.dtype, silu: bool):
     """Rows of 16 at a time."""
     num_rows = T.dynamic('num_rows')
-    elem, wide = T.dtype(dtype), padded(dim)
+    elem, wide = T.dtype(dtype), columns_of(dim)
 
     @T.prim_func
     def gated_norm(
@@ -65,12 +59,14 @@ def gated_norm_kernel(dim: int, dtype: torch.dtype, weight_dtype: torch.dtype, s
                 gates[i, d] = T.if_then_else(inside, T.cast(z[row, d], T.float32), T.float32(0.0))
             for i, d in T.Parallel(ROWS, wide):
                 squares[i, d] = values[i, d] * values[i, d]
+                s = _sigmoid(gates[i, d])
+                gates[i, d] = gates[i, d] * s if silu else s
             T.reduce_sum(squares, sums, dim=1)
             for i, d in T.Parallel(ROWS, wide):
                 row = pid * ROWS + i
                 if T.And(row < num_rows, d < dim):
                     norm = values[i, d] * T.rsqrt(sums[i] / dim + eps)
-                    y[row, d] = norm * T.cast(weight[d], T.float32) * _gate(gates[i, d], silu)
+                    y[row, d] = norm * T.cast(weight[d], T.float32) * gates[i, d]
 
     return gated_norm
 
@@ -79,7 +75,7 @@ def gated_norm_kernel(dim: int, dtype: torch.dtype, weight_dtype: torch.dtype, s
 def gated_norm_bwd_kernel(dim: int, dtype: torch.dtype, weight_dtype: torch.dtype, silu: bool):
     """`partial[b]` is the sum over the 64 rows of a block."""
     num_rows, num_parts = T.dynamic('num_rows'), T.dynamic('num_parts')
-    elem, wide = T.dtype(dtype), padded(dim)
+    elem, wide = T.dtype(dtype), columns_of(dim)
 
     @T.prim_func
     def gated_norm_bwd(
@@ -98,6 +94,7 @@ def gated_norm_bwd_kernel(dim: int, dtype: torch.dtype, weight_dtype: torch.dtyp
             grads = T.alloc_fragment((ROWS, wide), T.float32)
             terms = T.alloc_fragment((ROWS, wide), T.float32)
             weights = T.alloc_fragment((ROWS, wide), T.float32)
+            shares = T.alloc_fragment((ROWS, wide), T.float32)  # sigmoids of the gates
             rstd = T.alloc_fragment((ROWS,), T.float32)
             along = T.alloc_fragment((ROWS,), T.float32)
             total = T.alloc_fragment((wide,), T.float32)
@@ -111,17 +108,21 @@ def gated_norm_bwd_kernel(dim: int, dtype: torch.dtype, weight_dtype: torch.dtyp
                     grads[i, d] = T.if_then_else(inside, T.cast(dy[row, d], T.float32), T.float32(0.0))
                 for i, d in T.Parallel(ROWS, wide):
                     terms[i, d] = values[i, d] * values[i, d]
+                    shares[i, d] = _sigmoid(gates[i, d])
                 T.reduce_sum(terms, rstd, dim=1)
                 for i in T.Parallel(ROWS):
                     rstd[i] = T.rsqrt(rstd[i] / dim + eps)
                 for i, d in T.Parallel(ROWS, wide):
                     own = T.cast(weight[T.min(d, dim - 1)], T.float32)
                     values[i, d] = values[i, d] * rstd[i]
-                    weights[i, d] = weights[i, d] + grads[i, d] * values[i, d] * _gate(gates[i, d], silu)
+                    s = shares[i, d]
+                    gate = gates[i, d] * s if silu else s
+                    slope = s + gate * (T.float32(1.0) - s) if silu else s * (T.float32(1.0) - s)
+                    weights[i, d] = weights[i, d] + grads[i, d] * values[i, d] * gate
                     row = (pid * STEPS + step) * ROWS + i
                     if T.And(row < num_rows, d < dim):
-                        dz[row, d] = grads[i, d] * values[i, d] * own * _slope(gates[i, d], silu)
-                    grads[i, d] = grads[i, d] * own * _gate(gates[i, d], silu)
+                        dz[row, d] = grads[i, d] * values[i, d] * own * slope
+                    grads[i, d] = grads[i, d] * own * gate
                     terms[i, d] = grads[i, d] * values[i, d]
                 T.reduce_sum(terms, along, dim=1)
                 for i, d in T.Parallel(ROWS, wide):
