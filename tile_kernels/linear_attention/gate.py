@@ -55,9 +55,10 @@ def decay_gate_kernel(
         partial: T.Tensor((num_parts, 2, columns), T.float32),
         lower_bound: T.float32,
     ):
-        with T.Kernel(
-            T.ceildiv(columns, lanes * width), T.ceildiv(num_rows, groups * part_rows), threads=THREADS
-        ) as (pid, block):
+        with T.Kernel(T.ceildiv(columns, lanes * width), T.ceildiv(num_rows, groups * part_rows), threads=THREADS) as (
+            pid,
+            block,
+        ):
             T.import_source(FAST_EXP2)
             T.assume(columns % width == 0)
             g_local = T.alloc_local((AHEAD, width), elem)
