@@ -49,9 +49,12 @@ from tile_kernels.linear_attention.delta_rule_kernels import (
     delta_scores_kernel,
     delta_states_kernel,
 )
+from tile_kernels.linear_attention.delta_rule_sm90_kernels import delta_scores_sm90_kernel, delta_states_sm90_kernel
 from tile_kernels.linear_attention.gate import gate
 from tile_kernels.linear_attention.l2norm import l2norm
 
+SCORES = (delta_scores_sm90_kernel, delta_scores_kernel)
+STATES = (delta_states_sm90_kernel, delta_states_kernel)
 FORMS = (PLAIN, SIGMOID, TWICE_SIGMOID)
 
 
@@ -265,13 +268,13 @@ def delta_rule(
     scores = torch.empty_like(inverse)
     static: tuple = (dim, value_dim, q.dtype, chunk_size, packed, form)
     operands: tuple = (q, k, g, beta, cu_seqlens, g_sum, scores, inverse, o, number, _bits(number))
-    scorer = delta_channel_scores_kernel if channels else delta_scores_kernel
+    scorer = delta_channel_scores_kernel if channels else SCORES
     launch(scorer, (*static, False), *operands, size=inverse.numel())
     initial = None if initial_state is None else initial_state.dtype
     operands = (q, k, v, g_sum, beta, scores, inverse, initial_state, cu_seqlens, o)
     final = final_state if output_final_state else None
     launch(
-        delta_states_kernel,
+        STATES,
         (*static, channels, initial, v_first, output_final_state, False),
         *operands,
         final,
@@ -279,7 +282,7 @@ def delta_rule(
         None,
         number,
         scale,
-        size=number * v.numel(),
+        size=number * value_heads,
     )
     return o, final_state, g_sum, inverse
 

@@ -484,10 +484,15 @@ def sums_shape(batch_size: Any, num_tokens: Any, value_heads: Any, dim: int, cha
     return (batch_size, num_tokens, value_heads, dim) if channels else (batch_size, num_tokens, value_heads)
 
 
+def vectors_of(x_shared: Any, columns: int) -> int:
+    """16-byte vectors in a row: of its first columns, or of all if `columns` is 0."""
+    return (columns or int(x_shared.shape[2])) // 8
+
+
 @macro
-def fetch_rows(x, batch, first, head, rows, column, x_shared, slot, threads: int):
+def fetch_rows(x, batch, first, head, rows, column, x_shared, slot, threads: int, columns: int = 0):
     """Start to copy rows of a head from `column` on; 0 behind the last row and behind the last column."""
-    size, vectors = x_shared.shape[1], x_shared.shape[2] // 8
+    size, vectors = x_shared.shape[1], vectors_of(x_shared, columns)
     for r in T.unroll(-(-size * vectors // threads)):
         at = r * threads + T.get_thread_binding()
         i, d = at // vectors, at % vectors * 8
