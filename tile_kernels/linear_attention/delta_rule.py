@@ -21,7 +21,7 @@ from torch import Tensor
 from tile_kernels.core import check
 from tile_kernels.core.autograd import autocast
 from tile_kernels.core.cases import grid
-from tile_kernels.core.launch import launch
+from tile_kernels.core.launch import gpu_of, launch, variant_for
 from tile_kernels.core.op import op
 from tile_kernels.linear_attention._checks import (
     CHUNK_SIZES,
@@ -49,11 +49,16 @@ from tile_kernels.linear_attention.delta_rule_kernels import (
     delta_scores_kernel,
     delta_states_kernel,
 )
-from tile_kernels.linear_attention.delta_rule_sm90_kernels import delta_scores_sm90_kernel, delta_states_sm90_kernel
+from tile_kernels.linear_attention.delta_rule_sm90_kernels import (
+    delta_channel_scores_sm90_kernel,
+    delta_scores_sm90_kernel,
+    delta_states_sm90_kernel,
+)
 from tile_kernels.linear_attention.gate import gate
 from tile_kernels.linear_attention.l2norm import l2norm
 
 SCORES = (delta_scores_sm90_kernel, delta_scores_kernel)
+CHANNEL_SCORES = (delta_channel_scores_sm90_kernel, delta_channel_scores_kernel)
 STATES = (delta_states_sm90_kernel, delta_states_kernel)
 FORMS = (PLAIN, SIGMOID, TWICE_SIGMOID)
 
@@ -181,8 +186,9 @@ def delta_rule_bwd(
     u, dx = half(*v.shape), half(*v.shape)
     bits, size = _bits(number), number * v.numel()
     operands: tuple = (q, k, None, beta, cu_seqlens, g_sum, scores, None, None, number, bits)
+    operands += (None, None, None) if channels else ()
     launch(delta_channel_scores_kernel if channels else delta_scores_kernel, (*static, True), *operands, size=v.numel())
-    operands = (q, k, v, g_sum, beta, None, inverse, initial_state, cu_seqlens, None, None, h, u, number, scale)
+    operands = (q, k, v, g_sum, beta, None, inverse, initial_state, cu_seqlens, None, None, h, u, number, scale, None)
     launch(delta_states_kernel, (*static, channels, initial, v_first, False, True), *operands, size=size)
     operands = (do, q, k, g_sum, beta, scores, inverse, dfinal_state if given else None, cu_seqlens)
     operands += (dv, dx, dh, dinitial if initial_state is not None else None, number, scale)
@@ -267,23 +273,22 @@ def delta_rule(
         return o, _unchanged(final_state, initial_state), g_sum, inverse
     scores = torch.empty_like(inverse)
     static: tuple = (dim, value_dim, q.dtype, chunk_size, packed, form)
-    operands: tuple = (q, k, g, beta, cu_seqlens, g_sum, scores, inverse, o, number, _bits(number))
-    scorer = delta_channel_scores_kernel if channels else SCORES
-    launch(scorer, (*static, False), *operands, size=inverse.numel())
     initial = None if initial_state is None else initial_state.dtype
+    whole: tuple = (*static, channels, initial, v_first, output_final_state, False)
+    operands: tuple = (q, k, g, beta, cu_seqlens, g_sum, scores, inverse, o, number, _bits(number))
+    until = None
+    if channels:
+        decayed: tuple = (None, None, None)
+        if variant_for(STATES, whole, gpu_of(q)) is delta_states_sm90_kernel:
+            decayed = tuple(torch.empty(g.shape, dtype=q.dtype, device=q.device) for _ in range(3))
+        launch(CHANNEL_SCORES, (*static, False), *operands, *decayed, size=inverse.numel())
+        if decayed[0] is not None:
+            q, k, until = decayed
+    else:
+        launch(SCORES, (*static, False), *operands, size=inverse.numel())
     operands = (q, k, v, g_sum, beta, scores, inverse, initial_state, cu_seqlens, o)
-    final = final_state if output_final_state else None
-    launch(
-        STATES,
-        (*static, channels, initial, v_first, output_final_state, False),
-        *operands,
-        final,
-        None,
-        None,
-        number,
-        scale,
-        size=number * value_heads,
-    )
+    operands += (final_state if output_final_state else None, None, None, number, scale, until)
+    launch(STATES, whole, *operands, size=number * value_heads)
     return o, final_state, g_sum, inverse
 
 

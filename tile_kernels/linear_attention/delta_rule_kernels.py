@@ -313,6 +313,7 @@ def delta_channel_scores_kernel(
     q_type, q_strides = strided('q', (batch_size, num_tokens, heads, dim), elem)
     k_type, k_strides = strided('k', (batch_size, num_tokens, heads, dim), elem)
     rowwise = T.GemmWarpPolicy.FullRow
+    decayed = (batch_size, num_tokens, value_heads, dim)  # only written by the kernel for Hopper
 
     @T.prim_func
     def delta_channel_scores(
@@ -327,6 +328,9 @@ def delta_channel_scores_kernel(
         o: T.Tensor((batch_size, num_tokens, value_heads, value_dim), elem),
         num_sequences: T.int32,
         bits: T.int32,
+        q_since: T.Tensor(decayed, elem),
+        k_since: T.Tensor(decayed, elem),
+        k_until: T.Tensor(decayed, elem),
     ):
         with T.Kernel(num_chunks, value_heads, threads=threads) as (index, value_head):
             for stride in q_strides + k_strides:
@@ -582,6 +586,7 @@ def delta_states_kernel(
         u: T.Tensor((batch_size, num_tokens, value_heads, value_dim), elem),
         num_sequences: T.int32,
         scale: T.float32,
+        k_until: T.Tensor((batch_size, num_tokens, value_heads, dim), elem),
     ):
         with T.Kernel(-(-value_dim // tile), value_heads, num_sequences, threads=threads) as (
             part,

@@ -22,9 +22,13 @@ from tile_kernels.linear_attention.delta_rule_kernels import (
     fetch_square,
     find_chunk,
     find_sequence,
+    is_late,
+    meets,
     padded,
+    reference_row,
     state_shape,
     strided,
+    sums_shape,
 )
 
 #: Every index is in bounds by what the kernels say themselves; barriers are by hand.
@@ -94,6 +98,30 @@ def store_square(x_shared, x, index, head, threads: int):
         i, j = at // vectors, at % vectors * 8
         for e in T.vectorized(8):
             x[index, head, i, j + e] = x_shared[i, j + e]
+
+
+@macro
+def split_lower(products, lower_shared, off_shared, blocks_shared):
+    """Spread A: blocks of 16 on the diagonal in float32, the others in the dtype of q, and zeros around inverses."""
+    size, elem = products.shape[0], off_shared.dtype
+    for i, j in T.Parallel(size, size):
+        if T.truncdiv(i, 16) == T.truncdiv(j, 16):
+            lower_shared[j, T.truncmod(i, 16)] = products[i, j]
+    for i, j in T.Parallel(size, size):
+        near = T.truncdiv(i, 16) == T.truncdiv(j, 16)
+        off_shared[i, j] = T.if_then_else(near, T.cast(0.0, elem), T.cast(products[i, j], elem))
+    for i, j in T.Parallel(size, size):
+        if T.truncdiv(i, 16) != T.truncdiv(j, 16):
+            blocks_shared[i, j] = T.cast(0.0, elem)
+
+
+@macro
+def refine(blocks_shared, products, next_shared):
+    """Y <- D - N Y, where `products` is N Y; all threads see it afterwards."""
+    for i, j in T.Parallel(next_shared.shape[0], next_shared.shape[1]):
+        next_shared[i, j] = T.cast(T.cast(blocks_shared[i, j], T.float32) - products[i, j], next_shared.dtype)
+    T.fence_proxy_async()
+    T.sync_threads()
 
 
 def serves_scores(static: Any, gpu: Any) -> bool:
@@ -175,15 +203,7 @@ def delta_scores_sm90_kernel(
                     products[i, j] = T.if_then_else(j < i, products[i, j] * decay * beta_shared[i], T.float32(0.0))
                 for i, j in T.Parallel(chunk, chunk):
                     scores_shared[i, j] = T.cast(pairs[i, j], elem)
-                for i, j in T.Parallel(chunk, chunk):
-                    if T.truncdiv(i, 16) == T.truncdiv(j, 16):
-                        lower_shared[j, T.truncmod(i, 16)] = products[i, j]
-                for i, j in T.Parallel(chunk, chunk):
-                    near = T.truncdiv(i, 16) == T.truncdiv(j, 16)
-                    first_shared[i, j] = T.if_then_else(near, T.cast(0.0, elem), T.cast(products[i, j], elem))
-                for i, j in T.Parallel(chunk, chunk):
-                    if T.truncdiv(i, 16) != T.truncdiv(j, 16):
-                        blocks_shared[i, j] = T.cast(0.0, elem)
+                split_lower(products, lower_shared, first_shared, blocks_shared)
                 T.sync_threads()
                 invert_blocks(lower_shared, blocks_shared)
                 store_square(scores_shared, scores, index, value_head, threads)
@@ -194,21 +214,13 @@ def delta_scores_sm90_kernel(
                 T.copy(products, factor)
                 T.wgmma_gemm(factor, blocks_shared, products, clear_accum=True)
                 T.wait_wgmma(0)
-                for i, j in T.Parallel(chunk, chunk):
-                    second_shared[i, j] = T.cast(blocks_shared[i, j], T.float32) - products[i, j]
-                T.fence_proxy_async()
-                T.sync_threads()
+                refine(blocks_shared, products, second_shared)
                 T.wgmma_gemm(factor, second_shared, products, clear_accum=True)
                 T.wait_wgmma(0)
-                for i, j in T.Parallel(chunk, chunk):
-                    first_shared[i, j] = T.cast(blocks_shared[i, j], T.float32) - products[i, j]
-                T.fence_proxy_async()
-                T.sync_threads()
+                refine(blocks_shared, products, first_shared)
                 T.wgmma_gemm(factor, first_shared, products, clear_accum=True)
                 T.wait_wgmma(0)
-                for i, j in T.Parallel(chunk, chunk):
-                    second_shared[i, j] = T.cast(blocks_shared[i, j], T.float32) - products[i, j]
-                T.sync_threads()
+                refine(blocks_shared, products, second_shared)
                 store_square(second_shared, inverse, index, value_head, threads)
             else:
                 for i, j in T.Parallel(chunk, chunk):
@@ -221,6 +233,201 @@ def delta_scores_sm90_kernel(
                         o[own.batch, own.first + i, value_head, d] = T.cast(0.0, elem)
 
     return delta_scores_sm90
+
+
+@macro
+def sum_channels(g, batch, first, head, rows, g_sum, sum_shared, threads: int):
+    """Sums of the gates of every channel since the start of a chunk, by two threads for a channel."""
+    size, wide, dim = sum_shared.shape[0], sum_shared.shape[1], g.shape[3]
+    half = size // 2
+    part, column = T.get_thread_binding() // wide, T.get_thread_binding() % wide
+    own = T.alloc_local((half,), T.float32)
+    if part < 2:
+        for e in T.unroll(half):
+            row = part * half + e
+            gate = g[batch, first + T.min(row, rows - 1), head, T.min(column, dim - 1)]
+            bounded = T.if_then_else(gate < LEAST_GATE, T.float32(LEAST_GATE), gate)
+            own[e] = T.if_then_else(T.And(row < rows, column < dim), bounded, T.float32(0.0))
+        for e in T.unroll(half):
+            if e > 0:
+                own[e] = own[e] + own[e - 1]
+        if part == 0:
+            for e in T.unroll(half):
+                sum_shared[e, column] = own[e]
+    T.sync_threads()
+    if part == 1:
+        for e in T.unroll(half):
+            own[e] = own[e] + sum_shared[half - 1, column]
+            sum_shared[half + e, column] = own[e]
+    if T.And(part < 2, column < dim):
+        for e in T.unroll(half):
+            if part * half + e < rows:
+                g_sum[batch, first + part * half + e, head, column] = own[e]
+
+
+def meeting_power(sum_shared: Any, i: Any, d: Any, level: Any) -> Any:
+    """The logarithm of the decay between a row and the reference of its block; see `reference_row`."""
+    power = sum_shared[i, d] - sum_shared[reference_row(i, level), d]
+    return T.if_then_else(is_late(i, level), power, -power)
+
+
+@kernel(pass_configs=BY_HAND, serves=serves_scores)
+def delta_channel_scores_sm90_kernel(
+    dim: int, value_dim: int, dtype: torch.dtype, chunk: int, packed: bool, form: int, again: bool
+):
+    """`delta_scores_sm90_kernel` for gates of every channel; see `delta_channel_scores_kernel`.
+
+    In a product of pairs a row is either the later or the earlier of its pairs, so it has one decay. The kernel also
+    stores q and k times the decay since the start of the chunk, and k times the decay until its end.
+    """
+    batch_size, num_tokens, heads, value_heads = (
+        T.dynamic(n) for n in ('batch_size', 'num_tokens', 'heads', 'value_heads')
+    )
+    num_starts, num_chunks = T.dynamic('num_starts'), T.dynamic('num_chunks')
+    elem, wide, threads = T.dtype(dtype), padded(dim), 2 * WARPGROUP
+    levels = chunk.bit_length() - 1
+    q_type, q_strides = strided('q', (batch_size, num_tokens, heads, dim), elem)
+    k_type, k_strides = strided('k', (batch_size, num_tokens, heads, dim), elem)
+    decayed = (batch_size, num_tokens, value_heads, dim)
+
+    @T.prim_func
+    def delta_channel_scores_sm90(
+        q: q_type,
+        k: k_type,
+        g: T.Tensor(decayed, T.float32),
+        beta: T.Tensor((batch_size, num_tokens, value_heads), T.float32),
+        cu_seqlens: T.Tensor((num_starts,), T.int32),
+        g_sum: T.Tensor(decayed, T.float32),
+        scores: T.Tensor((num_chunks, value_heads, chunk, chunk), elem),
+        inverse: T.Tensor((num_chunks, value_heads, chunk, chunk), elem),
+        o: T.Tensor((batch_size, num_tokens, value_heads, value_dim), elem),
+        num_sequences: T.int32,
+        bits: T.int32,
+        q_since: T.Tensor(decayed, elem),
+        k_since: T.Tensor(decayed, elem),
+        k_until: T.Tensor(decayed, elem),
+    ):
+        with T.Kernel(num_chunks * value_heads, threads=threads) as block:
+            index = T.alloc_var(T.int32)
+            value_head = T.alloc_var(T.int32)
+            index = T.truncdiv(block, value_heads)
+            value_head = block - index * value_heads
+            T.annotate_min_blocks_per_sm(2)
+            for stride in q_strides + k_strides:
+                T.assume(stride % 8 == 0)
+            q_shared = T.alloc_shared((chunk, wide), elem)
+            k_shared = T.alloc_shared((chunk, wide), elem)
+            gates_shared = T.alloc_shared((chunk, wide), T.float32)
+            lower_shared = T.alloc_shared((chunk, 16), T.float32)
+            blocks_shared = T.alloc_shared((chunk, chunk), elem)
+            first_shared = T.alloc_shared((chunk, chunk), elem)
+            second_shared = T.alloc_shared((chunk, chunk), elem)
+            factor_shared = T.alloc_shared((chunk, chunk), elem)
+            beta_shared = T.alloc_shared((chunk,), T.float32)
+            q_rows = T.alloc_fragment((chunk, wide), elem)
+            k_rows = T.alloc_fragment((chunk, wide), elem)
+            pairs = T.alloc_fragment((chunk, chunk), T.float32)
+            key_pairs = T.alloc_fragment((chunk, chunk), T.float32)
+            acc = T.alloc_fragment((chunk, chunk), T.float32)
+            thread = T.get_thread_binding()
+            own = find_chunk(cu_seqlens, index, num_sequences, bits, num_tokens, chunk, packed)
+            head = T.alloc_var(T.int32)
+            head = T.truncdiv(value_head, T.truncdiv(value_heads, heads))
+            if T.And(own.rows > 0, own.sequence < num_sequences):
+                zero = T.cast(0.0, elem)
+                for i, d in T.Parallel(chunk, wide):
+                    inside = T.And(i < own.rows, T.truncdiv(d, 8) * 8 < dim)
+                    q_rows[i, d] = T.if_then_else(inside, q[own.batch, own.first + i, head, d], zero)
+                for i, d in T.Parallel(chunk, wide):
+                    inside = T.And(i < own.rows, T.truncdiv(d, 8) * 8 < dim)
+                    k_rows[i, d] = T.if_then_else(inside, k[own.batch, own.first + i, head, d], zero)
+                if thread < chunk:
+                    given = beta[own.batch, own.first + T.min(thread, own.rows - 1), value_head]
+                    beta_shared[thread] = T.if_then_else(thread < own.rows, beta_of(given, form), T.float32(0.0))
+                for i, d in T.Parallel(chunk, wide):
+                    q_shared[i, d] = q_rows[i, d]
+                for i, d in T.Parallel(chunk, wide):
+                    k_shared[i, d] = k_rows[i, d]
+                sum_channels(g, own.batch, own.first, value_head, own.rows, g_sum, gates_shared, threads)
+                T.fence_proxy_async()
+                T.sync_threads()
+                T.wgmma_gemm(q_shared, k_shared, acc, transpose_B=True, clear_accum=True)
+                T.wait_wgmma(0)
+                for i, d in T.Parallel(chunk, wide):
+                    if T.And(i < own.rows, T.truncdiv(d, 8) * 8 < dim):
+                        q_since[own.batch, own.first + i, value_head, d] = T.cast(
+                            T.cast(q_rows[i, d], T.float32) * T.__exp(gates_shared[i, d]), elem
+                        )
+                for i, d in T.Parallel(chunk, wide):
+                    if T.And(i < own.rows, T.truncdiv(d, 8) * 8 < dim):
+                        k_since[own.batch, own.first + i, value_head, d] = T.cast(
+                            T.cast(k_rows[i, d], T.float32) * T.__exp(gates_shared[i, d]), elem
+                        )
+                for i, d in T.Parallel(chunk, wide):
+                    if T.And(i < own.rows, T.truncdiv(d, 8) * 8 < dim):
+                        k_until[own.batch, own.first + i, value_head, d] = T.cast(
+                            T.cast(k_rows[i, d], T.float32) * T.__exp(gates_shared[chunk - 1, d] - gates_shared[i, d]),
+                            elem,
+                        )
+                for i, j in T.Parallel(chunk, chunk):
+                    pairs[i, j] = T.if_then_else(i == j, acc[i, j], T.float32(0.0))
+                T.clear(key_pairs)
+                for level in T.serial(levels):
+                    T.sync_threads()
+                    for i, d in T.Parallel(chunk, wide):
+                        q_shared[i, d] = T.cast(
+                            T.cast(q_rows[i, d], T.float32) * T.__exp(meeting_power(gates_shared, i, d, level)), elem
+                        )
+                        k_shared[i, d] = T.cast(
+                            T.cast(k_rows[i, d], T.float32) * T.__exp(meeting_power(gates_shared, i, d, level)), elem
+                        )
+                    T.fence_proxy_async()
+                    T.sync_threads()
+                    T.wgmma_gemm(q_shared, k_shared, acc, transpose_B=True, clear_accum=True)
+                    T.wait_wgmma(0)
+                    for i, j in T.Parallel(chunk, chunk):
+                        pairs[i, j] = T.if_then_else(meets(i, j, level), acc[i, j], pairs[i, j])
+                    T.wgmma_gemm(k_shared, k_shared, acc, transpose_B=True, clear_accum=True)
+                    T.wait_wgmma(0)
+                    for i, j in T.Parallel(chunk, chunk):
+                        key_pairs[i, j] = T.if_then_else(meets(i, j, level), acc[i, j], key_pairs[i, j])
+                for i, j in T.Parallel(chunk, chunk):
+                    second_shared[i, j] = T.cast(pairs[i, j], elem)
+                for i, j in T.Parallel(chunk, chunk):
+                    key_pairs[i, j] = key_pairs[i, j] * beta_shared[i]
+                split_lower(key_pairs, lower_shared, first_shared, blocks_shared)
+                T.sync_threads()
+                invert_blocks(lower_shared, blocks_shared)
+                store_square(second_shared, scores, index, value_head, threads)
+                T.fence_proxy_async()
+                T.sync_threads()
+                T.wgmma_gemm(blocks_shared, first_shared, acc, clear_accum=True)
+                T.wait_wgmma(0)
+                for i, j in T.Parallel(chunk, chunk):
+                    factor_shared[i, j] = T.cast(acc[i, j], elem)
+                T.fence_proxy_async()
+                T.sync_threads()
+                T.wgmma_gemm(factor_shared, blocks_shared, acc, clear_accum=True)
+                T.wait_wgmma(0)
+                refine(blocks_shared, acc, second_shared)
+                T.wgmma_gemm(factor_shared, second_shared, acc, clear_accum=True)
+                T.wait_wgmma(0)
+                refine(blocks_shared, acc, first_shared)
+                T.wgmma_gemm(factor_shared, first_shared, acc, clear_accum=True)
+                T.wait_wgmma(0)
+                refine(blocks_shared, acc, second_shared)
+                store_square(second_shared, inverse, index, value_head, threads)
+            else:
+                for i, j in T.Parallel(chunk, chunk):
+                    inverse[index, value_head, i, j] = T.cast(0.0, elem)
+                for i, d in T.Parallel(chunk, wide):
+                    if T.And(i < own.rows, d < dim):
+                        g_sum[own.batch, own.first + i, value_head, d] = 0.0
+                for i, d in T.Parallel(chunk, padded(value_dim)):
+                    if T.And(i < own.rows, d < value_dim):
+                        o[own.batch, own.first + i, value_head, d] = T.cast(0.0, elem)
+
+    return delta_channel_scores_sm90
 
 
 # Sequences ----------------------------------------------------------------------------------
@@ -278,16 +485,17 @@ def choose_states(
     size: int,
 ) -> dict:
     """`size` is the number of states. Two warpgroups share the copies; one leaves work for twice as many SMs."""
-    return dict(tile=128 if value_dim > 64 and size >= 96 else 64, stages=3)
+    return dict(tile=128 if value_dim > 64 and size >= 96 else 64)
 
 
 def serves_states(static: Any, gpu: Any) -> bool:
     """States that fit into the registers of one thread for each value."""
     fits = static.chunk >= 32 and static.dim <= 128
-    return gpu.has_wgmma and fits and not static.channels and not static.again
+    fits = fits and (static.chunk == 64 or not static.channels)  # their operands come from the kernel for 64 rows
+    return gpu.has_wgmma and fits and not static.again
 
 
-@kernel(choose_states, space=dict(tile=(64, 128), stages=(2, 3)), pass_configs=BY_HAND, serves=serves_states)
+@kernel(choose_states, space=dict(tile=(64, 128)), pass_configs=BY_HAND, serves=serves_states)
 def delta_states_sm90_kernel(
     dim: int,
     value_dim: int,
@@ -302,9 +510,11 @@ def delta_states_sm90_kernel(
     again: bool,
     *,
     tile: int,
-    stages: int,
 ):
-    """Results of all chunks of a sequence, for `tile` values of a head."""
+    """Results of all chunks of a sequence, for `tile` values of a head.
+
+    With gates of every channel q and k come with their decays since the start of a chunk.
+    """
     batch_size, num_tokens = T.dynamic('batch_size'), T.dynamic('num_tokens')
     heads, value_heads = T.dynamic('heads'), T.dynamic('value_heads')
     num_starts, num_chunks, number = T.dynamic('num_starts'), T.dynamic('num_chunks'), T.dynamic('number')
@@ -313,13 +523,15 @@ def delta_states_sm90_kernel(
     k_type, k_strides = strided('k', (batch_size, num_tokens, heads, dim), elem)
     v_type, v_strides = strided('v', (batch_size, num_tokens, value_heads, value_dim), elem)
     states = state_shape(number, value_heads, dim, value_dim, v_first)
+    stages = 2 if channels or tile == 128 else 3  # what fits into shared memory
+    rows_first = T.GemmWarpPolicy.FullRow
 
     @T.prim_func
     def delta_states_sm90(
         q: q_type,
         k: k_type,
         v: v_type,
-        g_sum: T.Tensor((batch_size, num_tokens, value_heads), T.float32),
+        g_sum: T.Tensor(sums_shape(batch_size, num_tokens, value_heads, dim, channels), T.float32),
         beta: T.Tensor((batch_size, num_tokens, value_heads), T.float32),
         scores: T.Tensor((num_chunks, value_heads, chunk, chunk), elem),
         inverse: T.Tensor((num_chunks, value_heads, chunk, chunk), elem),
@@ -331,6 +543,7 @@ def delta_states_sm90_kernel(
         u: T.Tensor((batch_size, num_tokens, value_heads, value_dim), elem),
         num_sequences: T.int32,
         scale: T.float32,
+        k_until: T.Tensor((batch_size, num_tokens, value_heads, dim), elem),
     ):
         with T.Kernel(-(-value_dim // tile), value_heads, num_sequences, threads=threads) as (
             part,
@@ -348,6 +561,9 @@ def delta_states_sm90_kernel(
             factor_shared = T.alloc_shared((2, threads), T.float32)
             since_shared = T.alloc_shared((2, threads), T.float32)
             until_shared = T.alloc_shared((2, threads), T.float32)
+            if channels:
+                late_shared = T.alloc_shared((stages, chunk, wide), elem)
+                whole_shared = T.alloc_shared((2, wide), T.float32)
             state = T.alloc_fragment((tile, wide), T.float32)
             state_half = T.alloc_fragment((tile, wide), elem)
             known = T.alloc_fragment((tile, chunk), T.float32)
@@ -355,7 +571,8 @@ def delta_states_sm90_kernel(
             out = T.alloc_fragment((tile, chunk), T.float32)
             x_half = T.alloc_fragment((tile, chunk), elem)
             u_half = T.alloc_fragment((tile, chunk), elem)
-            late_half = T.alloc_fragment((tile, chunk), elem)
+            if not channels:
+                late_half = T.alloc_fragment((tile, chunk), elem)
             next_beta = T.alloc_var(T.float32, init=0.0)
             next_sum = T.alloc_var(T.float32, init=0.0)
             next_last = T.alloc_var(T.float32, init=0.0)
@@ -364,6 +581,7 @@ def delta_states_sm90_kernel(
             own = find_sequence(cu_seqlens, sequence, num_tokens, chunk, packed)
             head = T.alloc_var(T.int32)
             head = T.truncdiv(value_head, T.truncdiv(value_heads, heads))
+            channel = T.min(T.truncmod(thread, wide), dim - 1)
             column = part * tile
             steps = T.truncdiv(own.length + chunk - 1, chunk)
             if initial is not None:
@@ -375,6 +593,8 @@ def delta_states_sm90_kernel(
                     first, rows = own.start + ahead * chunk, own.length - ahead * chunk
                     fetch_rows(k, own.batch, first, head, rows, 0, k_shared, ahead, threads)
                     fetch_rows(q, own.batch, first, head, rows, 0, q_shared, ahead, threads)
+                    if channels:
+                        fetch_rows(k_until, own.batch, first, head, rows, 0, late_shared, ahead, threads)
                     fetch_rows(v, own.batch, first, value_head, rows, column, v_shared, ahead, threads, tile)
                     fetch_square(inverse, own.index + ahead, value_head, inverse_shared, ahead, threads)
                     fetch_square(scores, own.index + ahead, value_head, scores_shared, ahead, threads)
@@ -383,26 +603,37 @@ def delta_states_sm90_kernel(
                 for ahead in T.serial(2):
                     if ahead > 0:  # numbers of the first chunk, before those of the second are read
                         factor_shared[0, thread] = beta_of(next_beta, form)
-                        since_shared[0, thread] = T.__exp(next_sum)
-                        until_shared[0, thread] = T.__exp(next_last - next_sum)
+                        if channels:
+                            if thread < wide:
+                                whole_shared[0, thread] = T.__exp(next_last)
+                        else:
+                            since_shared[0, thread] = T.__exp(next_sum)
+                            until_shared[0, thread] = T.__exp(next_last - next_sum)
                     start = own.start + T.min(ahead, steps - 1) * chunk
                     length = T.min(own.start + own.length - start, chunk)
                     next_beta = beta[own.batch, start + T.min(thread, length - 1), value_head]
-                    next_sum = g_sum[own.batch, start + T.min(thread, length - 1), value_head]
-                    next_last = g_sum[own.batch, start + length - 1, value_head]
+                    if channels:
+                        next_last = g_sum[own.batch, start + length - 1, value_head, channel]
+                    else:
+                        next_sum = g_sum[own.batch, start + T.min(thread, length - 1), value_head]
+                        next_last = g_sum[own.batch, start + length - 1, value_head]
             for step in T.serial(steps):
                 slot, turn = T.truncmod(step, stages), T.truncmod(step, 2)
                 T.ptx_wait_group(stages - 2)
                 T.fence_proxy_async()
                 T.sync_threads()
                 T.copy(state, state_half)
-                T.wgmma_gemm(state_half, k_shared[slot, :, :], known, transpose_B=True, clear_accum=True)
+                T.wgmma_gemm(
+                    state_half, k_shared[slot, :, :], known, transpose_B=True, clear_accum=True, policy=rows_first
+                )
                 ahead = step + (stages - 1)
                 later = T.truncmod(ahead, stages)
                 first, rows = own.start + ahead * chunk, own.length - ahead * chunk
                 index = own.index + T.min(ahead, steps - 1)
                 fetch_rows(k, own.batch, first, head, rows, 0, k_shared, later, threads)
                 fetch_rows(q, own.batch, first, head, rows, 0, q_shared, later, threads)
+                if channels:
+                    fetch_rows(k_until, own.batch, first, head, rows, 0, late_shared, later, threads)
                 fetch_rows(v, own.batch, first, value_head, rows, column, v_shared, later, threads, tile)
                 fetch_square(inverse, index, value_head, inverse_shared, later, threads)
                 fetch_square(scores, index, value_head, scores_shared, later, threads)
@@ -411,32 +642,48 @@ def delta_states_sm90_kernel(
                 whole = T.if_then_else(step > 0, chunk, 0)
                 store_values(o_shared, 1 - turn, o, own.batch, done, value_head, whole, column, tile, threads)
                 factor_shared[1 - turn, thread] = beta_of(next_beta, form)
-                since_shared[1 - turn, thread] = T.__exp(next_sum)
-                until_shared[1 - turn, thread] = T.__exp(next_last - next_sum)
+                if channels:
+                    if thread < wide:
+                        whole_shared[1 - turn, thread] = T.__exp(next_last)
+                else:
+                    since_shared[1 - turn, thread] = T.__exp(next_sum)
+                    until_shared[1 - turn, thread] = T.__exp(next_last - next_sum)
                 start = own.start + T.min(step + 2, steps - 1) * chunk
                 length = T.min(own.start + own.length - start, chunk)
                 next_beta = beta[own.batch, start + T.min(thread, length - 1), value_head]
-                next_sum = g_sum[own.batch, start + T.min(thread, length - 1), value_head]
-                next_last = g_sum[own.batch, start + length - 1, value_head]
+                if channels:
+                    next_last = g_sum[own.batch, start + length - 1, value_head, channel]
+                else:
+                    next_sum = g_sum[own.batch, start + T.min(thread, length - 1), value_head]
+                    next_last = g_sum[own.batch, start + length - 1, value_head]
                 for j, i in T.Parallel(tile, wide):
-                    state[j, i] = state[j, i] * since_shared[turn, chunk - 1]
+                    state[j, i] = state[j, i] * (whole_shared[turn, i] if channels else since_shared[turn, chunk - 1])
                 T.wait_wgmma(0)
                 for j, i in T.Parallel(tile, chunk):
                     value = T.cast(v_shared[slot, i, j], T.float32)
-                    known[j, i] = factor_shared[turn, i] * (value - known[j, i] * since_shared[turn, i])
+                    decay = T.float32(1.0) if channels else since_shared[turn, i]
+                    known[j, i] = factor_shared[turn, i] * (value - known[j, i] * decay)
                 T.copy(known, x_half)
-                T.wgmma_gemm(x_half, inverse_shared[slot, :, :], fresh, transpose_B=True, clear_accum=True)
-                T.wgmma_gemm(state_half, q_shared[slot, :, :], out, transpose_B=True, clear_accum=True)
+                T.wgmma_gemm(
+                    x_half, inverse_shared[slot, :, :], fresh, transpose_B=True, clear_accum=True, policy=rows_first
+                )
+                T.wgmma_gemm(
+                    state_half, q_shared[slot, :, :], out, transpose_B=True, clear_accum=True, policy=rows_first
+                )
                 T.wait_wgmma(1)
                 T.copy(fresh, u_half)
-                for j, i in T.Parallel(tile, chunk):
-                    fresh[j, i] = fresh[j, i] * until_shared[turn, i]
-                T.copy(fresh, late_half)
-                T.wgmma_gemm(late_half, k_shared[slot, :, :], state)
-                T.wait_wgmma(1)
-                for j, i in T.Parallel(tile, chunk):
-                    out[j, i] = out[j, i] * since_shared[turn, i]
-                T.wgmma_gemm(u_half, scores_shared[slot, :, :], out, transpose_B=True)
+                if channels:
+                    T.wgmma_gemm(u_half, late_shared[slot, :, :], state, policy=rows_first)
+                    T.wait_wgmma(1)
+                else:
+                    for j, i in T.Parallel(tile, chunk):
+                        fresh[j, i] = fresh[j, i] * until_shared[turn, i]
+                    T.copy(fresh, late_half)
+                    T.wgmma_gemm(late_half, k_shared[slot, :, :], state, policy=rows_first)
+                    T.wait_wgmma(1)
+                    for j, i in T.Parallel(tile, chunk):
+                        out[j, i] = out[j, i] * since_shared[turn, i]
+                T.wgmma_gemm(u_half, scores_shared[slot, :, :], out, transpose_B=True, policy=rows_first)
                 T.wait_wgmma(0)
                 for j, i in T.Parallel(tile, chunk):
                     o_shared[turn, i, j] = T.cast(out[j, i] * scale, elem)
