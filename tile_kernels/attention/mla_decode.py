@@ -21,6 +21,7 @@ from tile_kernels.attention._samples import LATENT_SUMS, latent_products, random
 from tile_kernels.attention.combine import flash_attn_combine
 from tile_kernels.attention.mla_decode_hopper_kernels import mla_decode_hopper_kernel
 from tile_kernels.attention.mla_decode_kernels import (
+    BOXED,
     LISTED,
     LOG2E,
     PACKED_HEADS,
@@ -43,6 +44,8 @@ MLA_DECODE = mla_decode_hopper_kernel, mla_decode_kernel
 MAX_HEADS = 128
 MAX_SPLITS = 256
 PAGE_MULTIPLE = 16
+#: Keys of a block that is loaded as a whole, if pages are multiples of it.
+BOX_KEYS = 64
 #: Keys of a part, at least.
 PART_KEYS = 128
 MAX_ROWS = (1 << 31) - (1 << 17)
@@ -138,7 +141,9 @@ def mla_decode(
     check.same_device(**operands, topk_length=topk_length, sink=sink)
     o = torch.empty(batch, tokens, heads, LATENT, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, tokens, heads, dtype=torch.float32, device=q.device)
-    keys = LISTED if indices is not None else SINGLE if heads > PACKED_HEADS else PAGED
+    keys = LISTED if indices is not None else PAGED
+    if keys == PAGED and (heads > PACKED_HEADS or tokens == 1):
+        keys = BOXED if page_size % BOX_KEYS == 0 and not fp8 else SINGLE
     table = check.tensor(block_table, 'block_table') if indices is None else indices.flatten(0, 1)
     if pages * page_size == 0 or table.shape[1] == 0:
         if keys != LISTED and q.numel():  # lengths are not known here

@@ -19,7 +19,17 @@ from typing import Any
 
 import torch
 
-from tile_kernels.attention.mla_decode_kernels import LISTED, LN2, LOG2E, OWN_BARRIERS, PAGED, VECTOR, WRONG, find_keys
+from tile_kernels.attention.mla_decode_kernels import (
+    BOXED,
+    LISTED,
+    LN2,
+    LOG2E,
+    OWN_BARRIERS,
+    SINGLE,
+    VECTOR,
+    WRONG,
+    find_keys,
+)
 from tile_kernels.attention.pack_mla_cache import GROUP, GROUPS, LATENT, ROTARY
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, macro
@@ -30,101 +40,131 @@ ROWS = 64
 KEYS = 64
 HALF = LATENT // 2
 LEFT, RIGHT = 0, 1
+#: The blocks of a pair and their halves in the order in which they are freed and loaded.
+ORDER = (0, LEFT), (1, RIGHT), (0, RIGHT), (1, LEFT)
 CODES = 16  # of a 16-byte access
-#: Registers of a thread of the warpgroup that loads, and of those that multiply; together those of an SM.
-LOADING_REGISTERS, MULTIPLYING_REGISTERS = 72, 216
+#: Registers of a thread of the warpgroup that loads, and of those that multiply; together those of an SM. The loading
+#: warpgroup holds the codes of half a block.
+LOADING_REGISTERS, MULTIPLYING_REGISTERS = 88, 208
 #: Named barriers: maximum of the first and of the second warpgroup, weights of both, sums, and the loading warpgroup.
 TOP_FIRST, TOP_SECOND, WEIGHT_FIRST, WEIGHT_SECOND, SUMS, LOADING = 8, 9, 10, 11, 12, 13
 
 
 @macro
-def find_pages(table, listed, num_keys, block, page_size, num_pages, keys: str, page_shared, offset_shared, which: int):
-    """Find page and offset of every key of a block, by the first threads of the loading warpgroup."""
+def read_entry(table, listed, num_keys, pair, page_size, keys: str):
+    """The table's or list's entry for the key of this loading thread; a thread stands for a key of a pair."""
+    key = pair * (2 * KEYS) + T.get_thread_binding() - 2 * WARPGROUP
+    entry = T.alloc_var(T.int32, init=-1)
+    entry = -1
+    if key < num_keys:
+        if keys != LISTED:
+            entry = table[listed, T.truncdiv(key, page_size)]
+        else:
+            entry = table[listed, key]
+    return entry
+
+
+@macro
+def place_keys(entry, num_keys, pair, page_size, num_pages, keys: str, page_shared, offset_shared, slot):
+    """Store page and offset of every key of a pair of blocks; a negative page is no key."""
     thread = T.get_thread_binding() - 2 * WARPGROUP
+    key = pair * (2 * KEYS) + thread
     page = T.alloc_var(T.int32, init=-1)
     found = T.alloc_var(T.int32, init=0)
-    if thread < KEYS:
-        page = -1
-        found = 0
-        key = block * KEYS + thread
-        if key < num_keys:
-            if keys != LISTED:
-                page = T.truncdiv(key, page_size)
-                found = key - page * page_size
-                page = table[listed, page]
-                if page >= num_pages:
-                    page = WRONG
-            else:
-                found = table[listed, key]
-                if found >= 0:
-                    page = T.truncdiv(found, page_size)
-                    found = found - page * page_size
-                    if page >= num_pages:
-                        page = -1
-        page_shared[which, thread] = page
-        offset_shared[which, thread] = T.if_then_else(page < 0, 0, found)
+    page = -1
+    found = 0
+    if entry >= 0:
+        found = key if keys != LISTED else entry
+        page = T.truncdiv(found, page_size)
+        found = found - page * page_size
+        if keys != LISTED:
+            page = T.if_then_else(entry >= num_pages, WRONG, entry)
+        elif page >= num_pages:
+            page = -1
+    page_shared[slot, thread] = page
+    offset_shared[slot, thread] = T.if_then_else(page < 0, 0, found)
     T.sync_threads(LOADING, WARPGROUP)
 
 
 @macro
-def load_half(latent, page_shared, offset_shared, kv_shared, which: int, half: int):
-    """Start to copy half of the columns of a block; a warp copies a row."""
+def load_half(latent, page_shared, offset_shared, slot, kv_shared, full, which: int, half: int, boxed: bool):
+    """Start to copy half of the columns of a block: a whole block by TMA if it has a page, else a row by a warp."""
     thread = T.get_thread_binding() - 2 * WARPGROUP
     column = thread % 32 * VECTOR
-    for step in T.unroll(KEYS // 4):
-        j = step * 4 + thread // 32
-        T.ptx_cp_async(
-            T.access_ptr(kv_shared[which, half, j, column], 'w', VECTOR),
-            T.access_ptr(
-                latent[T.max(page_shared[which, j], 0), offset_shared[which, j], half * HALF + column], 'r', VECTOR
-            ),
-            VECTOR,
-            page_shared[which, j] >= 0,
+    if boxed and page_shared[slot, which * KEYS + KEYS - 1] >= 0:
+        page, offset = page_shared[slot, which * KEYS], offset_shared[slot, which * KEYS]
+        T.tma_copy(
+            latent[page, offset : offset + KEYS, half * HALF : (half + 1) * HALF],
+            kv_shared[which, half, :, :],
+            barrier=full[which],
         )
+    else:
+        for step in T.unroll(KEYS // 4):
+            j = which * KEYS + step * 4 + thread // 32
+            T.ptx_cp_async(
+                T.access_ptr(kv_shared[which, half, step * 4 + thread // 32, column], 'w', VECTOR),
+                T.access_ptr(
+                    latent[T.max(page_shared[slot, j], 0), offset_shared[slot, j], half * HALF + column], 'r', VECTOR
+                ),
+                VECTOR,
+                page_shared[slot, j] >= 0,
+            )
 
 
 @macro
-def widen_half(latent, factors, page_shared, offset_shared, kv_shared, which: int, half: int):
-    """Load half of the codes of a block and store them as numbers; 16 codes of a thread at a time, four in flight."""
+def fetch_codes(latent, factors, page_shared, offset_shared, slot, codes, scales, which: int, half: int, batch: int):
+    """Load the codes of 32 keys and half of the columns; 16 codes of a thread at a time, four in flight."""
+    thread = T.get_thread_binding() - 2 * WARPGROUP
+    column = half * HALF + thread % 16 * CODES
+    for step in T.unroll(4):
+        j = which * KEYS + batch * 32 + step * 8 + thread // 16
+        scales[batch, step] = 0.0
+        if page_shared[slot, j] >= 0:
+            scales[batch, step] = factors[page_shared[slot, j], offset_shared[slot, j], column // GROUP]
+            for e in T.vectorized(CODES):
+                codes[batch, step, e] = latent[page_shared[slot, j], offset_shared[slot, j], column + e]
+        else:
+            for e in T.vectorized(CODES):
+                codes[batch, step, e] = T.cast(0.0, latent.dtype)
+
+
+@macro
+def store_codes(codes, scales, kv_shared, which: int, half: int, batch: int):
+    """Store what `fetch_codes` loaded as numbers."""
     thread = T.get_thread_binding() - 2 * WARPGROUP
     column = thread % 16 * CODES
-    codes = T.alloc_local((4, CODES), latent.dtype)
-    scales = T.alloc_local((4,), T.float32)
-    numbers = T.alloc_local((CODES,), kv_shared.dtype)
-    for batch in T.unroll(KEYS // 32):
-        for step in T.unroll(4):
-            j = batch * 32 + step * 8 + thread // 16
-            scales[step] = 0.0
-            if page_shared[which, j] >= 0:
-                scales[step] = factors[page_shared[which, j], offset_shared[which, j], (half * HALF + column) // GROUP]
-                for e in T.vectorized(CODES):
-                    codes[step, e] = latent[page_shared[which, j], offset_shared[which, j], half * HALF + column + e]
-            else:
-                for e in T.vectorized(CODES):
-                    codes[step, e] = T.cast(0.0, latent.dtype)
-        for step in T.unroll(4):
-            for e in T.unroll(CODES):
-                numbers[e] = T.cast(T.cast(codes[step, e], T.float32) * scales[step], kv_shared.dtype)
-            for p in T.unroll(CODES // VECTOR):
-                for e in T.vectorized(VECTOR):
-                    kv_shared[which, half, batch * 32 + step * 8 + thread // 16, column + p * VECTOR + e] = numbers[
-                        p * VECTOR + e
-                    ]
+    wide = T.alloc_local((4,), T.float32)  # casts of neighbors come in pairs
+    numbers = T.alloc_local((VECTOR,), kv_shared.dtype)
+    for step in T.unroll(4):
+        for p in T.unroll(CODES // VECTOR):
+            for r in T.unroll(VECTOR // 4):
+                for e in T.vectorized(4):
+                    wide[e] = T.cast(codes[batch, step, p * VECTOR + r * 4 + e], T.float32)
+                for e in T.unroll(4):
+                    wide[e] = wide[e] * scales[batch, step]
+                for e in T.vectorized(4):
+                    numbers[r * 4 + e] = T.cast(wide[e], kv_shared.dtype)
+            for e in T.vectorized(VECTOR):
+                kv_shared[which, half, batch * 32 + step * 8 + thread // 16, column + p * VECTOR + e] = numbers[e]
 
 
 @macro
-def load_rotary(rotary, page_shared, offset_shared, rotary_shared, which: int):
+def load_rotary(rotary, page_shared, offset_shared, slot, rotary_shared, full, which: int, boxed: bool):
     """Start to copy the rotary channels of a block."""
     thread = T.get_thread_binding() - 2 * WARPGROUP
     column = thread % 8 * VECTOR
-    for step in T.unroll(KEYS // 16):
-        j = step * 16 + thread // 8
-        T.ptx_cp_async(
-            T.access_ptr(rotary_shared[which, j, column], 'w', VECTOR),
-            T.access_ptr(rotary[T.max(page_shared[which, j], 0), offset_shared[which, j], column], 'r', VECTOR),
-            VECTOR,
-            page_shared[which, j] >= 0,
-        )
+    if boxed and page_shared[slot, which * KEYS + KEYS - 1] >= 0:
+        page, offset = page_shared[slot, which * KEYS], offset_shared[slot, which * KEYS]
+        T.tma_copy(rotary[page, offset : offset + KEYS, 0:ROTARY], rotary_shared[which, :, :], barrier=full[which])
+    else:
+        for step in T.unroll(KEYS // 16):
+            j = which * KEYS + step * 16 + thread // 8
+            T.ptx_cp_async(
+                T.access_ptr(rotary_shared[which, step * 16 + thread // 8, column], 'w', VECTOR),
+                T.access_ptr(rotary[T.max(page_shared[slot, j], 0), offset_shared[slot, j], column], 'r', VECTOR),
+                VECTOR,
+                page_shared[slot, j] >= 0,
+            )
 
 
 @macro
@@ -138,13 +178,16 @@ def finish(full, which: int, widened: bool, copied: bool):
 
 
 @macro
-def mask_scores(scores, page_shared, which: int, scale, keys: str):
+def mask_scores(scores, page_shared, slot, which: int, scale, keys: str):
     """Scale scores; those of missing keys become -inf, those of keys that must not exist NaN."""
     for i, j in T.Parallel(ROWS, KEYS):
-        scores[i, j] = T.if_then_else(page_shared[which, j] >= 0, scores[i, j] * scale, -math.inf)
-    if keys != LISTED:
+        scores[i, j] = scores[i, j] * scale
+    if keys != BOXED or page_shared[slot, which * KEYS + KEYS - 1] < 0:  # else every key of the page exists
         for i, j in T.Parallel(ROWS, KEYS):
-            scores[i, j] = T.if_then_else(page_shared[which, j] == WRONG, math.nan, scores[i, j])
+            scores[i, j] = T.if_then_else(page_shared[slot, which * KEYS + j] >= 0, scores[i, j], -math.inf)
+        if keys != LISTED:
+            for i, j in T.Parallel(ROWS, KEYS):
+                scores[i, j] = T.if_then_else(page_shared[slot, which * KEYS + j] == WRONG, math.nan, scores[i, j])
 
 
 @macro
@@ -188,7 +231,7 @@ def store_logs(top, total, lse, max_logits, part, batch, token, row, is_wrong, l
 
 @kernel(
     pass_configs=OWN_BARRIERS,
-    serves=lambda static, gpu: gpu.has_wgmma and static.tall and static.keys != PAGED,
+    serves=lambda static, gpu: gpu.has_wgmma and (static.tall or static.keys in (SINGLE, BOXED)),
 )
 def mla_decode_hopper_kernel(
     dtype: torch.dtype,
@@ -244,8 +287,11 @@ def mla_decode_hopper_kernel(
             q_rotary_shared = T.alloc_shared((ROWS, ROTARY), elem)
             kv_shared = T.alloc_shared((2, 2, KEYS, HALF), elem)
             rotary_shared = T.alloc_shared((2, KEYS, ROTARY), elem)  # then the weights of the block, (rows, keys)
-            page_shared = T.alloc_shared((2, KEYS), T.int32)
-            offset_shared = T.alloc_shared((2, KEYS), T.int32)
+            page_shared = T.alloc_shared((2, 2 * KEYS), T.int32)  # of a pair of blocks and of the next
+            offset_shared = T.alloc_shared((2, 2 * KEYS), T.int32)
+            if fp8:
+                codes = T.alloc_local((2, 4, CODES), latent.dtype)
+                scales = T.alloc_local((2, 4), T.float32)
             top_shared = T.alloc_shared((2, ROWS), T.float32)
             sum_shared = T.alloc_shared((2, ROWS), T.float32)
             scores = [T.alloc_fragment((ROWS, KEYS), T.float32) for _ in (0, 1)]
@@ -256,6 +302,7 @@ def mla_decode_hopper_kernel(
             total = [T.alloc_fragment((ROWS,), T.float32) for _ in (0, 1)]
             block_sum = [T.alloc_fragment((ROWS,), T.float32) for _ in (0, 1)]
             factor = [T.alloc_fragment((ROWS,), T.float32) for _ in (0, 1)]
+            q_full = T.alloc_barrier([WARPGROUP])
             # every loading thread arrives, and once more when its copies are complete; codes are not copied
             counts = (WARPGROUP, 2 * WARPGROUP) if fp8 else (2 * WARPGROUP,) * 2
             full = [T.alloc_barrier([*counts]), T.alloc_barrier([*reversed(counts)])]
@@ -281,60 +328,78 @@ def mla_decode_hopper_kernel(
                 first = T.min(part * every, last)
                 last = T.min(first + every, last)
 
-            zero = T.cast(0.0, elem)
-            for half in (LEFT, RIGHT):
-                for i, d in T.Parallel(ROWS, HALF):
-                    q_shared[half, i, d] = T.if_then_else(
-                        row + i < heads, q[own_batch, own_token, row + i, half * HALF + d], zero
-                    )
-            for i, d in T.Parallel(ROWS, ROTARY):
-                q_rotary_shared[i, d] = T.if_then_else(
-                    row + i < heads, q[own_batch, own_token, row + i, LATENT + d], zero
-                )
-            T.fence_proxy_async()
-            T.sync_threads()
-
             with T.ws(2):
                 T.dec_max_nreg(LOADING_REGISTERS)
+                for half in (LEFT, RIGHT):
+                    T.tma_copy(
+                        q[own_batch, own_token, row : row + ROWS, half * HALF : (half + 1) * HALF],
+                        q_shared[half, :, :],
+                        barrier=q_full[0],
+                    )
+                T.tma_copy(
+                    q[own_batch, own_token, row : row + ROWS, LATENT : LATENT + ROTARY],
+                    q_rotary_shared,
+                    barrier=q_full[0],
+                )
+                T.barrier_arrive(q_full[0])
+                entry = read_entry(table, listed, num_keys, first, page_size, keys)
+                place_keys(entry, num_keys, first, page_size, pages, keys, page_shared, offset_shared, 0)
+                following = T.alloc_var(T.int32)
+                following = read_entry(table, listed, num_keys, first + 1, page_size, keys)
+                if fp8:
+                    for batch_ in (0, 1):
+                        fetch_codes(latent, factors, page_shared, offset_shared, 0, codes, scales, 0, LEFT, batch_)
                 for step in T.serial(last - first):
                     parity = (step & 1) ^ 1
-                    block = (first + step) * 2
-                    T.mbarrier_wait_parity(free[LEFT][0], parity)
-                    find_pages(table, listed, num_keys, block, page_size, pages, keys, page_shared, offset_shared, 0)
-                    if fp8:
-                        widen_half(latent, factors, page_shared, offset_shared, kv_shared, 0, LEFT)
-                    else:
-                        load_half(latent, page_shared, offset_shared, kv_shared, 0, LEFT)
-                    finish(full[LEFT], 0, fp8, not fp8)
-                    T.mbarrier_wait_parity(free[RIGHT][1], parity)
-                    find_pages(
-                        table, listed, num_keys, block + 1, page_size, pages, keys, page_shared, offset_shared, 1
-                    )
-                    if fp8:
-                        widen_half(latent, factors, page_shared, offset_shared, kv_shared, 1, RIGHT)
-                    else:
-                        load_half(latent, page_shared, offset_shared, kv_shared, 1, RIGHT)
-                    finish(full[RIGHT], 1, fp8, not fp8)
-                    T.mbarrier_wait_parity(free[RIGHT][0], parity)
-                    if fp8:
-                        widen_half(latent, factors, page_shared, offset_shared, kv_shared, 0, RIGHT)
-                    else:
-                        load_half(latent, page_shared, offset_shared, kv_shared, 0, RIGHT)
-                    load_rotary(rotary, page_shared, offset_shared, rotary_shared, 0)
-                    finish(full[RIGHT], 0, fp8, True)
-                    T.mbarrier_wait_parity(free[LEFT][1], parity)
-                    if fp8:
-                        widen_half(latent, factors, page_shared, offset_shared, kv_shared, 1, LEFT)
-                    else:
-                        load_half(latent, page_shared, offset_shared, kv_shared, 1, LEFT)
-                    load_rotary(rotary, page_shared, offset_shared, rotary_shared, 1)
-                    finish(full[LEFT], 1, fp8, True)
+                    slot = step & 1
+                    for turn in (0, 1, 2, 3):
+                        which, half = ORDER[turn]
+                        T.mbarrier_wait_parity(free[half][which], parity)
+                        if turn == 1:
+                            pair = first + step + 1
+                            place_keys(
+                                following, num_keys, pair, page_size, pages, keys, page_shared, offset_shared, slot ^ 1
+                            )
+                            following = read_entry(table, listed, num_keys, pair + 1, page_size, keys)
+                        if fp8:
+                            then, after = ORDER[(turn + 1) % 4]
+                            for piece in (0, 1):
+                                store_codes(codes, scales, kv_shared, which, half, piece)
+                                fetch_codes(
+                                    latent,
+                                    factors,
+                                    page_shared,
+                                    offset_shared,
+                                    slot ^ (turn // 3),
+                                    codes,
+                                    scales,
+                                    then,
+                                    after,
+                                    piece,
+                                )
+                        else:
+                            load_half(
+                                latent, page_shared, offset_shared, slot, kv_shared, full[half], which, half, keys == BOXED
+                            )
+                        if turn >= 2:
+                            load_rotary(
+                                rotary,
+                                page_shared,
+                                offset_shared,
+                                slot,
+                                rotary_shared,
+                                full[half],
+                                which,
+                                keys == BOXED,
+                            )
+                        finish(full[half], which, fp8, not fp8 or turn >= 2)
 
             with T.ws(0):
                 T.inc_max_nreg(MULTIPLYING_REGISTERS)
                 T.fill(top[0], -inf)
                 T.clear(total[0])
                 T.clear(acc[0])
+                T.mbarrier_wait_parity(q_full[0], 0)
                 for step in T.serial(last - first):
                     T.mbarrier_wait_parity(full[LEFT][0], step & 1)
                     T.fence_proxy_async()
@@ -346,7 +411,7 @@ def mla_decode_hopper_kernel(
                     T.wgmma_gemm(q_shared[RIGHT, :, :], kv_shared[0, RIGHT, :, :], scores[0], transpose_B=True)
                     T.wgmma_gemm(q_rotary_shared, rotary_shared[0, :, :], scores[0], transpose_B=True)
                     T.wait_wgmma(0)
-                    mask_scores(scores[0], page_shared, 0, scale, keys)
+                    mask_scores(scores[0], page_shared, step & 1, 0, scale, keys)
                     T.reduce_max(scores[0], block_top[0], dim=1)
                     for i in T.Parallel(ROWS):
                         block_top[0][i] = T.max(top[0][i], block_top[0][i])
@@ -405,6 +470,7 @@ def mla_decode_hopper_kernel(
                 T.fill(top[1], -inf)
                 T.clear(total[1])
                 T.clear(acc[1])
+                T.mbarrier_wait_parity(q_full[0], 0)
                 for step in T.serial(last - first):
                     T.mbarrier_wait_parity(full[RIGHT][1], step & 1)
                     T.fence_proxy_async()
@@ -416,7 +482,7 @@ def mla_decode_hopper_kernel(
                     T.wgmma_gemm(q_shared[LEFT, :, :], kv_shared[1, LEFT, :, :], scores[1], transpose_B=True)
                     T.wgmma_gemm(q_rotary_shared, rotary_shared[1, :, :], scores[1], transpose_B=True)
                     T.wait_wgmma(0)
-                    mask_scores(scores[1], page_shared, 1, scale, keys)
+                    mask_scores(scores[1], page_shared, step & 1, 1, scale, keys)
                     T.reduce_max(scores[1], block_top[1], dim=1)
                     T.sync_threads(TOP_FIRST, 2 * WARPGROUP)
                     for i in T.Parallel(ROWS):

@@ -22,8 +22,9 @@ from tile_kernels.core.jit import PLAIN_PRODUCTS, kernel
 from tile_kernels.core.lang import T, macro
 from tile_kernels.device.softmax import finite_top, softmax_step
 
-#: How keys are found: by a table of pages and lengths, the same with rows of one token, or by a list for every token.
-PAGED, SINGLE, LISTED = 'paged', 'single', 'listed'
+#: How keys are found: by a table of pages and lengths, the same with rows of one token, the same with pages of whole
+#: blocks of 64 keys, or by a list for every token.
+PAGED, SINGLE, BOXED, LISTED = 'paged', 'single', 'boxed', 'listed'
 #: Heads of a tile whose rows may belong to several tokens, at most.
 PACKED_HEADS = 32
 
@@ -88,7 +89,7 @@ def find_keys(table, lengths, batch, token, num_tokens, later, width, page_size,
         if num_keys > width * page_size:
             num_keys = 0
             is_wrong = 1
-        if keys == SINGLE:
+        if keys != PAGED:
             length = T.alloc_var(T.int32)
             length = T.truncdiv(num_keys + page_size - 1, page_size)
             num_keys = T.max(num_keys - later * (num_tokens - 1 - token), 0)
