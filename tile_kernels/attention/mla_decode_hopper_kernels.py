@@ -25,7 +25,7 @@ from tile_kernels.attention.mla_decode_kernels import (
     LN2,
     LOG2E,
     OWN_BARRIERS,
-    SINGLE,
+    PAGED,
     VECTOR,
     WRONG,
     find_keys,
@@ -43,11 +43,38 @@ LEFT, RIGHT = 0, 1
 #: The blocks of a pair and their halves in the order in which they are freed and loaded.
 ORDER = (0, LEFT), (1, RIGHT), (0, RIGHT), (1, LEFT)
 CODES = 16  # of a 16-byte access
+MOST_ORDERED = 384  # sequences that are processed by falling length
 #: Registers of a thread of the warpgroup that loads, and of those that multiply; together those of an SM. The loading
 #: warpgroup holds the codes of half a block.
 LOADING_REGISTERS, MULTIPLYING_REGISTERS = 88, 208
 #: Named barriers: maximum of the first and of the second warpgroup, weights of both, sums, and the loading warpgroup.
 TOP_FIRST, TOP_SECOND, WEIGHT_FIRST, WEIGHT_SECOND, SUMS, LOADING = 8, 9, 10, 11, 12, 13
+
+
+@macro
+def longest_first(lengths, unit, tokens, batch, order_shared):
+    """The unit whose turn it is if long sequences come first; they would leave SMs idle at the end."""
+    chosen = T.alloc_var(T.int32)
+    chosen = unit
+    if 1 < batch and batch <= MOST_ORDERED:
+        thread = T.get_thread_binding()
+        place = T.alloc_var(T.int32, init=0)
+        wanted = T.truncdiv(unit, tokens)
+        if thread < batch:
+            order_shared[thread] = lengths[thread]
+        T.sync_threads()
+        if thread < batch:
+            for i in T.serial(batch):
+                if order_shared[i] > order_shared[thread]:
+                    place += 1
+                elif i < thread and order_shared[i] == order_shared[thread]:
+                    place += 1
+        T.sync_threads()
+        if thread < batch and place == wanted:
+            order_shared[0] = thread
+        T.sync_threads()
+        chosen = order_shared[0] * tokens + unit - wanted * tokens
+    return chosen
 
 
 @macro
@@ -231,7 +258,7 @@ def store_logs(top, total, lse, max_logits, part, batch, token, row, is_wrong, l
 
 @kernel(
     pass_configs=OWN_BARRIERS,
-    serves=lambda static, gpu: gpu.has_wgmma and (static.tall or static.keys in (SINGLE, BOXED)),
+    serves=lambda static, gpu: gpu.has_wgmma and static.tall and static.keys != PAGED,
 )
 def mla_decode_hopper_kernel(
     dtype: torch.dtype,
@@ -302,6 +329,7 @@ def mla_decode_hopper_kernel(
             total = [T.alloc_fragment((ROWS,), T.float32) for _ in (0, 1)]
             block_sum = [T.alloc_fragment((ROWS,), T.float32) for _ in (0, 1)]
             factor = [T.alloc_fragment((ROWS,), T.float32) for _ in (0, 1)]
+            order_shared = T.alloc_shared((MOST_ORDERED,), T.int32)
             q_full = T.alloc_barrier([WARPGROUP])
             # every loading thread arrives, and once more when its copies are complete; codes are not copied
             counts = (WARPGROUP, 2 * WARPGROUP) if fp8 else (2 * WARPGROUP,) * 2
@@ -314,6 +342,8 @@ def mla_decode_hopper_kernel(
             own_token = T.alloc_var(T.int32)
             unit = T.truncdiv(pid, T.truncdiv(heads + ROWS - 1, ROWS))
             row = (pid - unit * T.truncdiv(heads + ROWS - 1, ROWS)) * ROWS
+            if shortened and keys != LISTED:
+                unit = longest_first(lengths, unit, tokens, batch, order_shared)
             own_batch = T.truncdiv(unit, tokens)
             own_token = unit - own_batch * tokens
             num_keys, is_wrong = find_keys(

@@ -451,13 +451,16 @@ def mla_decode_kernel(
 
 # Merge of parts -----------------------------------------------------------------------------
 
-MERGE_THREADS = 128
-LANES = LATENT // 4
+MERGE_WARPS = 8
+PIECE = 128  # columns of a block: four of a thread
 
 
 @kernel(pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True})
 def mla_merge_kernel(dtype: torch.dtype, sink_dtype: torch.dtype | None):
-    """One block for a row, one thread for four columns; parts are added in their order. A row without keys has +inf."""
+    """One block for 128 columns of a row. Warp w adds parts w, w + 8, ... in their order, then sums of warps are added.
+
+    A row without keys has +inf.
+    """
     num_parts, num_rows, heads = T.dynamic('num_parts'), T.dynamic('num_rows'), T.dynamic('heads')
     elem = T.dtype(dtype)
     inf = math.inf
@@ -470,38 +473,56 @@ def mla_merge_kernel(dtype: torch.dtype, sink_dtype: torch.dtype | None):
         o: T.Tensor((num_rows, LATENT), elem),
         lse: T.Tensor((num_rows,), T.float32),
     ):
-        with T.Kernel(num_rows, threads=MERGE_THREADS) as row:
-            column = T.get_thread_binding() * 4
+        with T.Kernel(num_rows * (LATENT // PIECE), threads=MERGE_WARPS * 32) as pid:
+            thread = T.get_thread_binding()
+            warp, lane = thread // 32, thread % 32
+            row = pid // (LATENT // PIECE)
+            column = pid % (LATENT // PIECE) * PIECE + lane * 4
+            sums_shared = T.alloc_shared((MERGE_WARPS, PIECE), T.float32)
+            totals_shared = T.alloc_shared((MERGE_WARPS,), T.float32)
             x = T.alloc_local((4,), T.float32)
             acc = T.alloc_local((4,), T.float32)
-            y = T.alloc_local((4,), elem)
             top = T.alloc_var(T.float32, init=-inf)
             total = T.alloc_var(T.float32, init=0.0)
             weight = T.alloc_var(T.float32)
             factor = T.alloc_var(T.float32)
-            for n in T.serial(num_parts):
-                top = T.max(top, lse_parts[n, row])
+            for step in T.serial(T.truncdiv(num_parts + 31, 32)):
+                if step * 32 + lane < num_parts:
+                    top = T.max(top, lse_parts[step * 32 + lane, row])
+            top = T.warp_reduce_max(top)
             if top == -inf:
                 top = 0.0  # every part is empty, or NaN
             for e in T.unroll(4):
                 acc[e] = 0.0
-            for n in T.serial(num_parts):
-                if lse_parts[n, row] != -inf:
-                    weight = T.exp2((lse_parts[n, row] - top) * LOG2E)
-                    total += weight
-                    for e in T.vectorized(4):
-                        x[e] = parts[n, row, column + e]
-                    for e in T.unroll(4):
-                        acc[e] += weight * x[e]
-            factor = total
-            if sink_dtype is not None:
-                factor += T.exp2((T.cast(sink[T.truncmod(row, heads)], T.float32) - top) * LOG2E)
-            factor = T.if_then_else(total == 0.0, T.float32(0.0), 1.0 / factor)
-            for e in T.unroll(4):
-                y[e] = T.cast(acc[e] * factor, elem)
+            for step in T.serial(T.truncdiv(num_parts - warp + MERGE_WARPS - 1, MERGE_WARPS)):
+                n = step * MERGE_WARPS + warp
+                weight = T.exp2((lse_parts[n, row] - top) * LOG2E)  # 0 for a part without keys, whose sums are 0
+                total += weight
+                for e in T.vectorized(4):
+                    x[e] = parts[n, row, column + e]
+                for e in T.unroll(4):
+                    acc[e] += weight * x[e]
             for e in T.vectorized(4):
-                o[row, column + e] = y[e]
-            if column == 0:
-                lse[row] = T.if_then_else(total == 0.0, T.float32(inf), top + T.log2(total) * LN2)
+                sums_shared[warp, lane * 4 + e] = acc[e]
+            if lane == 0:
+                totals_shared[warp] = total
+            T.sync_threads()
+            if warp == 0:
+                total = totals_shared[0]
+                for w in T.unroll(MERGE_WARPS - 1):
+                    total += totals_shared[w + 1]
+                    for e in T.unroll(4):
+                        acc[e] += sums_shared[w + 1, lane * 4 + e]
+                factor = total
+                if sink_dtype is not None:
+                    factor += T.exp2((T.cast(sink[T.truncmod(row, heads)], T.float32) - top) * LOG2E)
+                factor = T.if_then_else(total == 0.0, T.float32(0.0), 1.0 / factor)
+                y = T.alloc_local((4,), elem)
+                for e in T.unroll(4):
+                    y[e] = T.cast(acc[e] * factor, elem)
+                for e in T.vectorized(4):
+                    o[row, column + e] = y[e]
+                if column == 0:
+                    lse[row] = T.if_then_else(total == 0.0, T.float32(inf), top + T.log2(total) * LN2)
 
     return mla_merge
