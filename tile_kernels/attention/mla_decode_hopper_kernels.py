@@ -47,8 +47,9 @@ MOST_ORDERED = 384  # sequences that are processed by falling length
 #: Registers of a thread of the warpgroup that loads, and of those that multiply; together those of an SM. The loading
 #: warpgroup holds the codes of half a block.
 LOADING_REGISTERS, MULTIPLYING_REGISTERS = 88, 208
-#: Named barriers: maximum of the first and of the second warpgroup, weights of both, sums, and the loading warpgroup.
-TOP_FIRST, TOP_SECOND, WEIGHT_FIRST, WEIGHT_SECOND, SUMS, LOADING = 8, 9, 10, 11, 12, 13
+#: Named barriers: maximum of the first and of the second warpgroup, weights of both, sums, the loading warpgroup, and
+#: each of the others.
+TOP_FIRST, TOP_SECOND, WEIGHT_FIRST, WEIGHT_SECOND, SUMS, LOADING, ALONE = 8, 9, 10, 11, 12, 13, 14
 
 
 @macro
@@ -228,8 +229,13 @@ def share_sums(total, sum_shared, which: int):
 
 
 @macro
-def store_half(acc, top, total, factor, sink, o, part, batch, token, row, is_wrong, sink_dtype, which: int):
-    """Divide half of the columns by the sum and store them."""
+def store_half(
+    acc, top, total, factor, sink, o, kv_shared, part, batch, token, row, is_wrong, sink_dtype, split: bool, which: int
+):
+    """Divide half of the columns by the sum and store them, 16 bytes of a row at a time.
+
+    Only this warpgroup has read this half of this block, which is done.
+    """
     heads = o.shape[3]
     for i in T.Parallel(ROWS):
         factor[i] = total[i]
@@ -239,9 +245,18 @@ def store_half(acc, top, total, factor, sink, o, part, batch, token, row, is_wro
         factor[i] = T.if_then_else(total[i] != 0.0, 1.0 / factor[i], T.float32(0.0))
         if is_wrong != 0:
             factor[i] = math.nan
-    for i, d in T.Parallel(ROWS, HALF):
-        if row + i < heads:
-            o[part, batch, token, row + i, which * HALF + d] = acc[i, d] * factor[i]
+    if split:
+        for i, d in T.Parallel(ROWS, HALF):
+            if row + i < heads:
+                o[part, batch, token, row + i, which * HALF + d] = acc[i, d] * factor[i]
+    else:
+        for i, d in T.Parallel(ROWS, HALF):
+            acc[i, d] = acc[i, d] * factor[i]
+        T.copy(acc, kv_shared[which, which, :, :])
+        T.sync_threads(ALONE + which, WARPGROUP)
+        for i, d in T.Parallel(ROWS, HALF):
+            if row + i < heads:
+                o[part, batch, token, row + i, which * HALF + d] = kv_shared[which, which, i, d]
 
 
 @macro
@@ -486,12 +501,14 @@ def mla_decode_hopper_kernel(
                     factor[0],
                     sink,
                     o,
+                    kv_shared,
                     part,
                     own_batch,
                     own_token,
                     row,
                     is_wrong,
                     sink_dtype,
+                    split,
                     0,
                 )
 
@@ -547,12 +564,14 @@ def mla_decode_hopper_kernel(
                     factor[1],
                     sink,
                     o,
+                    kv_shared,
                     part,
                     own_batch,
                     own_token,
                     row,
                     is_wrong,
                     sink_dtype,
+                    split,
                     1,
                 )
 
