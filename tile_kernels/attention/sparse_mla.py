@@ -7,9 +7,8 @@
 
 dq = scale * ds kv and dkv = scale * ds^T q + p^T do, with ds = p * (do kv^T - sum_d o * do); dsink follows from p, too.
 
-The kernel is that of `mla_decode`: a thread block owns up to 64 heads of a token and gathers its keys. Compute bound
-with many heads; with few, the floor is reading the listed keys of every token from the L2 cache. It has not run on a
-GPU yet.
+A thread block owns up to 64 heads of a token and gathers its keys. Compute bound with many heads; with few, the floor
+is reading the listed keys of every token from the L2 cache. Hopper has a kernel of its own, others that of `mla_decode`.
 """
 
 import math
@@ -20,16 +19,19 @@ from torch import Tensor
 
 from tile_kernels.attention._checks import check_extents, check_sink, check_vectors, lengths_int32
 from tile_kernels.attention._samples import LATENT_SUMS, random_lists
-from tile_kernels.attention.mla_decode import MAX_ROWS, MLA_DECODE, check_queries, latent_parts
-from tile_kernels.attention.mla_decode_kernels import LISTED, LOG2E, PACKED_HEADS
+from tile_kernels.attention.mla_decode import MAX_ROWS, check_queries, latent_parts
+from tile_kernels.attention.mla_decode_kernels import LISTED, LOG2E, PACKED_HEADS, mla_decode_kernel
 from tile_kernels.attention.pack_mla_cache import KEY, LATENT
 from tile_kernels.attention.sparse_mla_bwd_kernels import sparse_mla_bwd_kernel, sparse_mla_sum_kernel, tile_heads
+from tile_kernels.attention.sparse_mla_sm90_kernels import sparse_mla_sm90_kernel
 from tile_kernels.core import check
 from tile_kernels.core.autograd import autocast
 from tile_kernels.core.cases import grid
 from tile_kernels.core.launch import gpu_of, launch
 from tile_kernels.core.op import op
 
+#: Variants of the kernel.
+SPARSE_MLA = sparse_mla_sm90_kernel, mla_decode_kernel
 #: Stored gradients of listed keys, at most, in a deterministic gradient.
 CHUNK_BYTES = 256 << 20
 
@@ -160,7 +162,7 @@ def sparse_mla(
     sink_dtype = None if sink is None else sink.dtype
     static = (q.dtype, False, LISTED, topk_length is not None, False, sink_dtype, False, True, heads > PACKED_HEADS)
     launch(
-        MLA_DECODE,
+        SPARSE_MLA,
         static,
         q.unsqueeze(1),
         *latent_parts(kv.unsqueeze(0)),
@@ -231,6 +233,7 @@ SMOKE = (
     grid(tokens=[0, 1], keys=[5, 0], heads=[1], topk=[32])
     + grid(tokens=[3], keys=[40], heads=[17], topk=[40], sink=[F32], short=[True], dtype=[F16])
     + grid(tokens=[2], keys=[9], heads=[33], topk=[64], sink=[BF16])
+    + grid(tokens=[2], keys=[70], heads=[65], topk=[300])
     + grid(tokens=[1], keys=[3], heads=[2], topk=[0])
 )
 FULL = grid(tokens=[513], keys=[8191], heads=[16, 24, 64, 128], topk=[2048], sink=[F32], short=[True])
