@@ -8,7 +8,7 @@
 dq = scale * ds kv and dkv = scale * ds^T q + p^T do, with ds = p * (do kv^T - sum_d o * do); dsink follows from p, too.
 
 A thread block owns up to 64 heads of a token and gathers its keys. Compute bound with many heads; with few, the floor
-is reading the listed keys of every token from the L2 cache. Hopper has a kernel of its own, others that of `mla_decode`.
+is reading the listed keys of every token from the L2 cache. GPUs without wgmma run the kernel of `mla_decode`.
 """
 
 import math

@@ -249,7 +249,11 @@ def sparse_mla_sm90_kernel(
                     T.mbarrier_wait_parity(full[LEFT][stage], parity)
                     T.fence_proxy_async()
                     T.wgmma_gemm(
-                        q_shared[LEFT, :, :], kv_shared[stage * 2 + LEFT, :, :], scores, transpose_B=True, clear_accum=True
+                        q_shared[LEFT, :, :],
+                        kv_shared[stage * 2 + LEFT, :, :],
+                        scores,
+                        transpose_B=True,
+                        clear_accum=True,
                     )
                     T.wgmma_gemm(q_rotary_shared, rotary_shared[stage, :, :], scores, transpose_B=True)
                     T.mbarrier_wait_parity(full[RIGHT][stage], parity)
