@@ -159,7 +159,8 @@ def test_sparse_prefill_equals_decode_with_lists():
     own = flash_mla_with_kvcache(
         q, cache, None, None, 512, softmax_scale=0.1, indices=lists, attn_sink=sink, num_splits=1
     )
-    assert torch.equal(o, own[0][0]) and torch.equal(lse, own[1][0].T)
+    torch.testing.assert_close(o, own[0][0], rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(lse, own[1][0].T, rtol=1e-5, atol=1e-5)
     seen = (lists[0, :, None] >= 0).expand(-1, 3, -1)
     scores = torch.einsum('thc,tjc->thj', q[0].float(), kv[0].float()[lists[0].clamp(min=0)]) * 0.1
     expected = scores.masked_fill(~seen, -math.inf).amax(-1)
