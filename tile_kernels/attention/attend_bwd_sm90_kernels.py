@@ -11,6 +11,7 @@ order. In the deterministic mode the kernel leaves dq to `attend_dq_kernel`. No 
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from tile_kernels.attention.attend_sm90_kernels import (
     LOADING_REGISTERS,
     MEMBERS,
     MULTIPLYING_REGISTERS,
+    Masks,
     ROLES,
     ROWS,
     WARPGROUP,
@@ -135,7 +137,97 @@ def hide_keys(k_shared, v_shared, odd_shared, limit):
     return T.any_sync(odd)
 
 
-@kernel(pass_configs=ROLES, serves=serves)
+@dataclass(frozen=True)
+class Rows:
+    """The rings of rows and what belongs to them."""
+
+    q_ring: Any
+    do_ring: Any
+    q_shared: Any
+    do_shared: Any
+    below: Any
+    delta: Any
+
+
+@dataclass(frozen=True)
+class Products:
+    """Scores and their gradients of a multiplying warpgroup, and where its keys and its rows start in shared memory."""
+
+    scores: Any
+    dp: Any
+    p: Any
+    keys: int
+    rows: int
+
+
+@macro
+def begin(rows, products, k_shared, step, care):
+    """Wait for the rows of a step and start the product that gives the scores."""
+    stages, keys, num_rows = rows.q_shared.shape[0], products.keys, products.scores.shape[1]
+    slot = T.truncmod(step, stages)
+    wait_full(rows.q_ring, step)
+    wait_full(rows.do_ring, step)
+    if care:
+        zero_infinite(rows.q_shared, slot)
+        zero_infinite(rows.do_shared, slot)
+        T.fence_proxy_async()
+        T.sync_threads(BOTH, MEMBERS * WARPGROUP)
+    T.wgmma_gemm(
+        k_shared[keys : keys + ROWS, :],
+        rows.q_shared[slot, products.rows : products.rows + num_rows, :],
+        products.scores,
+        transpose_B=True,
+        clear_accum=True,
+    )
+
+
+@macro
+def weigh(rows, products, v_shared, odd_shared, odd_keys, masks, step, low, care):
+    """The weights of a step, and the gradients of weights. `low` + i is the first key that row i sees."""
+    stages, keys, shift = rows.q_shared.shape[0], products.keys, products.rows
+    scores, dp, p = products.scores, products.dp, products.p
+    num_keys, num_rows = scores.shape
+    slot = T.truncmod(step, stages)
+    T.wgmma_gemm(
+        v_shared[keys : keys + ROWS, :],
+        rows.do_shared[slot, shift : shift + num_rows, :],
+        dp,
+        transpose_B=True,
+        clear_accum=True,
+    )
+    if masks.capped:
+        T.wait_wgmma(0)
+        for j, i in T.Parallel(num_keys, num_rows):
+            scores[j, i] = T.tanh(scores[j, i] * masks.scale)
+            dp[j, i] = (dp[j, i] - rows.delta[slot, shift + i]) * (1.0 - scores[j, i] * scores[j, i])
+            scores[j, i] = T.exp2(scores[j, i] * masks.cap - rows.below[slot, shift + i])
+    else:
+        T.wait_wgmma(1)
+        for j, i in T.Parallel(num_keys, num_rows):
+            scores[j, i] = T.exp2(scores[j, i] * masks.scale - rows.below[slot, shift + i])
+    if masks.banded:  # noqa: SIM102 - known when the kernel is built
+        if care:  # weights of rows that do not exist are 0, and of keys that do not exist harmless
+            own_low = T.alloc_var(T.int32)
+            own_low = low + shift - T.truncdiv(step, 1 << 30)  # minus 0; see below
+            for j, i in T.Parallel(num_keys, num_rows):
+                beyond = T.cast(j - i - own_low, T.uint32)  # with a constant `own_low`, all would be kept
+                inside = beyond <= T.cast(masks.left, T.uint32) + T.cast(masks.right, T.uint32)
+                scores[j, i] = T.if_then_else(inside, scores[j, i], T.float32(0.0))
+    if odd_keys != 0:
+        for j, i in T.Parallel(num_keys, num_rows):
+            if T.And(odd_shared[keys + j] != 0, scores[j, i] != 0.0):
+                scores[j, i] = math.nan
+    T.copy(scores, p)
+    T.wait_wgmma(0)
+
+
+def choose(head_dim: int, value_dim: int, *others: Any) -> dict[str, Any]:
+    """Scores of the next step are started before the end of a step if shared memory holds its rows."""
+    del others
+    return dict(ahead=tile_columns(head_dim) + tile_columns(value_dim) <= 320)
+
+
+@kernel(choose, space=dict(ahead=(False, True)), pass_configs=ROLES, serves=serves)
 def attend_bwd_sm90_kernel(
     head_dim: int,
     value_dim: int,
@@ -146,6 +238,8 @@ def attend_bwd_sm90_kernel(
     banded: bool,
     capped: bool,
     with_dq: bool,
+    *,
+    ahead: bool,
 ):
     """`with_dq` adds dq without its scale to memory that holds 0."""
     q_batch, q_tokens, q_heads = T.dynamic('q_batch'), T.dynamic('q_tokens'), T.dynamic('q_heads')
@@ -309,56 +403,21 @@ def attend_bwd_sm90_kernel(
                     if count > 0:
                         T.mbarrier_wait_parity(kv_full[0], 0)
                         odd_keys = hide_keys(k_shared, v_shared, odd_shared, num_keys - key)
+                    rings = Rows(q_ring, do_ring, q_shared, do_shared, below_shared, delta_shared)
+                    products = Products(scores, dp, p, own_start, shift)
+                    masks = Masks(scale, cap, left, right, banded, capped)
+                    if ahead:
+                        if steps > 0:
+                            care = T.Or(first * BLOCK_M < first_row, first * BLOCK_M > last_row)
+                            begin(rings, products, k_shared, 0, care)
+                            weigh(rings, products, v_shared, odd_shared, odd_keys, masks, 0, first_low + first * BLOCK_M, care)
                     for step in T.serial(steps):
-                        row = T.alloc_var(T.int32)
-                        row = (first + step - T.truncdiv(step, count) * count) * BLOCK_M
                         slot = T.truncmod(step, stages)
-                        care = T.Or(row < first_row, row > last_row)
-                        wait_full(q_ring, step)
-                        wait_full(do_ring, step)
-                        if care:
-                            zero_infinite(q_shared, slot)
-                            zero_infinite(do_shared, slot)
-                            T.fence_proxy_async()
-                            T.sync_threads(BOTH, MEMBERS * WARPGROUP)
-                        T.wgmma_gemm(
-                            k_shared[own_start : own_start + ROWS, :],
-                            q_shared[slot, shift : shift + own_rows, :],
-                            scores,
-                            transpose_B=True,
-                            clear_accum=True,
-                        )
-                        T.wgmma_gemm(
-                            v_shared[own_start : own_start + ROWS, :],
-                            do_shared[slot, shift : shift + own_rows, :],
-                            dp,
-                            transpose_B=True,
-                            clear_accum=True,
-                        )
-                        if capped:
-                            T.wait_wgmma(0)
-                            for j, i in T.Parallel(ROWS, own_rows):
-                                scores[j, i] = T.tanh(scores[j, i] * scale)
-                                dp[j, i] = (dp[j, i] - delta_shared[slot, shift + i]) * (1.0 - scores[j, i] * scores[j, i])
-                                scores[j, i] = T.exp2(scores[j, i] * cap - below_shared[slot, shift + i])
-                        else:
-                            T.wait_wgmma(1)
-                            for j, i in T.Parallel(ROWS, own_rows):
-                                scores[j, i] = T.exp2(scores[j, i] * scale - below_shared[slot, shift + i])
-                        if banded:  # noqa: SIM102 - known when the kernel is built
-                            if care:  # weights of rows that do not exist are 0, and of keys that do not exist harmless
-                                low = T.alloc_var(T.int32)
-                                low = first_low + row + shift - T.truncdiv(step, 1 << 30)  # minus 0; see below
-                                for j, i in T.Parallel(ROWS, own_rows):
-                                    beyond = T.cast(j - i - low, T.uint32)  # with a constant `low`, all would be kept
-                                    inside = beyond <= T.cast(left, T.uint32) + T.cast(right, T.uint32)
-                                    scores[j, i] = T.if_then_else(inside, scores[j, i], T.float32(0.0))
-                        if odd_keys != 0:
-                            for j, i in T.Parallel(ROWS, own_rows):
-                                if T.And(odd_shared[own_start + j] != 0, scores[j, i] != 0.0):
-                                    scores[j, i] = math.nan
-                        T.copy(scores, p)
-                        T.wait_wgmma(0)
+                        if not ahead:
+                            row = (first + step - T.truncdiv(step, count) * count) * BLOCK_M
+                            care = T.Or(row < first_row, row > last_row)
+                            begin(rings, products, k_shared, step, care)
+                            weigh(rings, products, v_shared, odd_shared, odd_keys, masks, step, first_low + row, care)
                         if apart:
                             T.wgmma_gemm(p, do_shared[slot, :, :], dv_acc)
                         for j, i in T.Parallel(ROWS, own_rows):  # the rounded weights spare registers
@@ -392,21 +451,29 @@ def attend_bwd_sm90_kernel(
                             T.wait_wgmma(0)
                         release(q_ring, step)
                         release(do_ring, step)
+                        if ahead:
+                            next_step = T.min(step + 1, steps - 1)  # after the last one its products are not used
+                            next_row = (first + next_step - T.truncdiv(next_step, count) * count) * BLOCK_M
+                            next_care = T.And(step + 1 < steps, T.Or(next_row < first_row, next_row > last_row))
+                            begin(rings, products, k_shared, next_step, next_care)
                         if with_dq and member in writers:
-                            T.wait_wgmma(0)
+                            T.wait_wgmma(1 if ahead else 0)
                             T.mbarrier_wait_parity(dq_free[0], (step + 1) & 1)
                             T.copy(dq_acc, dq_shared[:, start_column:end_column])
                             T.fence_proxy_async()
                             T.barrier_arrive(dq_full[0])
+                        if ahead:
+                            low = first_low + next_row
+                            weigh(rings, products, v_shared, odd_shared, odd_keys, masks, next_step, low, next_care)
                     if gives_dk:
                         for j, d in T.Parallel(ROWS, wide):
-                            if T.And(own_key + j < block.length, d < head_dim):
+                            if T.And(own_key + j < block.length, T.truncdiv(d, 8) * 8 < head_dim):
                                 dk[block.batch, block.start + own_key + j, head, d] = T.if_then_else(
                                     own_key + j < num_keys, dk_acc[j, d] * out_scale, T.float32(0.0)
                                 )
                     if gives_dv:
                         for j, d in T.Parallel(ROWS, wide_v):
-                            if T.And(own_key + j < block.length, d < value_dim):
+                            if T.And(own_key + j < block.length, T.truncdiv(d, 8) * 8 < value_dim):
                                 dv[block.batch, block.start + own_key + j, head, d] = T.if_then_else(
                                     own_key + j < num_keys, dv_acc[j, d], T.float32(0.0)
                                 )
