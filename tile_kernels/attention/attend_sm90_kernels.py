@@ -346,7 +346,19 @@ def hide_infinite(values, slot, acc, flags, scratch, tile, key, position, masks)
 # Kernel -------------------------------------------------------------------------------------
 
 
-@kernel(pass_configs=ROLES, serves=serves)
+def choose(head_dim: int, value_dim: int, *others: Any) -> dict[str, Any]:
+    """Turns of the warpgroups, and blocks of keys as large as registers allow."""
+    del others
+    return dict(block_n=key_block(tile_columns(head_dim), tile_columns(value_dim)), turns=True)
+
+
+@kernel(
+    choose,
+    space=dict(block_n=(64, 80, 128, 176, 192), turns=(False, True)),
+    fixed='block_n',
+    pass_configs=ROLES,
+    serves=serves,
+)
 def attend_sm90_kernel(
     head_dim: int,
     value_dim: int,
@@ -357,6 +369,9 @@ def attend_sm90_kernel(
     banded: bool,
     capped: bool,
     sink_dtype: torch.dtype | None,
+    *,
+    block_n: int,
+    turns: bool,
 ):
     """Takes the static arguments of `attend_kernel`; `scale` must be positive."""
     q_batch, q_tokens, q_heads = T.dynamic('q_batch'), T.dynamic('q_tokens'), T.dynamic('q_heads')
@@ -364,7 +379,6 @@ def attend_sm90_kernel(
     num_q, num_k, num_used_q, num_used_k = (T.dynamic(name) for name in ('num_q', 'num_k', 'num_used_q', 'num_used_k'))
     elem = T.dtype(dtype)
     wide, wide_v = tile_columns(head_dim), tile_columns(value_dim)
-    block_n = key_block(wide, wide_v)
     ring_bytes = block_n * (wide + wide_v) * 2
     stages = 2
     apart = BLOCK * (wide + wide_v) * 2 + stages * ring_bytes + 2048 <= SHARED_BYTES
@@ -436,14 +450,14 @@ def attend_sm90_kernel(
             section = T.alloc_var(T.int32)
             length = T.truncdiv(k_tokens, T.max(num_sequences, 1)) + 1 if packed else k_tokens
             section = T.max(T.truncdiv(L2_BYTES // (2 * (wide + wide_v)), length), 1) * group
-            turns = T.alloc_var(T.int32)
-            turns = T.truncdiv(num_tiles(calls) + num_blocks - 1, num_blocks)
+            rounds = T.alloc_var(T.int32)
+            rounds = T.truncdiv(num_tiles(calls) + num_blocks - 1, num_blocks)
             used = T.alloc_var(T.int32, init=0)  # blocks of keys loaded or read so far
             loads = T.alloc_var(T.int32, init=0)  # tiles of queries loaded or read so far
 
             with T.ws(MEMBERS):
                 T.dec_max_nreg(LOADING_REGISTERS)
-                for turn in T.serial(turns):
+                for turn in T.serial(rounds):
                     tile = find_tile(calls, turn, pid, num_blocks, section, block_n)
                     head_k = T.truncdiv(tile.head, group)
                     for step in T.serial(tile.count):
@@ -480,9 +494,9 @@ def attend_sm90_kernel(
                     T.inc_max_nreg(MULTIPLYING_REGISTERS)
                     scores, weights, acc = scores_of[member], weights_of[member], acc_of[member]
                     top, total, factor = rows_of[member].top, rows_of[member].total, rows_of[member].factor
-                    if member == 1:
+                    if turns and member == 1:
                         T.named_barrier_arrive(TURN, MEMBERS * WARPGROUP)
-                    for turn in T.serial(turns):
+                    for turn in T.serial(rounds):
                         tile = find_tile(calls, turn, pid, num_blocks, section, block_n)
                         offset = tile.num_keys - tile.used_rows
                         position = T.alloc_var(T.int32)
@@ -522,7 +536,8 @@ def attend_sm90_kernel(
                             for step in T.serial(tile.count - 1):
                                 key = (tile.first + step + 1) * block_n
                                 wait_full(k_ring, used)
-                                T.sync_threads(TURN + member, MEMBERS * WARPGROUP)
+                                if turns:
+                                    T.sync_threads(TURN + member, MEMBERS * WARPGROUP)
                                 T.wgmma_gemm(
                                     q_shared[member, :, :],
                                     k_shared[T.truncmod(used, stages), :, :],
@@ -531,7 +546,8 @@ def attend_sm90_kernel(
                                     clear_accum=True,
                                 )
                                 T.wgmma_gemm(weights, v_shared[T.truncmod(used - 1, stages), :, :], acc)
-                                T.named_barrier_arrive(TURN + 1 - member, MEMBERS * WARPGROUP)
+                                if turns:
+                                    T.named_barrier_arrive(TURN + 1 - member, MEMBERS * WARPGROUP)
                                 T.wait_wgmma(1)
                                 release(k_ring, used)
                                 weigh(scores, rows_of[member], tile, key, position, last_position, masks)
@@ -591,7 +607,7 @@ def attend_sm90_kernel(
                                 token = tile.row + member * ROWS + i
                                 if T.And(token < tile.num_rows, T.truncdiv(d, 8) * 8 < value_dim):
                                     o[tile.batch, tile.start + token, tile.head, d] = T.cast(0.0, elem)
-                    if member == 0:
+                    if turns and member == 0:
                         T.sync_threads(TURN, MEMBERS * WARPGROUP)
 
     return attend_sm90
