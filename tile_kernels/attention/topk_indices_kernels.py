@@ -525,26 +525,24 @@ def topk_short_kernel(dtype: torch.dtype, slots: int, has_start: bool, has_end: 
                         key_local[i] = order_key(T.cast(x_local[i], T.float32))
                         high = T.max(high, key_local[i])
                         low = T.min(low, key_local[i])
-                # The largest cut that k keys reach, bit by bit below the bits that all keys share. It is 0 if no number
-                # is dropped. If just k keys reach a cut, there are no ties.
+                # The largest cut that k keys reach, bit by bit from a lower bound: 32 keys or more reach the least of the
+                # maxima of 32 lanes. It is 0 if no number is dropped. If just k keys reach a cut, there are no ties.
                 count = T.max(last - first, 0)
                 if count > k:
-                    high = T.warp_reduce_max(high)
-                    low = T.warp_reduce_min(low)
-                    bit = high ^ low
-                    for s in T.unroll(5):
-                        bit = bit | (bit >> T.uint32(1 << s))
-                    cut = high & ~bit
-                    bit = bit ^ (bit >> T.uint32(1))
+                    cut = T.warp_reduce_min(T.if_then_else(k <= WARP, high, low))
+                    high = T.warp_reduce_max(high) - cut
+                    bit = T.uint32(0x80000000)
                 while T.And(bit != T.uint32(0), count != k):
-                    trial = cut | bit
-                    need = 0
-                    for i in T.unroll(slots):
-                        need += T.if_then_else(key_local[i] >= trial, 1, 0)
-                    need = T.warp_reduce_sum(need)
-                    if need >= k:
-                        cut = cut | bit
-                        count = need
+                    if high >= bit:
+                        trial = cut + bit
+                        need = 0
+                        for i in T.unroll(slots):
+                            need += T.if_then_else(key_local[i] >= trial, 1, 0)
+                        need = T.warp_reduce_sum(need)
+                        if need >= k:
+                            cut = cut + bit
+                            count = need
+                            high = high - bit
                     bit = bit >> T.uint32(1)
                 if count > k:
                     need = 0
