@@ -525,7 +525,7 @@ def topk_short_kernel(dtype: torch.dtype, slots: int, has_start: bool, has_end: 
                         key_local[i] = order_key(T.cast(x_local[i], T.float32))
                         high = T.max(high, key_local[i])
                         low = T.min(low, key_local[i])
-                # The largest cut that k keys reach, bit by bit from a lower bound: 32 keys or more reach the least of the
+                # The largest cut that k keys reach, bit by bit from a lower bound: 32 keys reach the least of the
                 # maxima of 32 lanes. It is 0 if no number is dropped. If just k keys reach a cut, there are no ties.
                 count = T.max(last - first, 0)
                 if count > k:
