@@ -438,7 +438,7 @@ def dequant_rows_kernel(
                 T.clear(total_local)
                 if form.blocks:
                     block_local[0] = scale[matrix, strip, packed.tile_group(T.min(first + warp, cols - 1))]
-                # No stride is negative, which the compiler does not know. With a constant, and-or would be two instructions.
+                # The compiler does not know that no stride is negative. With a constant, and-or is two instructions.
                 magic = T.cast(bits_128 + T.min(stride, 0), T.uint32) if biased else None
                 T.sync_threads()
                 for turn in T.unroll(T.ceildiv(T.max(last - first - warp, 0), ROW_WARPS), unroll_factor=1):
@@ -645,7 +645,7 @@ def store_lanes(packed, lane_local, warp, num_warps: int, w_shared, slot):
 CONVERTING_ROLES: dict[str, Any] = WARPGROUP_ROLES | dict(
     serves=lambda static, gpu: gpu.has_wgmma and static.n % 8 == 0
 )
-#: The three warpgroups start with 168 registers a thread. Together they may keep 3 * 168, or the last would wait forever.
+#: Three warpgroups start with 168 registers a thread. If they ask for more than 3 * 168, the last one waits forever.
 CONVERTING_REGISTERS, CONSUMING_REGISTERS = 136, 184
 MOST_AHEAD = 16  # steps
 SM_BYTES = 227 << 10
@@ -826,12 +826,13 @@ def portable_dequant_kernel(
     bias_dtype: torch.dtype | None,
     splits: int,
 ):
-    """A block owns a tile of d, or a part of its sum: its threads convert weights to shared memory, then `T.gemm` multiplies."""
+    """A block owns a tile of d, or a part of its sum. It converts weights to shared memory for `T.gemm`."""
     packed = describe(fmt, dtype, scale_dtype, n, k, has_zero)
     elem = T.dtype(dtype)
     num_rows, stride = T.dynamic('num_rows'), T.dynamic('stride')
     num_matrices, tiles_n = max(num_groups, 1), -(-n // MMA_N)
-    part_steps = -(-(-(-k // TILE_K)) // splits)
+    steps = -(-k // TILE_K)
+    part_steps = -(-steps // splits)
     codes_shape, scale_shape, zero_shape = packed.arrays(num_matrices)
     scale_elem = packed.scale_elem
     bias_elem = T.dtype(bias_dtype or dtype)
@@ -863,7 +864,7 @@ def portable_dequant_kernel(
             warp = T.get_thread_binding() // WARP
             T.clear(acc_frag)
             if tile[3] > 0:
-                for step in T.serial(T.min(part_steps, -(-k // TILE_K) - split * part_steps)):
+                for step in T.serial(T.min(part_steps, steps - split * part_steps)):
                     depth = (split * part_steps + step) * TILE_K
                     T.copy(a[row : row + MMA_M, depth : depth + TILE_K], a_shared)
                     weights = codes, scale, zero
