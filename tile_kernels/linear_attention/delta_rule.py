@@ -21,6 +21,7 @@ from torch import Tensor
 from tile_kernels.core import check
 from tile_kernels.core.autograd import autocast
 from tile_kernels.core.cases import grid
+from tile_kernels.core.gpus import SUM_SMS
 from tile_kernels.core.launch import gpu_of, launch, variant_for
 from tile_kernels.core.op import op
 from tile_kernels.linear_attention._checks import (
@@ -48,8 +49,12 @@ from tile_kernels.linear_attention.delta_rule_kernels import (
     delta_channel_scores_kernel,
     delta_scores_kernel,
     delta_states_kernel,
+    padded,
 )
 from tile_kernels.linear_attention.delta_rule_sm90_kernels import (
+    JOINED,
+    MAPS,
+    WHOLE,
     delta_channel_scores_sm90_kernel,
     delta_scores_sm90_kernel,
     delta_states_sm90_kernel,
@@ -60,6 +65,8 @@ from tile_kernels.linear_attention.l2norm import l2norm
 SCORES = (delta_scores_sm90_kernel, delta_scores_kernel)
 CHANNEL_SCORES = (delta_channel_scores_sm90_kernel, delta_channel_scores_kernel)
 STATES = (delta_states_sm90_kernel, delta_states_kernel)
+#: A piece of a sequence has at least so many chunks.
+LEAST_CHUNKS = 8
 FORMS = (PLAIN, SIGMOID, TWICE_SIGMOID)
 
 
@@ -101,6 +108,14 @@ def _unchanged(final_state: Tensor, initial_state: Tensor | None) -> Tensor:
     if initial_state is None or final_state.numel() == 0:
         return final_state.zero_()
     return final_state.copy_(initial_state)
+
+
+def count_pieces(chunks: int, blocks: int) -> int:
+    """Pieces of every sequence, when the thread blocks of whole sequences leave SMs idle.
+
+    Pieces cost three times the work. The number depends on the shapes alone, since it changes the rounding.
+    """
+    return max(1, min(SUM_SMS // max(blocks, 1), chunks // LEAST_CHUNKS)) if 4 * blocks <= SUM_SMS else 1
 
 
 def _bits(number: int) -> int:
@@ -188,8 +203,9 @@ def delta_rule_bwd(
     operands: tuple = (q, k, None, beta, cu_seqlens, g_sum, scores, None, None, number, bits)
     operands += (None, None, None) if channels else ()
     launch(delta_channel_scores_kernel if channels else delta_scores_kernel, (*static, True), *operands, size=v.numel())
-    operands = (q, k, v, g_sum, beta, None, inverse, initial_state, cu_seqlens, None, None, h, u, number, scale, None)
-    launch(delta_states_kernel, (*static, channels, initial, v_first, False, True), *operands, size=size)
+    operands = (q, k, v, g_sum, beta, None, inverse, initial_state, cu_seqlens, None, None, h, u, number, scale)
+    operands += (None, None, None, 1)
+    launch(delta_states_kernel, (*static, channels, initial, v_first, False, True, WHOLE), *operands, size=size)
     operands = (do, q, k, g_sum, beta, scores, inverse, dfinal_state if given else None, cu_seqlens)
     operands += (dv, dx, dh, dinitial if initial_state is not None else None, number, scale)
     launch(delta_dstates_kernel, (*static, channels, initial, v_first, given), *operands, size=size)
@@ -275,20 +291,29 @@ def delta_rule(
     static: tuple = (dim, value_dim, q.dtype, chunk_size, packed, form)
     initial = None if initial_state is None else initial_state.dtype
     whole: tuple = (*static, channels, initial, v_first, output_final_state, False)
+    on_hopper = variant_for(STATES, (*whole, WHOLE), gpu_of(q)) is delta_states_sm90_kernel
     operands: tuple = (q, k, g, beta, cu_seqlens, g_sum, scores, inverse, o, number, _bits(number))
     until = None
     if channels:
-        decayed: tuple = (None, None, None)
-        if variant_for(STATES, whole, gpu_of(q)) is delta_states_sm90_kernel:
-            decayed = tuple(torch.empty(g.shape, dtype=q.dtype, device=q.device) for _ in range(3))
+        shapes = (g.shape,) * 3 if on_hopper else ()
+        decayed = [torch.empty(shape, dtype=q.dtype, device=q.device) for shape in shapes] or [None] * 3
         launch(CHANNEL_SCORES, (*static, False), *operands, *decayed, size=inverse.numel())
-        if decayed[0] is not None:
+        if on_hopper:
             q, k, until = decayed
     else:
         launch(SCORES, (*static, False), *operands, size=inverse.numel())
-    operands = (q, k, v, g_sum, beta, scores, inverse, initial_state, cu_seqlens, o)
-    operands += (final_state if output_final_state else None, None, None, number, scale, until)
-    launch(STATES, whole, *operands, size=number * value_heads)
+    final = final_state if output_final_state else None
+    operands = (q, k, v, g_sum, beta, scores, inverse, initial_state, cu_seqlens, o, final, None, None, number, scale)
+    size = number * value_heads
+    pieces = count_pieces(tokens // chunk_size, size * -(-value_dim // 64)) if on_hopper and not packed else 1
+    if pieces == 1:
+        launch(STATES, (*whole, WHOLE), *operands, until, None, None, 1, size=size)
+        return o, final_state, g_sum, inverse
+    wide = padded(dim)
+    maps = torch.empty(number * (pieces - 1), value_heads, wide, wide, dtype=q.dtype, device=q.device)
+    offsets = torch.empty(number * (pieces - 1), value_heads, value_dim, wide, device=q.device)
+    for mode in (MAPS, JOINED):
+        launch(STATES, (*whole, mode), *operands, until, maps, offsets, pieces, size=size)
     return o, final_state, g_sum, inverse
 
 

@@ -556,11 +556,16 @@ def delta_states_kernel(
     v_first: bool,
     final: bool,
     again: bool,
+    mode: int,
 ):
-    """Results of all chunks of a sequence; `again` stores the state before every chunk and u instead."""
+    """Results of all chunks of a sequence; `again` stores the state before every chunk and u instead.
+
+    `mode` and the last arguments belong to `delta_states_sm90_kernel`.
+    """
     batch_size, num_tokens = T.dynamic('batch_size'), T.dynamic('num_tokens')
     heads, value_heads = T.dynamic('heads'), T.dynamic('value_heads')
     num_starts, num_chunks, number = T.dynamic('num_starts'), T.dynamic('num_chunks'), T.dynamic('number')
+    num_maps = T.dynamic('num_maps')
     elem, wide, tile, threads = T.dtype(dtype), padded(dim), value_tile(dim, value_dim), threads_of(chunk)
     q_type, q_strides = strided('q', (batch_size, num_tokens, heads, dim), elem)
     k_type, k_strides = strided('k', (batch_size, num_tokens, heads, dim), elem)
@@ -587,6 +592,9 @@ def delta_states_kernel(
         num_sequences: T.int32,
         scale: T.float32,
         k_until: T.Tensor((batch_size, num_tokens, value_heads, dim), elem),
+        maps: T.Tensor((num_maps, value_heads, wide, wide), elem),
+        offsets: T.Tensor((num_maps, value_heads, value_dim, wide), T.float32),
+        pieces: T.int32,
     ):
         with T.Kernel(-(-value_dim // tile), value_heads, num_sequences, threads=threads) as (
             part,

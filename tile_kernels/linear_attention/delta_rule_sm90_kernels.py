@@ -17,6 +17,7 @@ from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, macro
 from tile_kernels.linear_attention.delta_rule_kernels import (
     LEAST_GATE,
+    Sequence,
     beta_of,
     fetch_rows,
     fetch_square,
@@ -38,6 +39,8 @@ BY_HAND = {
     'TL_DISABLE_SHARED_MEMORY_REUSE': True,
 }
 WARPGROUP = 128
+#: What `delta_states_sm90_kernel` does: all of a sequence, the maps of its pieces, or all of a piece.
+WHOLE, MAPS, JOINED = 0, 1, 2
 #: Extra columns of shared rows that threads read by columns, against bank conflicts.
 PAD = 8
 
@@ -458,6 +461,20 @@ def store_turned(acc, state, sequence, head, column, v_first: bool):
 
 
 @macro
+def find_piece(cu_seqlens, sequence, num_tokens, piece, pieces, size: int, is_packed: bool):
+    """The tokens of a piece of a sequence, which has whole chunks, and the number of its first chunk."""
+    own = find_sequence(cu_seqlens, sequence, num_tokens, size, is_packed)
+    start = T.alloc_var(T.int32)
+    length = T.alloc_var(T.int32)
+    index = T.alloc_var(T.int32)
+    chunks = T.truncdiv(T.truncdiv(own.length + size - 1, size) + pieces - 1, pieces)
+    start = own.start + piece * chunks * size
+    length = T.max(T.min(own.length - piece * chunks * size, chunks * size), 0)
+    index = own.index + piece * chunks
+    return Sequence(own.batch, start, length, index)
+
+
+@macro
 def store_values(x_shared, slot, x, batch, first, head, rows, column, tile: int, threads: int):
     """Store rows of a head from `column` on, 16 bytes a thread."""
     size, vectors = x_shared.shape[1], tile // 8
@@ -482,10 +499,12 @@ def choose_states(
     v_first: bool,
     final: bool,
     again: bool,
+    mode: int,
     size: int,
 ) -> dict:
     """`size` is the number of states. Two warpgroups share the copies; one leaves work for twice as many SMs."""
-    return dict(tile=128 if value_dim > 64 and size >= 96 else 64)
+    many = dim > 64 if mode == MAPS else mode == WHOLE and size >= 96
+    return dict(tile=128 if value_dim > 64 and many else 64)
 
 
 def serves_states(static: Any, gpu: Any) -> bool:
@@ -508,12 +527,17 @@ def delta_states_sm90_kernel(
     v_first: bool,
     final: bool,
     again: bool,
+    mode: int,
     *,
     tile: int,
 ):
     """Results of all chunks of a sequence, for `tile` values of a head.
 
     With gates of every channel q and k come with their decays since the start of a chunk.
+
+    A long sequence is cut into pieces. The state behind a piece is M S + B for the state S before it. In mode MAPS the
+    kernel computes B, the state that follows from 0, and M, that of all values 0 and S = 1. All are transposed. In mode
+    JOINED a block first applies the maps of the pieces before its own.
     """
     batch_size, num_tokens = T.dynamic('batch_size'), T.dynamic('num_tokens')
     heads, value_heads = T.dynamic('heads'), T.dynamic('value_heads')
@@ -523,7 +547,10 @@ def delta_states_sm90_kernel(
     k_type, k_strides = strided('k', (batch_size, num_tokens, heads, dim), elem)
     v_type, v_strides = strided('v', (batch_size, num_tokens, value_heads, value_dim), elem)
     states = state_shape(number, value_heads, dim, value_dim, v_first)
-    stages = 2 if channels or tile == 128 else 3  # what fits into shared memory
+    stages = 2 if channels or tile == 128 or mode == JOINED else 3  # what fits into shared memory
+    value_parts = -(-value_dim // tile)
+    parts = value_parts + (-(-wide // tile) if mode == MAPS else 0)
+    num_maps, skipped = T.dynamic('num_maps'), int(mode == MAPS)  # nothing follows the last piece
     rows_first = T.GemmWarpPolicy.FullRow
 
     @T.prim_func
@@ -544,20 +571,27 @@ def delta_states_sm90_kernel(
         num_sequences: T.int32,
         scale: T.float32,
         k_until: T.Tensor((batch_size, num_tokens, value_heads, dim), elem),
+        maps: T.Tensor((num_maps, value_heads, wide, wide), elem),
+        offsets: T.Tensor((num_maps, value_heads, value_dim, wide), T.float32),
+        pieces: T.int32,
     ):
-        with T.Kernel(-(-value_dim // tile), value_heads, num_sequences, threads=threads) as (
+        with T.Kernel(parts, value_heads, num_sequences * (pieces - skipped), threads=threads) as (
             part,
             value_head,
-            sequence,
+            block,
         ):
             for stride in q_strides + k_strides + v_strides:
                 T.assume(stride % 8 == 0)
-            q_shared = T.alloc_shared((stages, chunk, wide), elem)
             k_shared = T.alloc_shared((stages, chunk, wide), elem)
-            scores_shared = T.alloc_shared((stages, chunk, chunk), elem)
             inverse_shared = T.alloc_shared((stages, chunk, chunk), elem)
             v_shared = T.alloc_shared((stages, chunk, tile + PAD), elem)
-            o_shared = T.alloc_shared((2, chunk, tile + PAD), elem)
+            if mode != MAPS:
+                q_shared = T.alloc_shared((stages, chunk, wide), elem)
+                scores_shared = T.alloc_shared((stages, chunk, chunk), elem)
+                o_shared = T.alloc_shared((2, chunk, tile + PAD), elem)
+                out = T.alloc_fragment((tile, chunk), T.float32)
+            if mode == JOINED:
+                map_shared = T.alloc_shared((1, wide, wide), elem)
             factor_shared = T.alloc_shared((2, threads), T.float32)
             since_shared = T.alloc_shared((2, threads), T.float32)
             until_shared = T.alloc_shared((2, threads), T.float32)
@@ -568,7 +602,6 @@ def delta_states_sm90_kernel(
             state_half = T.alloc_fragment((tile, wide), elem)
             known = T.alloc_fragment((tile, chunk), T.float32)
             fresh = T.alloc_fragment((tile, chunk), T.float32)
-            out = T.alloc_fragment((tile, chunk), T.float32)
             x_half = T.alloc_fragment((tile, chunk), elem)
             u_half = T.alloc_fragment((tile, chunk), elem)
             if not channels:
@@ -578,26 +611,53 @@ def delta_states_sm90_kernel(
             next_last = T.alloc_var(T.float32, init=0.0)
             thread = T.get_thread_binding()
 
-            own = find_sequence(cu_seqlens, sequence, num_tokens, chunk, packed)
+            sequence = T.alloc_var(T.int32)
+            piece = T.alloc_var(T.int32)
+            sequence = T.truncdiv(block, pieces - skipped)
+            piece = block - sequence * (pieces - skipped)
+            own = find_piece(cu_seqlens, sequence, num_tokens, piece, pieces, chunk, packed)
             head = T.alloc_var(T.int32)
             head = T.truncdiv(value_head, T.truncdiv(value_heads, heads))
             channel = T.min(T.truncmod(thread, wide), dim - 1)
             column = part * tile
             steps = T.truncdiv(own.length + chunk - 1, chunk)
-            if initial is not None:
+            if mode == MAPS:
+                for j, i in T.Parallel(tile, wide):
+                    own_row = (part - value_parts) * tile + j
+                    state[j, i] = T.if_then_else(own_row == i, T.float32(1.0), T.float32(0.0))
+            elif initial is not None:
                 load_turned(initial_state, sequence, value_head, column, state, v_first)
             else:
                 T.clear(state)
+            if mode == JOINED:
+                for other in T.serial(piece):
+                    number_of_map = sequence * (pieces - 1) + other
+                    fetch_square(maps, number_of_map, value_head, map_shared, 0, threads)
+                    T.ptx_commit_group()
+                    T.copy(state, state_half)
+                    T.ptx_wait_group(0)
+                    T.fence_proxy_async()
+                    T.sync_threads()
+                    T.wgmma_gemm(state_half, map_shared[0, :, :], state, clear_accum=True, policy=rows_first)
+                    T.wait_wgmma(0)
+                    for j, i in T.Parallel(tile, wide):
+                        inside = column + j < value_dim
+                        state[j, i] = state[j, i] + T.if_then_else(
+                            inside, offsets[number_of_map, value_head, column + j, i], T.float32(0.0)
+                        )
+                    T.sync_threads()
             for ahead in T.serial(stages - 1):
                 if ahead < steps:
                     first, rows = own.start + ahead * chunk, own.length - ahead * chunk
                     fetch_rows(k, own.batch, first, head, rows, 0, k_shared, ahead, threads)
-                    fetch_rows(q, own.batch, first, head, rows, 0, q_shared, ahead, threads)
+                    if mode != MAPS:
+                        fetch_rows(q, own.batch, first, head, rows, 0, q_shared, ahead, threads)
                     if channels:
                         fetch_rows(k_until, own.batch, first, head, rows, 0, late_shared, ahead, threads)
                     fetch_rows(v, own.batch, first, value_head, rows, column, v_shared, ahead, threads, tile)
                     fetch_square(inverse, own.index + ahead, value_head, inverse_shared, ahead, threads)
-                    fetch_square(scores, own.index + ahead, value_head, scores_shared, ahead, threads)
+                    if mode != MAPS:
+                        fetch_square(scores, own.index + ahead, value_head, scores_shared, ahead, threads)
                 T.ptx_commit_group()
             if steps > 0:
                 for ahead in T.serial(2):
@@ -631,16 +691,19 @@ def delta_states_sm90_kernel(
                 first, rows = own.start + ahead * chunk, own.length - ahead * chunk
                 index = own.index + T.min(ahead, steps - 1)
                 fetch_rows(k, own.batch, first, head, rows, 0, k_shared, later, threads)
-                fetch_rows(q, own.batch, first, head, rows, 0, q_shared, later, threads)
+                if mode != MAPS:
+                    fetch_rows(q, own.batch, first, head, rows, 0, q_shared, later, threads)
                 if channels:
                     fetch_rows(k_until, own.batch, first, head, rows, 0, late_shared, later, threads)
                 fetch_rows(v, own.batch, first, value_head, rows, column, v_shared, later, threads, tile)
                 fetch_square(inverse, index, value_head, inverse_shared, later, threads)
-                fetch_square(scores, index, value_head, scores_shared, later, threads)
+                if mode != MAPS:
+                    fetch_square(scores, index, value_head, scores_shared, later, threads)
                 T.ptx_commit_group()
-                done = own.start + (step - 1) * chunk
-                whole = T.if_then_else(step > 0, chunk, 0)
-                store_values(o_shared, 1 - turn, o, own.batch, done, value_head, whole, column, tile, threads)
+                if mode != MAPS:
+                    done = own.start + (step - 1) * chunk
+                    whole = T.if_then_else(step > 0, chunk, 0)
+                    store_values(o_shared, 1 - turn, o, own.batch, done, value_head, whole, column, tile, threads)
                 factor_shared[1 - turn, thread] = beta_of(next_beta, form)
                 if channels:
                     if thread < wide:
@@ -667,32 +730,48 @@ def delta_states_sm90_kernel(
                 T.wgmma_gemm(
                     x_half, inverse_shared[slot, :, :], fresh, transpose_B=True, clear_accum=True, policy=rows_first
                 )
-                T.wgmma_gemm(
-                    state_half, q_shared[slot, :, :], out, transpose_B=True, clear_accum=True, policy=rows_first
-                )
-                T.wait_wgmma(1)
+                if mode == MAPS:
+                    T.wait_wgmma(0)
+                else:
+                    T.wgmma_gemm(
+                        state_half, q_shared[slot, :, :], out, transpose_B=True, clear_accum=True, policy=rows_first
+                    )
+                    T.wait_wgmma(1)
                 T.copy(fresh, u_half)
                 if channels:
                     T.wgmma_gemm(u_half, late_shared[slot, :, :], state, policy=rows_first)
-                    T.wait_wgmma(1)
                 else:
                     for j, i in T.Parallel(tile, chunk):
                         fresh[j, i] = fresh[j, i] * until_shared[turn, i]
                     T.copy(fresh, late_half)
                     T.wgmma_gemm(late_half, k_shared[slot, :, :], state, policy=rows_first)
+                if mode == MAPS:
+                    T.wait_wgmma(0)
+                else:
                     T.wait_wgmma(1)
+                    if not channels:
+                        for j, i in T.Parallel(tile, chunk):
+                            out[j, i] = out[j, i] * since_shared[turn, i]
+                    T.wgmma_gemm(u_half, scores_shared[slot, :, :], out, transpose_B=True, policy=rows_first)
+                    T.wait_wgmma(0)
                     for j, i in T.Parallel(tile, chunk):
-                        out[j, i] = out[j, i] * since_shared[turn, i]
-                T.wgmma_gemm(u_half, scores_shared[slot, :, :], out, transpose_B=True, policy=rows_first)
-                T.wait_wgmma(0)
-                for j, i in T.Parallel(tile, chunk):
-                    o_shared[turn, i, j] = T.cast(out[j, i] * scale, elem)
-            T.sync_threads()
-            if steps > 0:
-                done, rows = own.start + (steps - 1) * chunk, own.length - (steps - 1) * chunk
-                slot = T.truncmod(steps - 1, 2)
-                store_values(o_shared, slot, o, own.batch, done, value_head, rows, column, tile, threads)
-            if final:
-                store_turned(state, final_state, sequence, value_head, column, v_first)
+                        o_shared[turn, i, j] = T.cast(out[j, i] * scale, elem)
+            if mode == MAPS:
+                for j, i in T.Parallel(tile, wide):
+                    if part < value_parts:
+                        if column + j < value_dim:
+                            offsets[block, value_head, column + j, i] = state[j, i]
+                    else:
+                        if (part - value_parts) * tile + j < wide:
+                            maps[block, value_head, (part - value_parts) * tile + j, i] = T.cast(state[j, i], elem)
+            else:
+                T.sync_threads()
+                if steps > 0:
+                    done, rows = own.start + (steps - 1) * chunk, own.length - (steps - 1) * chunk
+                    slot = T.truncmod(steps - 1, 2)
+                    store_values(o_shared, slot, o, own.batch, done, value_head, rows, column, tile, threads)
+                if final:  # noqa: SIM102 - known when the kernel is built
+                    if piece == pieces - 1:
+                        store_turned(state, final_state, sequence, value_head, column, v_first)
 
     return delta_states_sm90
