@@ -44,6 +44,8 @@ MLA_DECODE = mla_decode_hopper_kernel, mla_decode_kernel
 MAX_HEADS = 128
 MAX_SPLITS = 256
 PAGE_MULTIPLE = 16
+#: Tokens whose heads share tiles, at least; fewer tokens have tiles of their own, for which Hopper has a kernel.
+PACKED_TOKENS = 3
 #: Keys of a block that is loaded as a whole, if pages are multiples of it.
 BOX_KEYS = 64
 #: Keys of a part, at least.
@@ -142,7 +144,7 @@ def mla_decode(
     o = torch.empty(batch, tokens, heads, LATENT, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, tokens, heads, dtype=torch.float32, device=q.device)
     keys = LISTED if indices is not None else PAGED
-    if keys == PAGED and (heads > PACKED_HEADS or tokens == 1):
+    if keys == PAGED and (heads > PACKED_HEADS or tokens < PACKED_TOKENS):
         keys = BOXED if page_size % BOX_KEYS == 0 and not fp8 else SINGLE
     table = check.tensor(block_table, 'block_table') if indices is None else indices.flatten(0, 1)
     if pages * page_size == 0 or table.shape[1] == 0:
