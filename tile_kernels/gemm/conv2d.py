@@ -17,7 +17,14 @@ from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
 from tile_kernels.gemm._checks import HALVES
 from tile_kernels.gemm._samples import SUMS
-from tile_kernels.gemm.conv2d_kernels import BLOCK_K, BLOCK_M, BLOCK_N, conv2d_kernel, conv2d_weight_kernel
+from tile_kernels.gemm.conv2d_kernels import (
+    BLOCK_K,
+    BLOCK_M,
+    BLOCK_N,
+    conv2d_kernel,
+    conv2d_sm90_kernel,
+    conv2d_weight_kernel,
+)
 from tile_kernels.gemm.gemm_kernels import sum_splits_kernel
 
 # Checks -------------------------------------------------------------------------------------
@@ -69,8 +76,10 @@ def launch_taps(
 ) -> None:
     """The implicit GEMM with `taps` (kh, kw, n, channels)."""
     channels, n = x.shape[3], y.shape[3]
-    static = channels, n, *shape, x.dtype, None if bias is None else bias.dtype
-    launch(conv2d_kernel, static, x, taps.reshape(-1, channels), bias, y, *numbers, size=y.shape[0])
+    static = channels, n, *shape, x.dtype, None if bias is None else bias.dtype, tuple(numbers[6:]) != (1, 1)
+    launch(
+        (conv2d_sm90_kernel, conv2d_kernel), static, x, taps.reshape(-1, channels), bias, y, *numbers, size=y.shape[0]
+    )
 
 
 # Ops ----------------------------------------------------------------------------------------
