@@ -276,8 +276,8 @@ FAULTS = {
     'a wrong base of lse, Hopper': ('_hopper', '(top[i] + T.log2(total[i])) * LN2', '(top[i] + T.log2(total[i]))'),
     'weights of the wrong maximum, Hopper': (
         '_hopper',
-        'factor[0][i] = T.exp2(block_top[0]',
-        'factor[0][i] = T.exp2(top[0]',
+        'factor[0][i] = exp2(block_top[0]',
+        'factor[0][i] = exp2(top[0]',
     ),
 }
 RACES = {

@@ -164,7 +164,12 @@ def mla_decode(
     own_sink = sink if splits == 1 else None
     lengths = topk_length if keys == LISTED else cache_seqlens
     static: tuple = (q.dtype, fp8, keys, lengths is not None, keys == PAGED and causal and tokens > 1)
-    static += (None if own_sink is None else own_sink.dtype, splits > 1, False, keys in (SINGLE, BOXED) or rows > PACKED_HEADS)
+    static += (
+        None if own_sink is None else own_sink.dtype,
+        splits > 1,
+        False,
+        keys in (SINGLE, BOXED) or rows > PACKED_HEADS,
+    )
     launch(
         MLA_DECODE,
         static,

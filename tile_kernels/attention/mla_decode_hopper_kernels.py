@@ -51,6 +51,18 @@ LOADING_REGISTERS, MULTIPLYING_REGISTERS = 88, 208
 #: each of the others.
 TOP_FIRST, TOP_SECOND, WEIGHT_FIRST, WEIGHT_SECOND, SUMS, LOADING, ALONE = 8, 9, 10, 11, 12, 13, 14
 
+#: Instructions for denormals would be half of those of a softmax.
+FAST_EXP2 = """
+static __device__ __forceinline__ float ex2_approx(float x) {
+  float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y;
+}
+"""
+
+
+def exp2(x: Any) -> Any:
+    """2^x; a result below 2^-126 is 0."""
+    return T.call_extern('float32', 'ex2_approx', x)
+
 
 @macro
 def longest_first(lengths, unit, tokens, batch, order_shared):
@@ -241,7 +253,7 @@ def store_half(
         factor[i] = total[i]
         if sink_dtype is not None:
             number = T.cast(sink[T.min(row + i, heads - 1)], T.float32) * LOG2E
-            factor[i] = factor[i] + T.exp2(number - finite_top(top[i]))
+            factor[i] = factor[i] + exp2(number - finite_top(top[i]))
         factor[i] = T.if_then_else(total[i] != 0.0, 1.0 / factor[i], T.float32(0.0))
         if is_wrong != 0:
             factor[i] = math.nan
@@ -321,6 +333,7 @@ def mla_decode_hopper_kernel(
         scale: T.float32,
     ):
         with T.Kernel(T.ceildiv(heads, ROWS) * num_units, num_splits, threads=3 * WARPGROUP) as (pid, part):
+            T.import_source(FAST_EXP2)
             for stride in q_strides + rotary_strides:
                 T.assume(stride % VECTOR == 0)
             for stride in latent_strides:
@@ -424,7 +437,15 @@ def mla_decode_hopper_kernel(
                                 )
                         else:
                             load_half(
-                                latent, page_shared, offset_shared, slot, kv_shared, full[half], which, half, keys == BOXED
+                                latent,
+                                page_shared,
+                                offset_shared,
+                                slot,
+                                kv_shared,
+                                full[half],
+                                which,
+                                half,
+                                keys == BOXED,
                             )
                         if turn >= 2:
                             load_rotary(
@@ -460,11 +481,11 @@ def mla_decode_hopper_kernel(
                     T.reduce_max(scores[0], block_top[0], dim=1)
                     for i in T.Parallel(ROWS):
                         block_top[0][i] = T.max(top[0][i], block_top[0][i])
-                        factor[0][i] = T.exp2(top[0][i] - finite_top(block_top[0][i]))
+                        factor[0][i] = exp2(top[0][i] - finite_top(block_top[0][i]))
                         top_shared[0, i] = block_top[0][i]
                     T.named_barrier_arrive(TOP_FIRST, 2 * WARPGROUP)
                     for i, j in T.Parallel(ROWS, KEYS):
-                        scores[0][i, j] = T.exp2(scores[0][i, j] - finite_top(block_top[0][i]))
+                        scores[0][i, j] = exp2(scores[0][i, j] - finite_top(block_top[0][i]))
                     T.copy(scores[0], weights[0])
                     for i, d in T.Parallel(ROWS, HALF):
                         acc[0][i, d] = acc[0][i, d] * factor[0][i]
@@ -475,7 +496,7 @@ def mla_decode_hopper_kernel(
                     T.sync_threads(TOP_SECOND, 2 * WARPGROUP)
                     for i in T.Parallel(ROWS):
                         top[0][i] = top_shared[1, i]
-                        factor[0][i] = T.exp2(block_top[0][i] - finite_top(top[0][i]))
+                        factor[0][i] = exp2(block_top[0][i] - finite_top(top[0][i]))
                         total[0][i] = total[0][i] * factor[0][i]
                     for i, j in T.Parallel(ROWS, KEYS):
                         scores[0][i, j] = scores[0][i, j] * factor[0][i]
@@ -534,12 +555,12 @@ def mla_decode_hopper_kernel(
                     T.sync_threads(TOP_FIRST, 2 * WARPGROUP)
                     for i in T.Parallel(ROWS):
                         block_top[1][i] = T.max(top_shared[0, i], block_top[1][i])
-                        factor[1][i] = T.exp2(top[1][i] - finite_top(block_top[1][i]))
+                        factor[1][i] = exp2(top[1][i] - finite_top(block_top[1][i]))
                         top[1][i] = block_top[1][i]
                         top_shared[1, i] = block_top[1][i]
                     T.named_barrier_arrive(TOP_SECOND, 2 * WARPGROUP)
                     for i, j in T.Parallel(ROWS, KEYS):
-                        scores[1][i, j] = T.exp2(scores[1][i, j] - finite_top(top[1][i]))
+                        scores[1][i, j] = exp2(scores[1][i, j] - finite_top(top[1][i]))
                     T.copy(scores[1], weights[1])
                     T.copy(weights[1], rotary_shared[1, :, :])
                     T.fence_proxy_async()
