@@ -69,7 +69,7 @@ def longest_first(lengths, unit, tokens, batch, order_shared):
     """The unit whose turn it is if long sequences come first; they would leave SMs idle at the end."""
     chosen = T.alloc_var(T.int32)
     chosen = unit
-    if 1 < batch and batch <= MOST_ORDERED:
+    if batch > 1 and batch <= MOST_ORDERED:
         thread = T.get_thread_binding()
         place = T.alloc_var(T.int32, init=0)
         wanted = T.truncdiv(unit, tokens)
@@ -78,9 +78,7 @@ def longest_first(lengths, unit, tokens, batch, order_shared):
         T.sync_threads()
         if thread < batch:
             for i in T.serial(batch):
-                if order_shared[i] > order_shared[thread]:
-                    place += 1
-                elif i < thread and order_shared[i] == order_shared[thread]:
+                if order_shared[i] > order_shared[thread] or (i < thread and order_shared[i] == order_shared[thread]):
                     place += 1
         T.sync_threads()
         if thread < batch and place == wanted:
