@@ -23,6 +23,7 @@ from tile_kernels.attention.mla_decode import MAX_ROWS, check_queries, latent_pa
 from tile_kernels.attention.mla_decode_kernels import LISTED, LOG2E, PACKED_HEADS, mla_decode_kernel
 from tile_kernels.attention.pack_mla_cache import KEY, LATENT
 from tile_kernels.attention.sparse_mla_bwd_kernels import sparse_mla_bwd_kernel, sparse_mla_sum_kernel, tile_heads
+from tile_kernels.attention.sparse_mla_bwd_sm90_kernels import sparse_mla_bwd_sm90_kernel
 from tile_kernels.attention.sparse_mla_sm90_kernels import sparse_mla_sm90_kernel
 from tile_kernels.core import check
 from tile_kernels.core.autograd import autocast
@@ -30,8 +31,9 @@ from tile_kernels.core.cases import grid
 from tile_kernels.core.launch import gpu_of, launch
 from tile_kernels.core.op import op
 
-#: Variants of the kernel.
+#: Variants of the kernels.
 SPARSE_MLA = sparse_mla_sm90_kernel, mla_decode_kernel
+SPARSE_MLA_BWD = sparse_mla_bwd_sm90_kernel, sparse_mla_bwd_kernel
 #: Stored gradients of listed keys, at most, in a deterministic gradient.
 CHUNK_BYTES = 256 << 20
 
@@ -103,14 +105,14 @@ def sparse_mla_bwd(
         operands = (do, q, parts[0], parts[2], indices.squeeze(1), topk_length, o, lse, sink, dq)
         given = terms if sink is not None else None
         if not deterministic:
-            launch(sparse_mla_bwd_kernel, static, *operands, dkv, given, 0, tokens, scale, size=heads)
+            launch(SPARSE_MLA_BWD, static, *operands, dkv, given, 0, tokens, scale, size=heads)
         else:
             tiles = -(-heads // tile)
             chunk = max(1, CHUNK_BYTES // (4 * KEY * topk * tiles))
             for first in range(0, tokens, chunk):
                 number = min(chunk, tokens - first)
                 rows = torch.empty(number * tiles * topk, KEY, dtype=torch.float32, device=q.device)
-                launch(sparse_mla_bwd_kernel, static, *operands, rows, given, first, number, scale, size=heads)
+                launch(SPARSE_MLA_BWD, static, *operands, rows, given, first, number, scale, size=heads)
                 order, start = sorted_pairs(indices[first : first + number, 0], topk_length, first, keys)
                 launch(sparse_mla_sum_kernel, (), rows, order, start, dkv, tiles, topk, size=keys)
     dsink = torch.empty(0, device=q.device) if sink is None else terms.sum(0).to(sink.dtype)
@@ -265,7 +267,8 @@ sparse_mla_bwd.cases(
     match=dict(rtol=2e-2, atol=2e-2),
     smoke=grid(tokens=[1, 0], keys=[5], heads=[1], topk=[32])
     + grid(tokens=[3], keys=[20], heads=[17], topk=[40], sink=[F32], short=[True], deterministic=BOTH)
-    + grid(tokens=[2], keys=[9], heads=[33], topk=[32], dtype=[F16], deterministic=[True]),
+    + grid(tokens=[2], keys=[9], heads=[33], topk=[32], dtype=[F16], deterministic=[True])
+    + grid(tokens=[2], keys=[70], heads=[65], topk=[200], sink=[F32], deterministic=BOTH),
     full=grid(tokens=[65], keys=[500], heads=[16, 24, 128], topk=[256], sink=[F32], short=[True], deterministic=BOTH),
     bench=grid(tokens=[4096], keys=[8192], heads=[128], topk=[2048])
     + grid(tokens=[256], keys=[8192], heads=[128], topk=[2048], deterministic=[True]),
