@@ -410,7 +410,17 @@ def attend_bwd_sm90_kernel(
                         if steps > 0:
                             care = T.Or(first * BLOCK_M < first_row, first * BLOCK_M > last_row)
                             begin(rings, products, k_shared, 0, care)
-                            weigh(rings, products, v_shared, odd_shared, odd_keys, masks, 0, first_low + first * BLOCK_M, care)
+                            weigh(
+                                rings,
+                                products,
+                                v_shared,
+                                odd_shared,
+                                odd_keys,
+                                masks,
+                                0,
+                                first_low + first * BLOCK_M,
+                                care,
+                            )
                     for step in T.serial(steps):
                         slot = T.truncmod(step, stages)
                         if not ahead:

@@ -92,10 +92,11 @@ def narrow_rows(x, batch, start, rows, row, num_rows, x_shared, unit_shared, wid
     for i in T.Parallel(size):
         exponent = T.bitwise_and(T.reinterpret(unit[i], T.int32), 0x7F800000)
         usual = T.And(exponent >= 1 << 26, exponent < 0x7F800000)  # else 0, tiny, inf or NaN
-        unit[i] = T.if_then_else(usual, T.reinterpret(exponent, T.float32), T.float32(1.0))
-        unit_shared[i] = unit[i]
+        exponent = T.if_then_else(usual, T.min(exponent, 253 << 23), 127 << 23)
+        unit_shared[i] = T.reinterpret(exponent, T.float32)
+        unit[i] = T.reinterpret((254 << 23) - exponent, T.float32)  # its inverse
     for i, d in T.Parallel(size, columns):
-        x_shared[i, d] = T.cast(wide[i, d] / unit[i], x_shared.dtype)
+        x_shared[i, d] = T.cast(wide[i, d] * unit[i], x_shared.dtype)
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,8 @@ def find_chunks(source, step):
             source.token[c] = key + c * CHUNK - source.page[c] * source.page_size
             if key + c * CHUNK < source.number:
                 source.page[c] = source.block_table[source.batch, source.page[c]]
+                if source.page[c] >= source.k.shape[0]:  # the results become NaN
+                    source.page[c] = -1
             else:
                 source.page[c] = -1
 
@@ -315,6 +318,32 @@ def decode_kernel(
                     if left_padded:
                         key_start = T.max(T.min(cache_leftpad[T.min(sequence, num_pads - 1)], num_keys), 0)
                         num_keys = num_keys - key_start
+                # Blocks of keys that any row of the tile sees, and those of this part.
+                offset = num_keys - T.truncdiv(used_rows, group)
+                first_position = T.truncdiv(row, group) + offset
+                last_position = T.truncdiv(T.min(row + block_m, used_rows) - 1, group) + offset
+                first = T.alloc_var(T.int32, init=0)
+                last = T.alloc_var(T.int32, init=0)
+                if row < used_rows:
+                    last = T.truncdiv(num_keys + block_n - 1, block_n)
+                    if banded:
+                        first = T.truncdiv(first_key(first_position, left), block_n)
+                        last = T.truncdiv(last_key(last_position, right, num_keys) + block_n - 1, block_n)
+                    if split:
+                        every = T.truncdiv(T.max(last - first, 0) + num_splits - 1, num_splits)
+                        first = first + part * every
+                        last = T.min(last, first + every)
+
+                place_rows(rows, head, group, row)
+                steps = T.max(last - first, 0)
+                page, token = T.alloc_local((chunks,), T.int32), T.alloc_local((chunks,), T.int32)
+                holes = T.alloc_local((1,), T.int32)  # a bit for every chunk in the ring, the latest block lowest
+                own_keys = (block_table, k_tokens, key_batch, key_start, num_keys, head, first * block_n, steps)
+                source = Source(k, v, *own_keys, page, token, keys == PAGED, threads)
+                holes[0] = 0
+                find_chunks(source, 0)
+                for step in T.unroll(stages - 1):
+                    copy_block(source, k_ring, v_ring, step, holes)
                 if keys == PAGED:
                     # Every part looks at its share of the table; its rows become NaN, and so does what `combine` makes.
                     ids = T.alloc_fragment((threads,), T.int32)
@@ -334,25 +363,6 @@ def decode_kernel(
                     T.sync_threads()
                     if largest_shared[0] >= k_batch:
                         wrong = 1
-                        num_keys = 0
-
-                # Blocks of keys that any row of the tile sees, and those of this part.
-                offset = num_keys - T.truncdiv(used_rows, group)
-                first_position = T.truncdiv(row, group) + offset
-                last_position = T.truncdiv(T.min(row + block_m, used_rows) - 1, group) + offset
-                first = T.alloc_var(T.int32, init=0)
-                last = T.alloc_var(T.int32, init=0)
-                if row < used_rows:
-                    last = T.truncdiv(num_keys + block_n - 1, block_n)
-                    if banded:
-                        first = T.truncdiv(first_key(first_position, left), block_n)
-                        last = T.truncdiv(last_key(last_position, right, num_keys) + block_n - 1, block_n)
-                    if split:
-                        every = T.truncdiv(T.max(last - first, 0) + num_splits - 1, num_splits)
-                        first = first + part * every
-                        last = T.min(last, first + every)
-
-                place_rows(rows, head, group, row)
                 if fp8:
                     narrow_rows(q, block.batch, start, rows, row, used_rows, q_shared, unit_shared, head_dim)
                 else:
@@ -362,15 +372,6 @@ def decode_kernel(
                 T.fill(top, -inf)
                 T.clear(total)
                 T.clear(acc)
-                steps = T.max(last - first, 0)
-                page, token = T.alloc_local((chunks,), T.int32), T.alloc_local((chunks,), T.int32)
-                holes = T.alloc_local((1,), T.int32)  # a bit for every chunk in the ring, the latest block lowest
-                own_keys = (block_table, k_tokens, key_batch, key_start, num_keys, head, first * block_n, steps)
-                source = Source(k, v, *own_keys, page, token, keys == PAGED, threads)
-                holes[0] = 0
-                find_chunks(source, 0)
-                for step in T.unroll(stages - 1):
-                    copy_block(source, k_ring, v_ring, step, holes)
                 key_scale = scale * k_descale[T.min(sequence, num_scales - 1), head] if fp8 else scale
                 for step in T.serial(steps):
                     key = (first + step) * block_n
