@@ -45,7 +45,10 @@ def order_key(x: Any) -> Any:
 
 @dataclass(frozen=True)
 class Shared:
-    """What the threads of a block share: the list in the order of columns, a histogram, partial sums and extrema."""
+    """What the threads of a block share: the list in the order of columns, a histogram, partial sums and extrema.
+
+    New entries of the list have the bits of a float32 instead of a key. The histogram has a bin for all other keys.
+    """
 
     key: Any
     column: Any
@@ -92,20 +95,44 @@ def load_keys(shared, number, index, keys):
             keys[e] = shared.key[index + e]
     else:
         for e in T.unroll(ENTRIES):
+            keys[e] = T.uint32(0)
             if index + e < number:
                 keys[e] = shared.key[index + e]
 
 
 @macro
-def find_cut(shared, number, k, slack: int, high, low, cut, keys, num_threads: int):
+def make_keys(shared, fresh, number, extremes, keys, num_threads: int):
+    """Turn the entries from `fresh` on into keys; `extremes` become bounds of those of this thread."""
+    tx = T.get_thread_binding()
+    start = fresh // ENTRIES * ENTRIES
+    for step in T.serial(T.ceildiv(number - start, ENTRIES * num_threads)):
+        index = start + (step * num_threads + tx) * ENTRIES
+        load_keys(shared, number, index, keys)
+        for e in T.unroll(ENTRIES):
+            if T.And(index + e >= fresh, index + e < number):
+                keys[e] = order_key(T.reinterpret(keys[e], T.float32))
+                extremes[0] = T.max(extremes[0], keys[e])
+                extremes[1] = T.min(extremes[1], keys[e])
+        if index + ENTRIES <= number:
+            for e in T.vectorized(ENTRIES):
+                shared.key[index + e] = keys[e]
+        else:
+            for e in T.unroll(ENTRIES):
+                if index + e < number:
+                    shared.key[index + e] = keys[e]
+
+
+@macro
+def find_cut(shared, number, k, slack: int, extremes, cut, keys, num_threads: int):
     """Find the cut that keeps the k largest of the list, which has more than k, and at most `slack` others.
 
-    `high` and `low` are bounds of the keys that this thread added.
+    `extremes` are bounds of the keys that this thread made.
     """
     num_warps = num_threads // WARP
     own_bins = BINS // num_threads
     tx = T.get_thread_binding()
     lane, warp = tx % WARP, tx // WARP
+    bins_local = T.alloc_local((own_bins,), T.int32)
     top = T.alloc_var(T.uint32)
     bottom = T.alloc_var(T.uint32)
     shift = T.alloc_var(T.int32, init=0)
@@ -113,8 +140,8 @@ def find_cut(shared, number, k, slack: int, high, low, cut, keys, num_threads: i
     own = T.alloc_var(T.int32, init=0)
     other = T.alloc_var(T.int32, init=0)
     is_open = T.alloc_var(T.int32, init=1)
-    top = T.warp_reduce_max(high)
-    bottom = T.warp_reduce_min(low)
+    top = T.warp_reduce_max(extremes[0])
+    bottom = T.warp_reduce_min(extremes[1])
     if lane == 0:
         shared.extreme[0, warp] = top
         shared.extreme[1, warp] = bottom
@@ -136,16 +163,19 @@ def find_cut(shared, number, k, slack: int, high, low, cut, keys, num_threads: i
                 T.sync_threads()
             for step in T.serial(T.ceildiv(number, ENTRIES * num_threads)):
                 index = (step * num_threads + tx) * ENTRIES
-                load_keys(shared, number, index, keys)
-                for e in T.unroll(ENTRIES):
-                    if index + e < number:  # noqa: SIM102 - the other is not written
-                        if T.And(keys[e] >= cut.edge[0], keys[e] - cut.edge[0] <= bin_mask(cut.bits[0])):
-                            digit = T.cast((keys[e] - cut.edge[0]) >> T.cast(shift, T.uint32), T.int32)
-                            T.atomic_add(shared.histogram[digit], 1)
+                if index < number:
+                    load_keys(shared, number, index, keys)
+                    for e in T.unroll(ENTRIES):
+                        distance = keys[e] - cut.edge[0]  # huge for keys below the edge: no key is above that of inf
+                        digit = T.cast(distance >> T.cast(shift, T.uint32), T.int32)
+                        is_counted = T.And(index + e < number, distance <= bin_mask(cut.bits[0]))
+                        T.atomic_add(shared.histogram[T.if_then_else(is_counted, digit, BINS)], 1)
             T.sync_threads()
+            for i in T.vectorized(own_bins):
+                bins_local[i] = shared.histogram[BINS - own_bins - tx * own_bins + i]
             own = 0
-            for i in T.unroll(own_bins):  # from the highest bin down
-                own += shared.histogram[BINS - 1 - (tx * own_bins + i)]
+            for i in T.unroll(own_bins):
+                own += bins_local[i]
             before = own
             for s in T.unroll(5):
                 other = T.shfl_up(before, 1 << s)
@@ -158,8 +188,8 @@ def find_cut(shared, number, k, slack: int, high, low, cut, keys, num_threads: i
             if lane < warp:
                 other = T.cast(shared.part[0, lane % num_warps], T.int32)
             before += T.warp_reduce_sum(other) - own
-            for i in T.unroll(own_bins):
-                other = shared.histogram[BINS - 1 - (tx * own_bins + i)]
+            for i in T.unroll(own_bins):  # from the highest bin down
+                other = bins_local[own_bins - 1 - i]
                 if T.And(before < cut.need[0], before + other >= cut.need[0]):
                     shared.found[0] = BINS - 1 - (tx * own_bins + i)
                     shared.found[1] = before
@@ -274,6 +304,7 @@ def topk_indices_kernel(
     slack = capacity // 16
     vectors = 2 if num_threads == 512 and width <= 4 else 1  # of a thread in a step
     step_vectors = vectors * num_threads
+    step_columns = step_vectors * width
     stages = 4 if num_threads == 1024 else 4 // vectors
     full = (1 << width) - 1
 
@@ -293,13 +324,13 @@ def topk_indices_kernel(
             key_shared = T.alloc_shared((capacity,), T.uint32)
             column_shared = T.alloc_shared((capacity,), T.int32)
             stage_shared = T.alloc_shared((stages, vectors, num_threads, width), elem)
-            histogram_shared = T.alloc_shared((BINS,), T.int32)
+            histogram_shared = T.alloc_shared((BINS + 4,), T.int32)
             part_shared = T.alloc_shared((2, num_warps), T.uint32)
             extreme_shared = T.alloc_shared((2, num_warps), T.uint32)
             found_shared = T.alloc_shared((3,), T.int32)
             shared = Shared(key_shared, column_shared, histogram_shared, part_shared, extreme_shared, found_shared)
             x_local = T.alloc_local((vectors, width), elem)
-            name_local = T.alloc_local((width,), T.int32)
+            name_local = T.alloc_local((vectors, width), T.int32)
             valid_local, mask_local = T.alloc_local((vectors,), T.uint32), T.alloc_local((vectors,), T.uint32)
             edge_local = T.alloc_local((1,), T.uint32)
             bits_local, need_local = T.alloc_local((1,), T.int32), T.alloc_local((1,), T.int32)
@@ -310,10 +341,10 @@ def topk_indices_kernel(
             kept = Kept(kept_key, kept_column, kept_rank)
             done_local = T.alloc_local((2,), T.int32)
             number = T.alloc_var(T.int32, init=0)
+            fresh = T.alloc_var(T.int32, init=0)
             lowest = T.alloc_var(T.uint32, init=0)  # smaller keys are not among the k largest
             least = T.alloc_var(T.float32, init=0.0)  # the number of this key, once there is one
-            high = T.alloc_var(T.uint32, init=0)
-            low = T.alloc_var(T.uint32, init=0xFFFFFFFF)
+            extreme_local = T.alloc_local((2,), T.uint32)
             passed = T.alloc_var(T.int32)
             earlier = T.alloc_var(T.int32)
             every = T.alloc_var(T.int32)
@@ -332,57 +363,78 @@ def topk_indices_kernel(
                 last = T.min(end[row], num_columns)
             # The vectors of this part, in order: one for each thread, and so on. Variables, lest divisions be repeated.
             aligned = T.alloc_var(T.int32)
-            first_vector = T.alloc_var(T.int32)
-            last_vector = T.alloc_var(T.int32)
+            part_first = T.alloc_var(T.int32)
+            stop = T.alloc_var(T.int32)
             num_steps = T.alloc_var(T.int32)
-            aligned = T.truncdiv(first, width) * width
-            last_vector = T.truncdiv(T.max(last - aligned, 0) + width - 1, width)
-            num_steps = T.truncdiv(last_vector + num_parts - 1, num_parts)
-            first_vector = part * num_steps
-            last_vector = T.min(first_vector + num_steps, last_vector)
-            num_steps = T.truncdiv(T.max(last_vector - first_vector, 0) + step_vectors - 1, step_vectors)
+            aligned = T.truncdiv(first, width) * width if has_start else 0
+            num_steps = T.truncdiv(
+                T.max(last - aligned, 0) + width - 1, width
+            )  # first the vectors of a row, then of a part
+            num_steps = T.truncdiv(num_steps + num_parts - 1, num_parts)
+            part_first = aligned + part * num_steps * width
+            stop = T.min(part_first + num_steps * width, last)
+            num_steps = T.truncdiv(T.max(stop - part_first, 0) + step_columns - 1, step_columns)
 
+            if tx == 0:
+                histogram_shared[BINS] = 0  # a count that nothing reads
+            extreme_local[0] = T.uint32(0)
+            extreme_local[1] = T.uint32(0xFFFFFFFF)
             for step in T.serial(-stages, num_steps):
                 if step >= 0:
                     if copied:
                         T.ptx_wait_group(stages - 1)
-                    for u in T.unroll(vectors):
-                        vector = first_vector + step * step_vectors + u * num_threads + tx
-                        column = aligned + vector * width
-                        if T.And(vector < last_vector, T.And(column >= first, column + width <= last)):
+                    step_first = part_first + step * step_columns
+                    if T.And(step_first >= first, step_first + step_columns <= stop):  # the same for all threads
+                        for u in T.unroll(vectors):
                             valid_local[u] = T.uint32(full)
                             if copied:
                                 for e in T.vectorized(width):
                                     x_local[u, e] = stage_shared[step % stages, u, tx, e]
                             else:
-                                x_local[u, 0] = logits[row, column]
+                                x_local[u, 0] = logits[row, step_first + u * num_threads + tx]
                             if mapped:
+                                vector = T.truncdiv(part_first, width) + step * step_vectors + u * num_threads + tx
                                 for e in T.vectorized(width):  # these rows have no start
-                                    name_local[e] = names[row, vector * width + e]
-                        else:
+                                    name_local[u, e] = names[row, vector * width + e]
+                    else:
+                        for u in T.unroll(vectors):
+                            column = step_first + (u * num_threads + tx) * width
                             valid_local[u] = T.uint32(0)
                             for e in T.unroll(width):
                                 x_local[u, e] = T.cast(0, elem)
-                                name_local[e] = 0
-                                if T.And(vector < last_vector, T.And(column + e >= first, column + e < last)):
+                                name_local[u, e] = 0
+                                if T.And(column + e >= first, column + e < stop):
                                     valid_local[u] = valid_local[u] | T.uint32(1 << e)
-                                    x_local[u, e] = logits[row, column + e]
                                     if mapped:
-                                        name_local[e] = names[row, column + e]
-                        if mapped:
+                                        name_local[u, e] = names[row, column + e]
+                                    if T.And(copied, T.And(column >= first, column + width <= stop)):
+                                        x_local[u, e] = stage_shared[step % stages, u, tx, e]
+                                    else:
+                                        x_local[u, e] = logits[row, column + e]
+                    if mapped:
+                        for u in T.unroll(vectors):
                             for e in T.unroll(width):
-                                if name_local[e] < 0:
+                                if name_local[u, e] < 0:
                                     valid_local[u] = valid_local[u] & ~T.uint32(1 << e)
                 if copied:  # the vectors of a thread pass through memory that no other thread uses
-                    for u in T.unroll(vectors):
-                        vector = first_vector + (step + stages) * step_vectors + u * num_threads + tx
-                        column = aligned + vector * width
-                        if T.And(vector < last_vector, T.And(column >= first, column + width <= last)):
+                    next_first = part_first + (step + stages) * step_columns
+                    if T.And(next_first >= first, next_first + step_columns <= stop):
+                        for u in T.unroll(vectors):
+                            column = next_first + (u * num_threads + tx) * width
                             T.ptx_cp_async(
                                 T.access_ptr(stage_shared[(step + stages) % stages, u, tx, 0], 'w', width),
                                 T.access_ptr(logits[row, column], 'r', width),
                                 width,
                             )
+                    else:
+                        for u in T.unroll(vectors):
+                            column = next_first + (u * num_threads + tx) * width
+                            if T.And(column >= first, column + width <= stop):
+                                T.ptx_cp_async(
+                                    T.access_ptr(stage_shared[(step + stages) % stages, u, tx, 0], 'w', width),
+                                    T.access_ptr(logits[row, column], 'r', width),
+                                    width,
+                                )
                     T.ptx_commit_group()
                 is_full = T.if_then_else(step >= 0, 1, 0)
                 while is_full != 0:
@@ -409,22 +461,19 @@ def topk_indices_kernel(
                     if number + (every & 0xFFFF) + (every >> 16) <= capacity:
                         # Append them to the list, in the order of columns.
                         for u in T.unroll(vectors):
-                            column = aligned + (first_vector + step * step_vectors + u * num_threads + tx) * width
-                            if mask_local[u] != T.uint32(0):
-                                place = number + ((earlier >> (16 * u)) & 0xFFFF)
-                                for e in T.unroll(width):
-                                    if (mask_local[u] & T.uint32(1 << e)) != T.uint32(0):
-                                        key = order_key(T.cast(x_local[u, e], T.float32))
-                                        high = T.max(high, key)
-                                        low = T.min(low, key)
-                                        key_shared[place] = key
-                                        column_shared[place] = column + e
-                                        place += 1
+                            column = part_first + step * step_columns + (u * num_threads + tx) * width
+                            place = number + ((earlier >> (16 * u)) & 0xFFFF)
+                            for e in T.unroll(width):
+                                if (mask_local[u] & T.uint32(1 << e)) != T.uint32(0):
+                                    key_shared[place] = T.reinterpret(T.cast(x_local[u, e], T.float32), T.uint32)
+                                    column_shared[place] = column + e
+                                    place += 1
                             number += (every >> (16 * u)) & 0xFFFF
                         is_full = 0
                     else:
                         # The list has no room: cut it, and try again.
-                        find_cut(shared, number, k, slack, high, low, cut, kept_key, num_threads)
+                        make_keys(shared, fresh, number, extreme_local, kept_key, num_threads)
+                        find_cut(shared, number, k, slack, extreme_local, cut, kept_key, num_threads)
                         done_local[0] = 0
                         done_local[1] = 0
                         for turn in T.serial(T.ceildiv(number, ENTRIES * num_threads)):
@@ -436,8 +485,9 @@ def topk_indices_kernel(
                         # Of equal keys the earlier ones are in the list already.
                         lowest = cut.edge[0] + T.if_then_else(cut.bits[0] == 0, T.uint32(1), T.uint32(0))
                         least = value_of(lowest)
-                        low = cut.edge[0]
+                        extreme_local[1] = cut.edge[0]
                         number = cut.kept[0]
+                        fresh = number
                         T.sync_threads()
 
             T.sync_threads()
@@ -445,7 +495,8 @@ def topk_indices_kernel(
             bits_local[0] = 0
             need_local[0] = k
             if number > k:
-                find_cut(shared, number, k, 0, high, low, cut, kept_key, num_threads)
+                make_keys(shared, fresh, number, extreme_local, kept_key, num_threads)
+                find_cut(shared, number, k, 0, extreme_local, cut, kept_key, num_threads)
             done_local[0] = 0
             done_local[1] = 0
             for turn in T.serial(T.ceildiv(number, ENTRIES * num_threads)):
