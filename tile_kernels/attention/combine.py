@@ -20,7 +20,7 @@ from tile_kernels.attention._checks import HALVES
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T
+from tile_kernels.core.lang import T, macro
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
 
@@ -31,6 +31,15 @@ LN2, LOG2E = math.log(2), math.log2(math.e)
 DTYPES = (torch.float32, *HALVES)
 
 # Kernel -------------------------------------------------------------------------------------
+
+
+@macro
+def load_parts(out_partial, row, first, last, column, x):
+    """Load a vector of `AHEAD` parts from `first` on; those from `last` on repeat another."""
+    width = x.shape[0] // AHEAD
+    for i in T.unroll(AHEAD):
+        for e in T.vectorized(width):
+            x[i * width + e] = out_partial[T.min(first + i, last - 1), row, column + e]
 
 
 @kernel(pass_configs={'TL_ENABLE_LOWER_LDGSTG': True})
@@ -147,9 +156,7 @@ def combine_kernel(value_dim: int, dtype: torch.dtype, out_dtype: torch.dtype, s
                 for e in T.unroll(width):
                     acc[e] = 0.0
                 for step in T.serial(T.ceildiv(num_parts, AHEAD)):
-                    for i in T.unroll(AHEAD):
-                        for e in T.vectorized(width):
-                            x[i * width + e] = out_partial[T.min(step * AHEAD + i, num_parts - 1), row, column + e]
+                    load_parts(out_partial, row, step * AHEAD, num_parts, column, x)
                     for i in T.unroll(AHEAD):
                         if step * AHEAD + i < num_parts:  # noqa: SIM102 - the second condition reads
                             if lse_partial[step * AHEAD + i, row] != -inf:
@@ -171,7 +178,7 @@ def combine_kernel(value_dim: int, dtype: torch.dtype, out_dtype: torch.dtype, s
     return combine
 
 
-@kernel()
+@kernel(pass_configs={'TL_ENABLE_LOWER_LDGSTG': True})
 def combine_many_kernel(value_dim: int, dtype: torch.dtype, out_dtype: torch.dtype, sink_dtype: torch.dtype | None):
     """One thread block for a row of many parts."""
     num_parts, num_rows, num_heads = T.dynamic('num_parts'), T.dynamic('num_rows'), T.dynamic('num_heads')
@@ -204,7 +211,11 @@ def combine_many_kernel(value_dim: int, dtype: torch.dtype, out_dtype: torch.dty
             top_shared = T.alloc_shared((threads // 32,), T.float32)
             total_shared = T.alloc_shared((owners,), T.float32)
             acc_shared = T.alloc_shared((owners, value_dim), T.float32)
+            every = T.ceildiv(num_parts, owners)
+            first, last = owner * every, T.min((owner + 1) * every, num_parts)
             T.pdl_sync()
+            if T.And(owner < owners, first < last):  # these are in flight while the weights are found
+                load_parts(out_partial, row, first, last, column, x)
             for step in T.serial(T.ceildiv(num_parts, threads)):
                 if step * threads + thread < num_parts:
                     top = T.max(top, lse_partial[step * threads + thread, row])
@@ -218,13 +229,10 @@ def combine_many_kernel(value_dim: int, dtype: torch.dtype, out_dtype: torch.dty
                 top = 0.0  # every part is empty, or NaN
             for e in T.unroll(width):
                 acc[e] = 0.0
-            every = T.ceildiv(num_parts, owners)
-            first, last = owner * every, T.min((owner + 1) * every, num_parts)
             if owner < owners:
                 for step in T.serial(T.ceildiv(T.max(last - first, 0), AHEAD)):
-                    for i in T.unroll(AHEAD):
-                        for e in T.vectorized(width):
-                            x[i * width + e] = out_partial[T.min(first + step * AHEAD + i, last - 1), row, column + e]
+                    if step > 0:
+                        load_parts(out_partial, row, first + step * AHEAD, last, column, x)
                     for i in T.unroll(AHEAD):
                         if first + step * AHEAD + i < last:  # noqa: SIM102 - the second condition reads
                             if lse_partial[first + step * AHEAD + i, row] != -inf:
