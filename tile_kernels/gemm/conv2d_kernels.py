@@ -179,6 +179,7 @@ def conv2d_sm90_kernel(
         with T.Kernel(T.ceildiv(n, block_n), T.ceildiv(batch * out_h * out_w, block_m), threads=threads) as (bx, by):
             x_shared = T.alloc_shared((stages, block_m, BLOCK_K), elem)
             w_shared = T.alloc_shared((stages, block_n, BLOCK_K), elem)
+            y_shared = T.alloc_shared((block_m, block_n + LANES), elem)
             acc_frag = T.alloc_fragment((block_m, block_n), T.float32)
             place = T.alloc_local((block_m * VECTORS // threads, 3), T.int32)
             over_h = div_h if divided else 1
@@ -223,9 +224,16 @@ def conv2d_sm90_kernel(
             if bias_dtype is not None:
                 for i, j in T.Parallel(block_m, block_n):
                     acc_frag[i, j] = acc_frag[i, j] + T.cast(bias[T.min(column + j, n - 1)], T.float32)
+            T.sync_threads()  # y_shared may lie where the tiles were
             for i, j in T.Parallel(block_m, block_n):
-                if first + i < pixels and column + j < n:
-                    flat[first + i, column + j] = acc_frag[i, j]
+                y_shared[i, j] = acc_frag[i, j]
+            T.sync_threads()
+            for i in T.unroll(block_m * block_n // LANES // threads):
+                index = i * threads + T.get_thread_binding()
+                row, vector = index // (block_n // LANES), index % (block_n // LANES) * LANES
+                if first + row < pixels and column + vector < n:
+                    for e in T.vectorized(LANES):
+                        flat[first + row, column + vector + e] = y_shared[row, vector + e]
 
     return conv2d_sm90
 

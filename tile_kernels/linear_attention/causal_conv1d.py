@@ -47,12 +47,15 @@ PASS_CONFIGS = {'TL_DISABLE_SAFE_MEMORY_ACCESS': True, 'TL_ENABLE_LOWER_LDGSTG':
 
 def choose(*static: Any) -> dict:
     """16-byte accesses; more taps leave registers for fewer tokens."""
-    return dict(width=8, ahead=8 if static[0] <= 4 else 4, steps=4, warps=4, resident=16)
+    return dict(width=8, ahead=8 if static[0] <= 4 else 4, steps=2, warps=4, resident=16)
 
 
 def choose_bwd(*static: Any) -> dict:
-    """Long walks: few halos and few partial sums. Narrower accesses leave registers for the sums."""
-    return dict(width=4, ahead=8 if static[0] <= 4 else 4, steps=8 if static[0] <= 4 else 16, warps=4, resident=16)
+    """Long walks of large tensors: few halos and few partial sums. Narrower accesses leave registers for the sums."""
+    taps, size = static[0], static[-1]
+    walk = 128 if size >= 1 << 27 else 64
+    ahead = 8 if taps <= 4 else 4
+    return dict(width=4, ahead=ahead, steps=walk // ahead, warps=4, resident=16)
 
 
 # Kernels ------------------------------------------------------------------------------------
@@ -252,7 +255,7 @@ def causal_conv1d_kernel(
 
 @kernel(
     choose=choose_bwd,
-    space=dict(width=(4, 8), ahead=(4, 8), steps=(4, 8, 16), warps=(2, 4), resident=(12, 16)),
+    space=dict(width=(4, 8), ahead=(4, 8), steps=(8, 16, 32), warps=(2, 4), resident=(12, 16)),
     fixed='width ahead steps warps',
     pass_configs=PASS_CONFIGS,
 )
