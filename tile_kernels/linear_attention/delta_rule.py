@@ -9,8 +9,8 @@ In chunks, with G the sum of gates since the start of the chunk and S the state 
     u = (1 + A)^-1 beta (v - e^G k S),      o = scale (e^G q S + P u),      S' = e^{G_C} S + (e^{G_C - G} k)^T u
 
 g is one number for a token and value head, or one for every channel of k (KDA). Every decay is one exponential of a
-difference that is not positive. The kernels are in `delta_rule_kernels` and `delta_rule_bwd_kernels`. They run on every
-GPU by mma; none has run them yet. Compute bound for many heads, bound by the length of the chain for few.
+difference that is not positive. The kernels are in `delta_rule_kernels` and `delta_rule_bwd_kernels`, which run on every
+GPU by mma, and in `delta_rule_sm90_kernels`. Compute bound for many heads, bound by the length of the chain for few.
 """
 
 from typing import Any
@@ -497,7 +497,9 @@ SMOKE = (
     + grid(tokens=[65], chunk=[64], keys=['long'], gate=['none'])
     + grid(tokens=[20], heads=[(1, 2)], dims=[(48, 16)], gate=['drop'], channels=[True], state=[F32], form=[1])
     + grid(tokens=[(0, 1, 0, 35)], channels=[True], chunk=[32], behind=[3])
+    + grid(tokens=[(0, 65, 3)], heads=[(1, 2)], dims=[(48, 80)], channels=[True], chunk=[64], behind=[3])
 )
+PIECES = grid(tokens=[600], dims=[(32, 48)], chunk=[32], gate=['weak'], state=[F32], output_final_state=[True])
 D64, D128 = (64, 64), (128, 128)
 FULL = (
     grid(tokens=[1, 63, 64, 65, 4097], heads=[(2, 6)], dims=[D128], chunk=[64], output_final_state=[True])
@@ -537,7 +539,7 @@ def _make(output_final_state: bool = False, **case: Any) -> dict:
     return random_delta(**case) | dict(output_final_state=output_final_state)
 
 
-delta_rule.cases(make=_make, match=BOUNDS, smoke=SMOKE, full=FULL, bench=BENCH, flops=delta_products)
+delta_rule.cases(make=_make, match=BOUNDS, smoke=SMOKE + PIECES, full=FULL, bench=BENCH, flops=delta_products)
 
 
 def _make_bwd(output_final_state: bool = False, **case: Any) -> dict:

@@ -34,6 +34,7 @@ from tile_kernels.linear_attention.delta_rule_kernels import (
 
 #: Every index is in bounds by what the kernels say themselves; barriers are by hand.
 BY_HAND = {
+    'TL_ENABLE_FAST_MATH': True,
     'TL_DISABLE_SAFE_MEMORY_ACCESS': True,
     'TL_DISABLE_THREAD_STORAGE_SYNC': True,
     'TL_DISABLE_SHARED_MEMORY_REUSE': True,
@@ -95,7 +96,8 @@ def invert_blocks(lower_shared, inverse_shared):
 @macro
 def store_square(x_shared, x, index, head, threads: int):
     """Store what a chunk has for every pair of its rows, 16 bytes a thread."""
-    size, vectors = x_shared.shape[0], x_shared.shape[1] // 8
+    size = x_shared.shape[0]
+    vectors = size // 8
     for r in T.unroll(size * vectors // threads):
         at = r * threads + T.get_thread_binding()
         i, j = at // vectors, at % vectors * 8
@@ -105,7 +107,7 @@ def store_square(x_shared, x, index, head, threads: int):
 
 @macro
 def split_lower(products, lower_shared, off_shared, blocks_shared):
-    """Spread A: blocks of 16 on the diagonal in float32, the others in the dtype of q, and zeros around inverses."""
+    """Spread A: blocks of 16 on the diagonal in float32, the others in the dtype of q, and zeros for inverses."""
     size, elem = products.shape[0], off_shared.dtype
     for i, j in T.Parallel(size, size):
         if T.truncdiv(i, 16) == T.truncdiv(j, 16):
@@ -114,8 +116,7 @@ def split_lower(products, lower_shared, off_shared, blocks_shared):
         near = T.truncdiv(i, 16) == T.truncdiv(j, 16)
         off_shared[i, j] = T.if_then_else(near, T.cast(0.0, elem), T.cast(products[i, j], elem))
     for i, j in T.Parallel(size, size):
-        if T.truncdiv(i, 16) != T.truncdiv(j, 16):
-            blocks_shared[i, j] = T.cast(0.0, elem)
+        blocks_shared[i, j] = T.cast(0.0, elem)
 
 
 @macro
@@ -173,7 +174,7 @@ def delta_scores_sm90_kernel(
             blocks_shared = T.alloc_shared((chunk, chunk), elem)
             first_shared = T.alloc_shared((chunk, chunk), elem)
             second_shared = T.alloc_shared((chunk, chunk), elem)
-            scores_shared = T.alloc_shared((chunk, chunk), elem)
+            scores_shared = T.alloc_shared((chunk, chunk + PAD), elem)
             sum_shared = T.alloc_shared((chunk,), T.float32)
             beta_shared = T.alloc_shared((chunk,), T.float32)
             pairs = T.alloc_fragment((chunk, chunk), T.float32)
@@ -318,8 +319,8 @@ def delta_channel_scores_sm90_kernel(
             T.annotate_min_blocks_per_sm(2)
             for stride in q_strides + k_strides:
                 T.assume(stride % 8 == 0)
-            q_shared = T.alloc_shared((chunk, wide), elem)
-            k_shared = T.alloc_shared((chunk, wide), elem)
+            q_shared = T.alloc_shared((1, chunk, wide), elem)
+            k_shared = T.alloc_shared((1, chunk, wide), elem)
             gates_shared = T.alloc_shared((chunk, wide), T.float32)
             lower_shared = T.alloc_shared((chunk, 16), T.float32)
             blocks_shared = T.alloc_shared((chunk, chunk), elem)
@@ -329,32 +330,27 @@ def delta_channel_scores_sm90_kernel(
             beta_shared = T.alloc_shared((chunk,), T.float32)
             q_rows = T.alloc_fragment((chunk, wide), elem)
             k_rows = T.alloc_fragment((chunk, wide), elem)
-            pairs = T.alloc_fragment((chunk, chunk), T.float32)
-            key_pairs = T.alloc_fragment((chunk, chunk), T.float32)
             acc = T.alloc_fragment((chunk, chunk), T.float32)
             thread = T.get_thread_binding()
             own = find_chunk(cu_seqlens, index, num_sequences, bits, num_tokens, chunk, packed)
             head = T.alloc_var(T.int32)
             head = T.truncdiv(value_head, T.truncdiv(value_heads, heads))
             if T.And(own.rows > 0, own.sequence < num_sequences):
-                zero = T.cast(0.0, elem)
-                for i, d in T.Parallel(chunk, wide):
-                    inside = T.And(i < own.rows, T.truncdiv(d, 8) * 8 < dim)
-                    q_rows[i, d] = T.if_then_else(inside, q[own.batch, own.first + i, head, d], zero)
-                for i, d in T.Parallel(chunk, wide):
-                    inside = T.And(i < own.rows, T.truncdiv(d, 8) * 8 < dim)
-                    k_rows[i, d] = T.if_then_else(inside, k[own.batch, own.first + i, head, d], zero)
+                fetch_rows(q, own.batch, own.first, head, own.rows, 0, q_shared, 0, threads)
+                fetch_rows(k, own.batch, own.first, head, own.rows, 0, k_shared, 0, threads)
+                T.ptx_commit_group()
                 if thread < chunk:
                     given = beta[own.batch, own.first + T.min(thread, own.rows - 1), value_head]
                     beta_shared[thread] = T.if_then_else(thread < own.rows, beta_of(given, form), T.float32(0.0))
-                for i, d in T.Parallel(chunk, wide):
-                    q_shared[i, d] = q_rows[i, d]
-                for i, d in T.Parallel(chunk, wide):
-                    k_shared[i, d] = k_rows[i, d]
                 sum_channels(g, own.batch, own.first, value_head, own.rows, g_sum, gates_shared, threads)
+                T.ptx_wait_group(0)
                 T.fence_proxy_async()
                 T.sync_threads()
-                T.wgmma_gemm(q_shared, k_shared, acc, transpose_B=True, clear_accum=True)
+                T.wgmma_gemm(q_shared[0, :, :], k_shared[0, :, :], acc, transpose_B=True, clear_accum=True)
+                for i, d in T.Parallel(chunk, wide):
+                    q_rows[i, d] = q_shared[0, i, d]
+                for i, d in T.Parallel(chunk, wide):
+                    k_rows[i, d] = k_shared[0, i, d]
                 T.wait_wgmma(0)
                 for i, d in T.Parallel(chunk, wide):
                     if T.And(i < own.rows, T.truncdiv(d, 8) * 8 < dim):
@@ -373,32 +369,37 @@ def delta_channel_scores_sm90_kernel(
                             elem,
                         )
                 for i, j in T.Parallel(chunk, chunk):
-                    pairs[i, j] = T.if_then_else(i == j, acc[i, j], T.float32(0.0))
-                T.clear(key_pairs)
+                    second_shared[i, j] = T.cast(T.if_then_else(i == j, acc[i, j], T.float32(0.0)), elem)
+                for i, j in T.Parallel(chunk, chunk):
+                    first_shared[i, j] = T.cast(0.0, elem)
+                for i, j in T.Parallel(chunk, chunk):
+                    blocks_shared[i, j] = T.cast(0.0, elem)
                 for level in T.serial(levels):
                     T.sync_threads()
                     for i, d in T.Parallel(chunk, wide):
-                        q_shared[i, d] = T.cast(
+                        q_shared[0, i, d] = T.cast(
                             T.cast(q_rows[i, d], T.float32) * T.__exp(meeting_power(gates_shared, i, d, level)), elem
                         )
-                        k_shared[i, d] = T.cast(
+                        k_shared[0, i, d] = T.cast(
                             T.cast(k_rows[i, d], T.float32) * T.__exp(meeting_power(gates_shared, i, d, level)), elem
                         )
                     T.fence_proxy_async()
                     T.sync_threads()
-                    T.wgmma_gemm(q_shared, k_shared, acc, transpose_B=True, clear_accum=True)
+                    T.wgmma_gemm(q_shared[0, :, :], k_shared[0, :, :], acc, transpose_B=True, clear_accum=True)
                     T.wait_wgmma(0)
                     for i, j in T.Parallel(chunk, chunk):
-                        pairs[i, j] = T.if_then_else(meets(i, j, level), acc[i, j], pairs[i, j])
-                    T.wgmma_gemm(k_shared, k_shared, acc, transpose_B=True, clear_accum=True)
+                        if meets(i, j, level):
+                            second_shared[i, j] = T.cast(acc[i, j], elem)
+                    T.wgmma_gemm(k_shared[0, :, :], k_shared[0, :, :], acc, transpose_B=True, clear_accum=True)
                     T.wait_wgmma(0)
-                    for i, j in T.Parallel(chunk, chunk):
-                        key_pairs[i, j] = T.if_then_else(meets(i, j, level), acc[i, j], key_pairs[i, j])
-                for i, j in T.Parallel(chunk, chunk):
-                    second_shared[i, j] = T.cast(pairs[i, j], elem)
-                for i, j in T.Parallel(chunk, chunk):
-                    key_pairs[i, j] = key_pairs[i, j] * beta_shared[i]
-                split_lower(key_pairs, lower_shared, first_shared, blocks_shared)
+                    if level < 4:  # blocks of 16 on the diagonal of A
+                        for i, j in T.Parallel(chunk, chunk):
+                            if meets(i, j, level):
+                                lower_shared[j, T.truncmod(i, 16)] = acc[i, j] * beta_shared[i]
+                    else:
+                        for i, j in T.Parallel(chunk, chunk):
+                            if meets(i, j, level):
+                                first_shared[i, j] = T.cast(acc[i, j] * beta_shared[i], elem)
                 T.sync_threads()
                 invert_blocks(lower_shared, blocks_shared)
                 store_square(second_shared, scores, index, value_head, threads)
