@@ -30,7 +30,7 @@ from tile_kernels.attention.mla_decode_kernels import (
     WRONG,
     find_keys,
 )
-from tile_kernels.attention.pack_mla_cache import GROUP, GROUPS, LATENT, ROTARY
+from tile_kernels.attention.pack_mla_cache import GROUP, GROUPS, LATENT, ROTARY, TOKEN_BYTES
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, macro
 from tile_kernels.device.softmax import finite_top
@@ -43,7 +43,7 @@ LEFT, RIGHT = 0, 1
 #: The blocks of a pair and their halves in the order in which they are freed and loaded.
 ORDER = (0, LEFT), (1, RIGHT), (0, RIGHT), (1, LEFT)
 CODES = 16  # of a 16-byte access
-MOST_ORDERED = 384  # sequences that are processed by falling length
+MOST_ORDERED = 3 * WARPGROUP  # sequences that are processed by falling length
 #: Registers of a thread of the warpgroup that loads, and of those that multiply; together those of an SM. The loading
 #: warpgroup holds the codes of half a block.
 LOADING_REGISTERS, MULTIPLYING_REGISTERS = 88, 208
@@ -51,10 +51,15 @@ LOADING_REGISTERS, MULTIPLYING_REGISTERS = 88, 208
 #: each of the others.
 TOP_FIRST, TOP_SECOND, WEIGHT_FIRST, WEIGHT_SECOND, SUMS, LOADING, ALONE = 8, 9, 10, 11, 12, 13, 14
 
-#: Instructions for denormals would be half of those of a softmax.
-FAST_EXP2 = """
+#: Powers of two without instructions for denormals, which would be half of those of a softmax; and a prefetch to L2.
+FUNCTIONS = """
 static __device__ __forceinline__ float ex2_approx(float x) {
   float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y;
+}
+static __device__ __forceinline__ void prefetch_lines(const void *start, int number) {
+#pragma unroll
+  for (int i = 0; i < number; ++i)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(reinterpret_cast<const char *>(start) + 128 * i));
 }
 """
 
@@ -72,13 +77,18 @@ def longest_first(lengths, unit, tokens, batch, order_shared):
     if batch > 1 and batch <= MOST_ORDERED:
         thread = T.get_thread_binding()
         place = T.alloc_var(T.int32, init=0)
+        own = T.alloc_var(T.int32, init=-1)
+        others = T.alloc_local((4,), T.int32)
         wanted = T.truncdiv(unit, tokens)
-        if thread < batch:
-            order_shared[thread] = lengths[thread]
+        if thread < batch:  # different numbers for all
+            own = T.min(T.max(lengths[thread], 0) // (2 * KEYS), 1 << 21) * 512 + 511 - thread
+        order_shared[thread] = own
         T.sync_threads()
-        if thread < batch:
-            for i in T.serial(batch):
-                if order_shared[i] > order_shared[thread] or (i < thread and order_shared[i] == order_shared[thread]):
+        for i in T.serial(T.truncdiv(batch + 3, 4)):
+            for e in T.vectorized(4):
+                others[e] = order_shared[i * 4 + e]
+            for e in T.unroll(4):
+                if others[e] > own:
                     place += 1
         T.sync_threads()
         if thread < batch and place == wanted:
@@ -103,8 +113,8 @@ def read_entry(table, listed, num_keys, pair, page_size, keys: str):
 
 
 @macro
-def place_keys(entry, num_keys, pair, page_size, num_pages, keys: str, page_shared, offset_shared, slot):
-    """Store page and offset of every key of a pair of blocks; a negative page is no key."""
+def place_keys(entry, latent, pair, page_size, num_pages, keys: str, page_shared, offset_shared, slot, lines: int):
+    """Store page and offset of every key of a pair of blocks; a negative page is no key. Prefetch lines of keys to L2."""
     thread = T.get_thread_binding() - 2 * WARPGROUP
     key = pair * (2 * KEYS) + thread
     page = T.alloc_var(T.int32, init=-1)
@@ -122,17 +132,38 @@ def place_keys(entry, num_keys, pair, page_size, num_pages, keys: str, page_shar
     page_shared[slot, thread] = page
     offset_shared[slot, thread] = T.if_then_else(page < 0, 0, found)
     T.sync_threads(LOADING, WARPGROUP)
+    if lines:  # noqa: SIM102 - known when the kernel is built
+        if page >= 0:
+            T.evaluate(T.call_extern('handle', 'prefetch_lines', T.address_of(latent[page, found, 0]), lines))
 
 
 @macro
-def load_half(latent, page_shared, offset_shared, slot, kv_shared, full, which: int, half: int, boxed: bool):
+def find_boxes(page_shared, offset_shared, slot, page_of, offset_of):
+    """Page and offset of the blocks of a pair; a block that lacks keys, which all are in one page, has page -1."""
+    for which in T.unroll(2):
+        page_of[which] = T.min(page_shared[slot, which * KEYS], page_shared[slot, which * KEYS + KEYS - 1])
+        offset_of[which] = offset_shared[slot, which * KEYS]
+
+
+@macro
+def end_rows(boxed: bool):
+    """A reader that expects TMA needs no fence: rows must be there, and visible to wgmma, when this thread arrives."""
+    if boxed:
+        T.ptx_commit_group()
+        T.ptx_wait_group(0)
+        T.fence_proxy_async()
+
+
+@macro
+def load_half(
+    latent, page_shared, offset_shared, slot, page_of, offset_of, kv_shared, full, which: int, half: int, boxed: bool
+):
     """Start to copy half of the columns of a block: a whole block by TMA if it has a page, else a row by a warp."""
     thread = T.get_thread_binding() - 2 * WARPGROUP
     column = thread % 32 * VECTOR
-    if boxed and page_shared[slot, which * KEYS + KEYS - 1] >= 0:
-        page, offset = page_shared[slot, which * KEYS], offset_shared[slot, which * KEYS]
+    if boxed and page_of[which] >= 0:
         T.tma_copy(
-            latent[page, offset : offset + KEYS, half * HALF : (half + 1) * HALF],
+            latent[page_of[which], offset_of[which] : offset_of[which] + KEYS, half * HALF : (half + 1) * HALF],
             kv_shared[which, half, :, :],
             barrier=full[which],
         )
@@ -147,6 +178,7 @@ def load_half(latent, page_shared, offset_shared, slot, kv_shared, full, which: 
                 VECTOR,
                 page_shared[slot, j] >= 0,
             )
+        end_rows(boxed)
 
 
 @macro
@@ -187,13 +219,18 @@ def store_codes(codes, scales, kv_shared, which: int, half: int, batch: int):
 
 
 @macro
-def load_rotary(rotary, page_shared, offset_shared, slot, rotary_shared, full, which: int, boxed: bool):
+def load_rotary(
+    rotary, page_shared, offset_shared, slot, page_of, offset_of, rotary_shared, full, which: int, boxed: bool
+):
     """Start to copy the rotary channels of a block."""
     thread = T.get_thread_binding() - 2 * WARPGROUP
     column = thread % 8 * VECTOR
-    if boxed and page_shared[slot, which * KEYS + KEYS - 1] >= 0:
-        page, offset = page_shared[slot, which * KEYS], offset_shared[slot, which * KEYS]
-        T.tma_copy(rotary[page, offset : offset + KEYS, 0:ROTARY], rotary_shared[which, :, :], barrier=full[which])
+    if boxed and page_of[which] >= 0:
+        T.tma_copy(
+            rotary[page_of[which], offset_of[which] : offset_of[which] + KEYS, 0:ROTARY],
+            rotary_shared[which, :, :],
+            barrier=full[which],
+        )
     else:
         for step in T.unroll(KEYS // 16):
             j = which * KEYS + step * 16 + thread // 8
@@ -203,6 +240,7 @@ def load_rotary(rotary, page_shared, offset_shared, slot, rotary_shared, full, w
                 VECTOR,
                 page_shared[slot, j] >= 0,
             )
+        end_rows(boxed)
 
 
 @macro
@@ -213,6 +251,14 @@ def finish(full, which: int, widened: bool, copied: bool):
     if widened:
         T.fence_proxy_async()
     T.mbarrier_arrive(full[which])
+
+
+@macro
+def wait_full(full, which: int, step, copied: bool):
+    """Wait for half of a block; what cp.async has copied becomes visible to wgmma by a fence of the reader."""
+    T.mbarrier_wait_parity(full[which], step & 1)
+    if copied:
+        T.fence_proxy_async()
 
 
 @macro
@@ -331,7 +377,7 @@ def mla_decode_hopper_kernel(
         scale: T.float32,
     ):
         with T.Kernel(T.ceildiv(heads, ROWS) * num_units, num_splits, threads=3 * WARPGROUP) as (pid, part):
-            T.import_source(FAST_EXP2)
+            T.import_source(FUNCTIONS)
             for stride in q_strides + rotary_strides:
                 T.assume(stride % VECTOR == 0)
             for stride in latent_strides:
@@ -342,6 +388,7 @@ def mla_decode_hopper_kernel(
             rotary_shared = T.alloc_shared((2, KEYS, ROTARY), elem)  # then the weights of the block, (rows, keys)
             page_shared = T.alloc_shared((2, 2 * KEYS), T.int32)  # of a pair of blocks and of the next
             offset_shared = T.alloc_shared((2, 2 * KEYS), T.int32)
+            page_of, offset_of = T.alloc_local((2,), T.int32), T.alloc_local((2,), T.int32)
             if fp8:
                 codes = T.alloc_local((2, 4, CODES), latent.dtype)
                 scales = T.alloc_local((2, 4), T.float32)
@@ -399,7 +446,7 @@ def mla_decode_hopper_kernel(
                 )
                 T.barrier_arrive(q_full[0])
                 entry = read_entry(table, listed, num_keys, first, page_size, keys)
-                place_keys(entry, num_keys, first, page_size, pages, keys, page_shared, offset_shared, 0)
+                place_keys(entry, latent, first, page_size, pages, keys, page_shared, offset_shared, 0, 0)
                 following = T.alloc_var(T.int32)
                 following = read_entry(table, listed, num_keys, first + 1, page_size, keys)
                 if fp8:
@@ -408,13 +455,24 @@ def mla_decode_hopper_kernel(
                 for step in T.serial(last - first):
                     parity = (step & 1) ^ 1
                     slot = step & 1
+                    if keys == BOXED:
+                        find_boxes(page_shared, offset_shared, slot, page_of, offset_of)
                     for turn in (0, 1, 2, 3):
                         which, half = ORDER[turn]
                         T.mbarrier_wait_parity(free[half][which], parity)
                         if turn == 1:
                             pair = first + step + 1
                             place_keys(
-                                following, num_keys, pair, page_size, pages, keys, page_shared, offset_shared, slot ^ 1
+                                following,
+                                latent,
+                                pair,
+                                page_size,
+                                pages,
+                                keys,
+                                page_shared,
+                                offset_shared,
+                                slot ^ 1,
+                                TOKEN_BYTES // 128 + 1 if fp8 else 2 * (LATENT + ROTARY) // 128,
                             )
                             following = read_entry(table, listed, num_keys, pair + 1, page_size, keys)
                         if fp8:
@@ -439,6 +497,8 @@ def mla_decode_hopper_kernel(
                                 page_shared,
                                 offset_shared,
                                 slot,
+                                page_of,
+                                offset_of,
                                 kv_shared,
                                 full[half],
                                 which,
@@ -451,6 +511,8 @@ def mla_decode_hopper_kernel(
                                 page_shared,
                                 offset_shared,
                                 slot,
+                                page_of,
+                                offset_of,
                                 rotary_shared,
                                 full[half],
                                 which,
@@ -465,13 +527,11 @@ def mla_decode_hopper_kernel(
                 T.clear(acc[0])
                 T.mbarrier_wait_parity(q_full[0], 0)
                 for step in T.serial(last - first):
-                    T.mbarrier_wait_parity(full[LEFT][0], step & 1)
-                    T.fence_proxy_async()
+                    wait_full(full[LEFT], 0, step, keys != BOXED and not fp8)
                     T.wgmma_gemm(
                         q_shared[LEFT, :, :], kv_shared[0, LEFT, :, :], scores[0], transpose_B=True, clear_accum=True
                     )
-                    T.mbarrier_wait_parity(full[RIGHT][0], step & 1)
-                    T.fence_proxy_async()
+                    wait_full(full[RIGHT], 0, step, keys != BOXED)
                     T.wgmma_gemm(q_shared[RIGHT, :, :], kv_shared[0, RIGHT, :, :], scores[0], transpose_B=True)
                     T.wgmma_gemm(q_rotary_shared, rotary_shared[0, :, :], scores[0], transpose_B=True)
                     T.wait_wgmma(0)
@@ -509,6 +569,8 @@ def mla_decode_hopper_kernel(
                     T.wgmma_gemm(rotary_shared[1, :, :], kv_shared[1, LEFT, :, :], acc[0])
                     T.wait_wgmma(0)
                     T.mbarrier_arrive(free[LEFT][1])
+                if split:
+                    T.pdl_trigger()  # blocks of the merge may start; they wait for the end of this kernel
                 share_sums(total[0], sum_shared, 0)
                 store_logs(
                     top[0], total[0], lse, max_logits, part, own_batch, own_token, row, is_wrong, logits, nothing
@@ -538,13 +600,11 @@ def mla_decode_hopper_kernel(
                 T.clear(acc[1])
                 T.mbarrier_wait_parity(q_full[0], 0)
                 for step in T.serial(last - first):
-                    T.mbarrier_wait_parity(full[RIGHT][1], step & 1)
-                    T.fence_proxy_async()
+                    wait_full(full[RIGHT], 1, step, keys != BOXED and not fp8)
                     T.wgmma_gemm(
                         q_shared[RIGHT, :, :], kv_shared[1, RIGHT, :, :], scores[1], transpose_B=True, clear_accum=True
                     )
-                    T.mbarrier_wait_parity(full[LEFT][1], step & 1)
-                    T.fence_proxy_async()
+                    wait_full(full[LEFT], 1, step, keys != BOXED)
                     T.wgmma_gemm(q_shared[LEFT, :, :], kv_shared[1, LEFT, :, :], scores[1], transpose_B=True)
                     T.wgmma_gemm(q_rotary_shared, rotary_shared[1, :, :], scores[1], transpose_B=True)
                     T.wait_wgmma(0)
@@ -575,6 +635,8 @@ def mla_decode_hopper_kernel(
                     T.mbarrier_arrive(free[RIGHT][1])
                     T.wait_wgmma(0)
                     T.mbarrier_arrive(free[RIGHT][0])
+                if split:
+                    T.pdl_trigger()  # blocks of the merge may start; they wait for the end of this kernel
                 share_sums(total[1], sum_shared, 1)
                 store_half(
                     acc[1],

@@ -486,6 +486,7 @@ def mla_merge_kernel(dtype: torch.dtype, sink_dtype: torch.dtype | None):
             total = T.alloc_var(T.float32, init=0.0)
             weight = T.alloc_var(T.float32)
             factor = T.alloc_var(T.float32)
+            T.pdl_sync()
             for step in T.serial(T.truncdiv(num_parts + 31, 32)):
                 if step * 32 + lane < num_parts:
                     top = T.max(top, lse_parts[step * 32 + lane, row])

@@ -215,6 +215,7 @@ _CUDA_FUNCTIONS: dict[str, Callable[..., Any]] = {
     '__dp4a': _dp4a_words,
     '__nanosleep': _nothing,
     'nanosleep': _nothing,
+    'prefetch_lines': _nothing,
     'TL_IKET_EVENT': _nothing,
     'TL_IKET_EVENT_PAYLOAD_U32': _nothing,
     'TL_IKET_EVENT_PAYLOAD_F32': _nothing,
