@@ -80,6 +80,14 @@ def contribute(
     extents = access.extents(frame)
     place = access.locate(frame, mask)
     mask = both(mask, place.ok)
+    if (
+        threads == 1
+        and mask is not None
+        and np.shape(mask)[1] > 1
+        and not _by_thread(value)
+        and not _by_thread(place.base)
+    ):
+        mask = mask.any(axis=1, keepdims=True)  # threads of a branch share the iterations of T.Parallel
     if access.vector_bytes:
         access.check_aligned(frame, memory, place, mask)
     if isinstance(memory, ReplicatedMemory) and not memory.unite():
@@ -105,6 +113,11 @@ def contribute(
         memory.write(place, pair(name, old, lanes, dtype), dtype, mask)
         return
     scatter_in_turn(memory, place, lanes, name, mask, dtype)
+
+
+def _by_thread(value: Any) -> bool:
+    """Whether a value differs between threads."""
+    return np.ndim(value) > 1 and np.shape(value)[1] > 1
 
 
 def _watch(frame: Frame, access: Access, memory: Any, place: Place, mask: Mask, ordered: bool) -> None:
