@@ -24,10 +24,10 @@ from tile_kernels.attention.attend_sm90_kernels import (
     LOADING_REGISTERS,
     MEMBERS,
     MULTIPLYING_REGISTERS,
-    Masks,
     ROLES,
     ROWS,
     WARPGROUP,
+    Masks,
     make_ring,
     release,
     tile_columns,
@@ -406,7 +406,7 @@ def attend_bwd_sm90_kernel(
                     rings = Rows(q_ring, do_ring, q_shared, do_shared, below_shared, delta_shared)
                     products = Products(scores, dp, p, own_start, shift)
                     masks = Masks(scale, cap, left, right, banded, capped)
-                    if ahead:
+                    if ahead:  # noqa: SIM102 - known when the kernel is built
                         if steps > 0:
                             care = T.Or(first * BLOCK_M < first_row, first * BLOCK_M > last_row)
                             begin(rings, products, k_shared, 0, care)

@@ -131,8 +131,6 @@ def find_chunks(source, step):
             source.token[c] = key + c * CHUNK - source.page[c] * source.page_size
             if key + c * CHUNK < source.number:
                 source.page[c] = source.block_table[source.batch, source.page[c]]
-                if source.page[c] >= source.k.shape[0]:  # the results become NaN
-                    source.page[c] = -1
             else:
                 source.page[c] = -1
 
@@ -157,6 +155,8 @@ def copy_block(source, k_ring, v_ring, step, holes):
     if source.paged:
         holes[0] = T.bitwise_and(T.shift_left(holes[0], chunks), (1 << chunks * k_ring.shape[0]) - 1)
         for c in T.unroll(chunks):
+            if source.page[c] >= source.k.shape[0]:  # it does not exist; the results become NaN
+                source.page[c] = -1
             holes[0] = T.bitwise_or(holes[0], T.if_then_else(source.page[c] < 0, T.shift_left(1, c), 0))
     copy_chunks(source, source.k, k_ring, step)
     copy_chunks(source, source.v, v_ring, step)
