@@ -6,8 +6,7 @@
     lse[i]  = log sum_j exp(s[i, j])                  without the sink
 
 Query i sees key j if -left <= j - (i + Sk - Sq) <= right. Compute bound for long sequences; no scores are stored. The
-kernels for Hopper are in `attend_sm90_kernels`, by wgmma and TMA; those for others in `attend_kernels`, by mma. No GPU
-has run them yet.
+kernels for Hopper are in `attend_sm90_kernels`, by wgmma and TMA; those for others in `attend_kernels`, by mma.
 """
 
 import math

@@ -1,13 +1,16 @@
 """The backward kernel of attention for Hopper. See `attend_bwd_kernels` for the formulas.
 
-A thread block owns 128 keys of one kv head, 64 for each multiplying warpgroup. It goes over the blocks of rows that see
-them, of all query heads of that kv head. One warpgroup loads by TMA. Scores and their gradients are transposed,
+A thread block owns keys of one kv head. It goes over the blocks of 64 rows that see them, of all query heads of that kv
+head. One warpgroup loads by TMA, two multiply. Scores and their gradients are transposed,
 
     s' = k q'      dp' = v do'      p' = exp2(scale * s' - below)      ds' = p' * (dp' - delta)
 
-so p' and ds' multiply do and q from registers: dv += p' do and dk += ds' q. Through shared memory ds' also gives
-dq = ds k, whose columns the two warpgroups divide. The loading warpgroup adds dq to memory in float32 by TMA, in any
-order. In the deterministic mode the kernel leaves dq to `attend_dq_kernel`. No GPU has run this kernel yet.
+Up to 128 columns, a thread block owns 128 keys, 64 for each multiplying warpgroup. There p' and ds' multiply do and q
+from registers: dv += p' do and dk += ds' q. Of wider tiles, it owns 64 keys. There each multiplying warpgroup computes
+the weights of 32 rows; by shared memory one gets ds' for dk, the other p' for dv.
+
+Through shared memory ds' also gives dq = ds k, whose columns the two warpgroups divide. The loading warpgroup adds dq
+to memory in float32 by TMA, in any order. In the deterministic mode the kernel leaves dq to `attend_dq_kernel`.
 """
 
 import math
@@ -221,13 +224,7 @@ def weigh(rows, products, v_shared, odd_shared, odd_keys, masks, step, low, care
     T.wait_wgmma(0)
 
 
-def choose(head_dim: int, value_dim: int, *others: Any) -> dict[str, Any]:
-    """Scores of the next step are started before the end of a step if shared memory holds its rows."""
-    del others
-    return dict(ahead=tile_columns(head_dim) + tile_columns(value_dim) <= 320)
-
-
-@kernel(choose, space=dict(ahead=(False, True)), pass_configs=ROLES, serves=serves)
+@kernel(pass_configs=ROLES, serves=serves)
 def attend_bwd_sm90_kernel(
     head_dim: int,
     value_dim: int,
@@ -238,8 +235,6 @@ def attend_bwd_sm90_kernel(
     banded: bool,
     capped: bool,
     with_dq: bool,
-    *,
-    ahead: bool,
 ):
     """`with_dq` adds dq without its scale to memory that holds 0."""
     q_batch, q_tokens, q_heads = T.dynamic('q_batch'), T.dynamic('q_tokens'), T.dynamic('q_heads')
@@ -251,6 +246,7 @@ def attend_bwd_sm90_kernel(
     keys = bwd_keys(head_dim, value_dim)
     apart = keys == BLOCK  # whether each multiplying warpgroup has its own keys, or each its own sums
     stages = STAGES if wide + wide_v <= 320 else 1
+    ahead = stages > 1  # whether the weights of the next step are computed at the end of a step
     own_rows = BLOCK_M if apart else BLOCK_M // MEMBERS  # of the scores of a multiplying warpgroup
     writers = [member for member in range(MEMBERS) if dq_columns(wide, member)[0] < wide]
     q_type, q_strides = strided('q', (q_batch, q_tokens, q_heads, head_dim), elem)

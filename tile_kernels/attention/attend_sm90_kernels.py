@@ -4,7 +4,7 @@ A thread block owns 128 rows of one query head, 64 for each multiplying warpgrou
 any of them sees. TMA fills rings of keys and of values. A warpgroup starts two products: block i of the keys with the
 queries, and the weights of block i - 1 with the values. The second runs while softmax works on the scores of block i.
 Weights stay in registers. Named barriers give the two warpgroups turns, so one multiplies while the other has softmax.
-Thread blocks are persistent and process the longest tiles first. No GPU has run this kernel yet.
+Thread blocks are persistent and process the longest tiles first.
 """
 
 import math
@@ -346,19 +346,7 @@ def hide_infinite(values, slot, acc, flags, scratch, tile, key, position, masks)
 # Kernel -------------------------------------------------------------------------------------
 
 
-def choose(head_dim: int, value_dim: int, *others: Any) -> dict[str, Any]:
-    """Turns of the warpgroups, and blocks of keys as large as registers allow."""
-    del others
-    return dict(block_n=key_block(tile_columns(head_dim), tile_columns(value_dim)), turns=True)
-
-
-@kernel(
-    choose,
-    space=dict(block_n=(64, 80, 128, 176, 192), turns=(False, True)),
-    fixed='block_n',
-    pass_configs=ROLES,
-    serves=serves,
-)
+@kernel(pass_configs=ROLES, serves=serves)
 def attend_sm90_kernel(
     head_dim: int,
     value_dim: int,
@@ -369,9 +357,6 @@ def attend_sm90_kernel(
     banded: bool,
     capped: bool,
     sink_dtype: torch.dtype | None,
-    *,
-    block_n: int,
-    turns: bool,
 ):
     """Takes the static arguments of `attend_kernel`; `scale` must be positive."""
     q_batch, q_tokens, q_heads = T.dynamic('q_batch'), T.dynamic('q_tokens'), T.dynamic('q_heads')
@@ -379,6 +364,7 @@ def attend_sm90_kernel(
     num_q, num_k, num_used_q, num_used_k = (T.dynamic(name) for name in ('num_q', 'num_k', 'num_used_q', 'num_used_k'))
     elem = T.dtype(dtype)
     wide, wide_v = tile_columns(head_dim), tile_columns(value_dim)
+    block_n = key_block(wide, wide_v)
     ring_bytes = block_n * (wide + wide_v) * 2
     stages = 2
     apart = BLOCK * (wide + wide_v) * 2 + stages * ring_bytes + 2048 <= SHARED_BYTES
@@ -494,7 +480,7 @@ def attend_sm90_kernel(
                     T.inc_max_nreg(MULTIPLYING_REGISTERS)
                     scores, weights, acc = scores_of[member], weights_of[member], acc_of[member]
                     top, total, factor = rows_of[member].top, rows_of[member].total, rows_of[member].factor
-                    if turns and member == 1:
+                    if member == 1:
                         T.named_barrier_arrive(TURN, MEMBERS * WARPGROUP)
                     for turn in T.serial(rounds):
                         tile = find_tile(calls, turn, pid, num_blocks, section, block_n)
@@ -536,8 +522,7 @@ def attend_sm90_kernel(
                             for step in T.serial(tile.count - 1):
                                 key = (tile.first + step + 1) * block_n
                                 wait_full(k_ring, used)
-                                if turns:
-                                    T.sync_threads(TURN + member, MEMBERS * WARPGROUP)
+                                T.sync_threads(TURN + member, MEMBERS * WARPGROUP)
                                 T.wgmma_gemm(
                                     q_shared[member, :, :],
                                     k_shared[T.truncmod(used, stages), :, :],
@@ -546,8 +531,7 @@ def attend_sm90_kernel(
                                     clear_accum=True,
                                 )
                                 T.wgmma_gemm(weights, v_shared[T.truncmod(used - 1, stages), :, :], acc)
-                                if turns:
-                                    T.named_barrier_arrive(TURN + 1 - member, MEMBERS * WARPGROUP)
+                                T.named_barrier_arrive(TURN + 1 - member, MEMBERS * WARPGROUP)
                                 T.wait_wgmma(1)
                                 release(k_ring, used)
                                 weigh(scores, rows_of[member], tile, key, position, last_position, masks)
@@ -607,7 +591,7 @@ def attend_sm90_kernel(
                                 token = tile.row + member * ROWS + i
                                 if T.And(token < tile.num_rows, T.truncdiv(d, 8) * 8 < value_dim):
                                     o[tile.batch, tile.start + token, tile.head, d] = T.cast(0.0, elem)
-                    if turns and member == 0:
+                    if member == 0:
                         T.sync_threads(TURN, MEMBERS * WARPGROUP)
 
     return attend_sm90
