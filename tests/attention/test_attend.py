@@ -238,10 +238,12 @@ def names_of(launches) -> list[str]:
     return [made.kernel.name for made in launches]
 
 
-@pytest.mark.parametrize('gpu', ['h200', 'a100'])
-def test_many_blocks_of_rows_and_keys(gpu):
+@pytest.mark.parametrize(
+    ('gpu', 'dims'), [('h200', (64, 64)), ('h200', (192, 128)), ('h200', (256, 256)), ('a100', (64, 64))]
+)
+def test_many_blocks_of_rows_and_keys(gpu, dims):
     """Several steps of every loop: turns of the warpgroups, rings, blocks with and without a mask, tiles to spare."""
-    given = random_attention(140, 280, (2, 1), (64, 64), band=(200, 0), sink=torch.float32)
+    given = random_attention(140, 280, (2, 1), dims, band=(200, 0), sink=torch.float32)
     given = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in given.items()}
     o, lse = attend.twin(**given)
     with on_gpu(gpu), knobs(checks='all'), any_order():
@@ -254,10 +256,10 @@ def test_many_blocks_of_rows_and_keys(gpu):
         torch.testing.assert_close(own, expected, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize('gpu', ['h200', 'a100'])
+@pytest.mark.parametrize(('gpu', 'dim'), [('h200', 64), ('h200', 192), ('a100', 64)])
 @pytest.mark.parametrize('bad', ['q', 'k', 'do'])
-def test_what_a_row_does_not_see_has_no_effect_on_gradients(gpu, bad):
-    q, k, v = operands(6, 9)
+def test_what_a_row_does_not_see_has_no_effect_on_gradients(gpu, dim, bad):
+    q, k, v = operands(6, 9, dim=dim)
     do = torch.randn_like(q)
     position = torch.arange(6) + 3
     sees = (torch.arange(9) >= position[:, None] - 2) & (torch.arange(9) <= position[:, None])
