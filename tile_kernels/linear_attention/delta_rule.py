@@ -9,8 +9,8 @@ In chunks, with G the sum of gates since the start of the chunk and S the state 
     u = (1 + A)^-1 beta (v - e^G k S),      o = scale (e^G q S + P u),      S' = e^{G_C} S + (e^{G_C - G} k)^T u
 
 g is one number for a token and value head, or one for every channel of k (KDA). Every decay is one exponential of a
-difference that is not positive. The kernels are in `delta_rule_kernels` and `delta_rule_bwd_kernels`, which run on every
-GPU by mma, and in `delta_rule_sm90_kernels`. Compute bound for many heads, bound by the length of the chain for few.
+difference that is not positive. The kernels are in `delta_rule_kernels` and `delta_rule_bwd_kernels`, which run on
+every GPU by mma, and in `delta_rule_sm90_kernels`. Compute bound for many heads, bound by the length of the chain for few.
 """
 
 from typing import Any
@@ -295,15 +295,17 @@ def delta_rule(
     operands: tuple = (q, k, g, beta, cu_seqlens, g_sum, scores, inverse, o, number, _bits(number))
     until = None
     if channels:
-        shapes = (g.shape,) * 3 if on_hopper else ()
-        decayed = [torch.empty(shape, dtype=q.dtype, device=q.device) for shape in shapes] or [None] * 3
+        decayed: list[Tensor | None] = [None] * 3
+        if on_hopper:
+            decayed = [torch.empty(g.shape, dtype=q.dtype, device=q.device) for _ in range(3)]
         launch(CHANNEL_SCORES, (*static, False), *operands, *decayed, size=inverse.numel())
         if on_hopper:
-            q, k, until = decayed
+            operands, until = (*decayed[:2], *operands[2:]), decayed[2]
     else:
         launch(SCORES, (*static, False), *operands, size=inverse.numel())
     final = final_state if output_final_state else None
-    operands = (q, k, v, g_sum, beta, scores, inverse, initial_state, cu_seqlens, o, final, None, None, number, scale)
+    operands = (*operands[:2], v, g_sum, beta, scores, inverse, initial_state, cu_seqlens, o, final, None, None)
+    operands += (number, scale)
     size = number * value_heads
     pieces = count_pieces(tokens // chunk_size, size * -(-value_dim // 64)) if on_hopper and not packed else 1
     if pieces == 1:
