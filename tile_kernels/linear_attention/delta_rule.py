@@ -10,7 +10,7 @@ In chunks, with G the sum of gates since the start of the chunk and S the state 
 
 g is one number for a token and value head, or one for every channel of k (KDA). Every decay is one exponential of a
 difference that is not positive. The kernels are in `delta_rule_kernels` and `delta_rule_bwd_kernels`, which run on
-every GPU by mma, and in `delta_rule_sm90_kernels`. Compute bound for many heads, bound by the length of the chain for few.
+every GPU by mma, and in `delta_rule_sm90_kernels`. Compute bound for many heads, bound by the chain for few.
 """
 
 from typing import Any
