@@ -99,8 +99,8 @@ def launch_product(
     if few:
         launch(dequant_rows_kernel, (*common, added[0]), a, *parts, whole, added[1], group_end, d, part)
     else:
-        given = a, *parts, whole, added[1], group_end, d, part, num_workers(a)
-        launch(TILES, (*common, added[0], splits), *given)
+        workers = num_workers(a)
+        launch(TILES, (*common, added[0], splits), a, *parts, whole, added[1], group_end, d, part, workers)
     if part is not None:
         launch(sum_splits_kernel, (n, a.dtype, bias_dtype), part, bias, d, size=d.shape[0])
 
