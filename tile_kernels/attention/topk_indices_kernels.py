@@ -60,15 +60,11 @@ class Shared:
 
 @dataclass(frozen=True)
 class Cut:
-    """Keys from `edge` on, of `bits` bits more, are the bin of the cut, and `need` of them are kept: the first.
-
-    All keys above the bin are kept, `kept` entries in total.
-    """
+    """Kept are the entries above `edge`, and those of this key up to the one at `last`. `bits` bits were not needed."""
 
     edge: Any
     bits: Any
-    need: Any
-    kept: Any
+    last: Any
 
 
 def bin_mask(bits: Any) -> Any:
@@ -85,6 +81,26 @@ def lanes_below(lane: Any) -> Any:
 def count_bits(votes: Any) -> Any:
     """Bits that are set."""
     return T.cast(T.popcount(T.cast(votes, T.uint32)), T.int32)
+
+
+@macro
+def scan(shared, parity, own, sums, num_threads: int):
+    """`sums` become the sums of `own` over the threads before this one and over all."""
+    num_warps = num_threads // WARP
+    tx = T.get_thread_binding()
+    lane, warp = tx % WARP, tx // WARP
+    earlier = T.alloc_var(T.int32)
+    earlier = own
+    for s in T.unroll(5):
+        other = T.shfl_up(earlier, 1 << s)
+        if lane >= (1 << s):
+            earlier += other
+    if lane == WARP - 1:
+        shared.part[parity, warp] = earlier
+    T.sync_threads()
+    parts = shared.part[parity, lane % num_warps]
+    sums[0] = earlier + T.warp_reduce_sum(T.if_then_else(lane < warp, parts, 0)) - own
+    sums[1] = T.warp_reduce_sum(T.if_then_else(lane < num_warps, parts, 0))
 
 
 @macro
@@ -123,7 +139,7 @@ def make_keys(shared, fresh, number, extremes, keys, num_threads: int):
 
 
 @macro
-def find_cut(shared, number, k, slack: int, extremes, cut, keys, num_threads: int):
+def find_cut(shared, number, k, slack: int, extremes, cut, keys, sums, num_threads: int):
     """Find the cut that keeps the k largest of the list, which has more than k, and at most `slack` others.
 
     `extremes` are bounds of the keys that this thread made.
@@ -138,7 +154,7 @@ def find_cut(shared, number, k, slack: int, extremes, cut, keys, num_threads: in
     shift = T.alloc_var(T.int32, init=0)
     before = T.alloc_var(T.int32, init=0)
     own = T.alloc_var(T.int32, init=0)
-    other = T.alloc_var(T.int32, init=0)
+    need = T.alloc_var(T.int32)
     is_open = T.alloc_var(T.int32, init=1)
     top = T.warp_reduce_max(extremes[0])
     bottom = T.warp_reduce_min(extremes[1])
@@ -152,8 +168,8 @@ def find_cut(shared, number, k, slack: int, extremes, cut, keys, num_threads: in
     bottom = T.warp_reduce_min(shared.extreme[1, lane % num_warps])
     cut.edge[0] = bottom
     cut.bits[0] = 32 - T.cast(T.clz(T.reinterpret(top - bottom, T.int32)), T.int32)
-    cut.need[0] = k
-    cut.kept[0] = k
+    cut.last[0] = number - 1
+    need = k  # of the bin: the numbers above it are kept
     for level in T.serial(-(-32 // DIGIT)):
         if T.And(is_open != 0, cut.bits[0] > 0):
             shift = T.max(cut.bits[0] - DIGIT, 0)
@@ -176,55 +192,54 @@ def find_cut(shared, number, k, slack: int, extremes, cut, keys, num_threads: in
             own = 0
             for i in T.unroll(own_bins):
                 own += bins_local[i]
-            before = own
-            for s in T.unroll(5):
-                other = T.shfl_up(before, 1 << s)
-                if lane >= (1 << s):
-                    before += other
-            if lane == WARP - 1:
-                shared.part[0, warp] = T.cast(before, T.uint32)
-            T.sync_threads()
-            other = 0
-            if lane < warp:
-                other = T.cast(shared.part[0, lane % num_warps], T.int32)
-            before += T.warp_reduce_sum(other) - own
+            scan(shared, 0, own, sums, num_threads)
+            before = sums[0]
             for i in T.unroll(own_bins):  # from the highest bin down
-                other = bins_local[own_bins - 1 - i]
-                if T.And(before < cut.need[0], before + other >= cut.need[0]):
+                if T.And(before < need, before + bins_local[own_bins - 1 - i] >= need):
                     shared.found[0] = BINS - 1 - (tx * own_bins + i)
                     shared.found[1] = before
-                    shared.found[2] = other
-                before += other
+                    shared.found[2] = bins_local[own_bins - 1 - i]
+                before += bins_local[own_bins - 1 - i]
             T.sync_threads()
             cut.edge[0] = cut.edge[0] + (T.cast(shared.found[0], T.uint32) << T.cast(shift, T.uint32))
-            cut.need[0] = cut.need[0] - shared.found[1]
+            need = need - shared.found[1]
             cut.bits[0] = shift
-            if shared.found[2] - cut.need[0] <= slack:
+            if shared.found[2] - need <= slack:
                 is_open = 0
-                cut.kept[0] = k + shared.found[2] - cut.need[0]
-                cut.need[0] = shared.found[2]
+    if is_open != 0:  # more keys are equal to the edge than are needed: the first ones
+        before = 0
+        for step in T.serial(T.ceildiv(number, ENTRIES * num_threads)):
+            index = (step * num_threads + tx) * ENTRIES
+            load_keys(shared, number, index, keys)
+            own = 0
+            for e in T.unroll(ENTRIES):
+                own += T.if_then_else(T.And(index + e < number, keys[e] == cut.edge[0]), 1, 0)
+            scan(shared, step % 2, own, sums, num_threads)
+            sums[0] = sums[0] + before
+            before += sums[1]
+            for e in T.unroll(ENTRIES):
+                if T.And(index + e < number, keys[e] == cut.edge[0]):
+                    sums[0] = sums[0] + 1
+                    if sums[0] == need:
+                        shared.found[0] = index + e
+        T.sync_threads()
+        cut.last[0] = shared.found[0]
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Entries of the list, and their ranks among those that are kept; -1 for others."""
+    """Entries of the list, and a bit for each of them that is kept."""
 
     key: Any
     column: Any
-    rank: Any
+    mask: Any
 
 
 @macro
-def rank_kept(shared, number, step, cut, done, kept, num_threads: int):
-    """Rank the entries of this thread in a step over the list; `done` counts entries above the bin and those of it."""
-    num_warps = num_threads // WARP
+def find_kept(shared, number, step, cut, kept, sums, num_threads: int):
+    """Find the entries of this thread in a step over the list that are kept; `sums` count those before, and all."""
     tx = T.get_thread_binding()
-    lane, warp = tx % WARP, tx // WARP
     index = (step * num_threads + tx) * ENTRIES
-    counts = T.alloc_var(T.int32, init=0)  # above the bin, and 65536 times those of the bin
-    earlier = T.alloc_var(T.int32)
-    above = T.alloc_var(T.int32)
-    ties = T.alloc_var(T.int32)
     load_keys(shared, number, index, kept.key)
     if index + ENTRIES <= number:
         for e in T.vectorized(ENTRIES):
@@ -233,36 +248,11 @@ def rank_kept(shared, number, step, cut, done, kept, num_threads: int):
         for e in T.unroll(ENTRIES):
             if index + e < number:
                 kept.column[e] = shared.column[index + e]
+    kept.mask[0] = T.uint32(0)
     for e in T.unroll(ENTRIES):
-        kept.rank[e] = 0  # what the entry adds to the counts
-        if index + e < number:  # noqa: SIM102 - the other is not written
-            if kept.key[e] >= cut.edge[0]:
-                kept.rank[e] = T.if_then_else(kept.key[e] - cut.edge[0] > bin_mask(cut.bits[0]), 1, 1 << 16)
-        counts += kept.rank[e]
-    earlier = counts
-    for s in T.unroll(5):
-        other = T.shfl_up(earlier, 1 << s)
-        if lane >= (1 << s):
-            earlier += other
-    if lane == WARP - 1:
-        shared.part[step % 2, warp] = T.cast(earlier, T.uint32)
-    T.sync_threads()
-    sums = T.cast(shared.part[step % 2, lane % num_warps], T.int32)
-    earlier += T.warp_reduce_sum(T.if_then_else(lane < warp, sums, 0)) - counts
-    above = done[0] + (earlier & 0xFFFF)
-    ties = done[1] + (earlier >> 16)
-    counts = T.warp_reduce_sum(T.if_then_else(lane < num_warps, sums, 0))
-    done[0] = done[0] + (counts & 0xFFFF)
-    done[1] = done[1] + (counts >> 16)
-    for e in T.unroll(ENTRIES):
-        if kept.rank[e] == 1:
-            kept.rank[e] = above + T.min(ties, cut.need[0])
-            above += 1
-        elif kept.rank[e] == 0:
-            kept.rank[e] = -1
-        else:
-            kept.rank[e] = T.if_then_else(ties < cut.need[0], above + ties, -1)
-            ties += 1
+        if T.Or(kept.key[e] > cut.edge[0], T.And(kept.key[e] == cut.edge[0], index + e <= cut.last[0])):
+            kept.mask[0] = kept.mask[0] | T.uint32(1 << e)
+    scan(shared, step % 2, count_bits(kept.mask[0]), sums, num_threads)
 
 
 def value_of(key: Any) -> Any:
@@ -325,7 +315,7 @@ def topk_indices_kernel(
             column_shared = T.alloc_shared((capacity,), T.int32)
             stage_shared = T.alloc_shared((stages, vectors, num_threads, width), elem)
             histogram_shared = T.alloc_shared((BINS + 4,), T.int32)
-            part_shared = T.alloc_shared((2, num_warps), T.uint32)
+            part_shared = T.alloc_shared((2, num_warps), T.int32)
             extreme_shared = T.alloc_shared((2, num_warps), T.uint32)
             found_shared = T.alloc_shared((3,), T.int32)
             shared = Shared(key_shared, column_shared, histogram_shared, part_shared, extreme_shared, found_shared)
@@ -333,27 +323,23 @@ def topk_indices_kernel(
             name_local = T.alloc_local((vectors, width), T.int32)
             valid_local, mask_local = T.alloc_local((vectors,), T.uint32), T.alloc_local((vectors,), T.uint32)
             edge_local = T.alloc_local((1,), T.uint32)
-            bits_local, need_local = T.alloc_local((1,), T.int32), T.alloc_local((1,), T.int32)
-            count_local = T.alloc_local((1,), T.int32)
-            cut = Cut(edge_local, bits_local, need_local, count_local)
+            bits_local, last_local = T.alloc_local((1,), T.int32), T.alloc_local((1,), T.int32)
+            cut = Cut(edge_local, bits_local, last_local)
             kept_key, kept_column = T.alloc_local((ENTRIES,), T.uint32), T.alloc_local((ENTRIES,), T.int32)
-            kept_rank = T.alloc_local((ENTRIES,), T.int32)
-            kept = Kept(kept_key, kept_column, kept_rank)
-            done_local = T.alloc_local((2,), T.int32)
+            kept_mask = T.alloc_local((1,), T.uint32)
+            kept = Kept(kept_key, kept_column, kept_mask)
+            sums_local = T.alloc_local((2,), T.int32)
             number = T.alloc_var(T.int32, init=0)
             fresh = T.alloc_var(T.int32, init=0)
             lowest = T.alloc_var(T.uint32, init=0)  # smaller keys are not among the k largest
             least = T.alloc_var(T.float32, init=0.0)  # the number of this key, once there is one
             extreme_local = T.alloc_local((2,), T.uint32)
             passed = T.alloc_var(T.int32)
-            earlier = T.alloc_var(T.int32)
-            every = T.alloc_var(T.int32)
             place = T.alloc_var(T.int32)
             is_full = T.alloc_var(T.int32)
             first = T.alloc_var(T.int32, init=0)
             last = T.alloc_var(T.int32)
             tx = T.get_thread_binding()
-            lane, warp = tx % WARP, tx // WARP
 
             begin_early()
             last = num_columns
@@ -447,66 +433,58 @@ def topk_indices_kernel(
                                 mask_local[u] = mask_local[u] | T.uint32(1 << e)
                         mask_local[u] = mask_local[u] & valid_local[u]
                         passed += count_bits(mask_local[u]) << (16 * u)
-                    earlier = passed
-                    for s in T.unroll(5):
-                        other = T.shfl_up(earlier, 1 << s)
-                        if lane >= (1 << s):
-                            earlier += other
-                    if lane == WARP - 1:
-                        part_shared[step % 2, warp] = T.cast(earlier, T.uint32)
-                    T.sync_threads()
-                    sums = T.cast(part_shared[step % 2, lane % num_warps], T.int32)
-                    earlier += T.warp_reduce_sum(T.if_then_else(lane < warp, sums, 0)) - passed
-                    every = T.warp_reduce_sum(T.if_then_else(lane < num_warps, sums, 0))
-                    if number + (every & 0xFFFF) + (every >> 16) <= capacity:
+                    scan(shared, step % 2, passed, sums_local, num_threads)
+                    if number + (sums_local[1] & 0xFFFF) + (sums_local[1] >> 16) <= capacity:
                         # Append them to the list, in the order of columns.
                         for u in T.unroll(vectors):
                             column = part_first + step * step_columns + (u * num_threads + tx) * width
-                            place = number + ((earlier >> (16 * u)) & 0xFFFF)
+                            place = number + ((sums_local[0] >> (16 * u)) & 0xFFFF)
                             for e in T.unroll(width):
                                 if (mask_local[u] & T.uint32(1 << e)) != T.uint32(0):
                                     key_shared[place] = T.reinterpret(T.cast(x_local[u, e], T.float32), T.uint32)
                                     column_shared[place] = column + e
                                     place += 1
-                            number += (every >> (16 * u)) & 0xFFFF
+                            number += (sums_local[1] >> (16 * u)) & 0xFFFF
                         is_full = 0
                     else:
                         # The list has no room: cut it, and try again.
                         make_keys(shared, fresh, number, extreme_local, kept_key, num_threads)
-                        find_cut(shared, number, k, slack, extreme_local, cut, kept_key, num_threads)
-                        done_local[0] = 0
-                        done_local[1] = 0
+                        find_cut(shared, number, k, slack, extreme_local, cut, kept_key, sums_local, num_threads)
+                        fresh = 0
                         for turn in T.serial(T.ceildiv(number, ENTRIES * num_threads)):
-                            rank_kept(shared, number, turn, cut, done_local, kept, num_threads)
+                            find_kept(shared, number, turn, cut, kept, sums_local, num_threads)
+                            place = fresh + sums_local[0]
                             for e in T.unroll(ENTRIES):
-                                if kept.rank[e] >= 0:
-                                    key_shared[kept.rank[e]] = kept.key[e]
-                                    column_shared[kept.rank[e]] = kept.column[e]
+                                if (kept.mask[0] & T.uint32(1 << e)) != T.uint32(0):
+                                    key_shared[place] = kept.key[e]
+                                    column_shared[place] = kept.column[e]
+                                    place += 1
+                            fresh += sums_local[1]
+                        number = fresh
                         # Of equal keys the earlier ones are in the list already.
                         lowest = cut.edge[0] + T.if_then_else(cut.bits[0] == 0, T.uint32(1), T.uint32(0))
                         least = value_of(lowest)
                         extreme_local[1] = cut.edge[0]
-                        number = cut.kept[0]
-                        fresh = number
                         T.sync_threads()
 
             T.sync_threads()
             edge_local[0] = T.uint32(0)
-            bits_local[0] = 0
-            need_local[0] = k
+            last_local[0] = number - 1
             if number > k:
                 make_keys(shared, fresh, number, extreme_local, kept_key, num_threads)
-                find_cut(shared, number, k, 0, extreme_local, cut, kept_key, num_threads)
-            done_local[0] = 0
-            done_local[1] = 0
+                find_cut(shared, number, k, 0, extreme_local, cut, kept_key, sums_local, num_threads)
+            passed = 0
             for turn in T.serial(T.ceildiv(number, ENTRIES * num_threads)):
-                rank_kept(shared, number, turn, cut, done_local, kept, num_threads)
+                find_kept(shared, number, turn, cut, kept, sums_local, num_threads)
+                place = passed + sums_local[0]
                 for e in T.unroll(ENTRIES):
-                    if kept.rank[e] >= 0:
+                    if (kept.mask[0] & T.uint32(1 << e)) != T.uint32(0):
                         name = names[row, kept.column[e]] if mapped else kept.column[e] - first
-                        indices[row, part, kept.rank[e]] = name
+                        indices[row, part, place] = name
                         if values:
-                            chosen[row, part, kept.rank[e]] = logits[row, kept.column[e]]
+                            chosen[row, part, place] = logits[row, kept.column[e]]
+                        place += 1
+                passed += sums_local[1]
             for turn in T.serial(T.ceildiv(k, num_threads)):
                 if T.And(turn * num_threads + tx < k, turn * num_threads + tx >= number):
                     indices[row, part, turn * num_threads + tx] = -1
