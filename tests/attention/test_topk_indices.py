@@ -80,9 +80,9 @@ def test_what_lies_outside_has_no_effect():
         assert torch.equal(topk_indices(logits.masked_fill(outside, garbage), 6, start, end), before)
 
 
-@pytest.mark.parametrize('num_threads', [512, 1024])
+@pytest.mark.parametrize(('num_threads', 'vectors'), [(512, 2), (512, 4), (1024, 2), (1024, 4)])
 @pytest.mark.parametrize('content', ['rising', 'falling', 'equal', 'two', 'near'])
-def test_rows_that_fill_the_list_again_and_again(content, num_threads):
+def test_rows_that_fill_the_list_again_and_again(content, num_threads, vectors):
     """Lists are cut several times, with ties across the cut."""
     columns = 30_000 if num_threads == 512 else 40_000
     column = torch.arange(columns, device=DEVICE)
@@ -94,7 +94,7 @@ def test_rows_that_fill_the_list_again_and_again(content, num_threads):
         near=1 + (column // 700 % 23 * 2.0**-23),
     )[content]
     k = 1500
-    with forced_config(num_threads=num_threads), one_part():
+    with forced_config(num_threads=num_threads, vectors=vectors), one_part(), knobs(checks='races'):
         found = topk_indices(row[None], k)
     order = torch.sort(row, descending=True, stable=True).indices[:k].sort().values
     assert torch.equal(found[0], order.int())
@@ -107,7 +107,7 @@ def test_many_rows_have_smaller_blocks(dtype):
     logits = torch.stack((torch.randn(columns, device=DEVICE), torch.arange(columns, device=DEVICE) * 0.5)).to(dtype)
     wide = torch.nn.functional.pad(logits, (0, 7), value=math.nan)[:, :columns]
     start = torch.tensor([5, 0], device=DEVICE)
-    with forced_config(num_threads=512):
+    with forced_config(num_threads=512, vectors=4):
         found = topk_indices(wide, 2000, start)
     for r in range(2):
         own = logits[r, int(start[r]) :]

@@ -30,7 +30,7 @@ def choose(
     size: int,
 ) -> dict:  # fmt: skip
     """Few rows get large thread blocks, each of which has an SM of its own."""
-    return dict(num_threads=1024 if size <= 132 else 512)
+    return dict(num_threads=1024, vectors=2) if size <= 132 else dict(num_threads=512, vectors=4)
 
 
 # Keys ---------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def value_of(key: Any) -> Any:
 # Kernel -------------------------------------------------------------------------------------
 
 
-@kernel(choose=choose, space=dict(num_threads=(512, 1024)), pass_configs=PASS_CONFIGS)
+@kernel(choose=choose, space=dict(num_threads=(512, 1024), vectors=(2, 4)), pass_configs=PASS_CONFIGS)
 def topk_indices_kernel(
     dtype: torch.dtype,
     vector_bytes: int,
@@ -275,6 +275,7 @@ def topk_indices_kernel(
     large: bool,
     *,
     num_threads: int,
+    vectors: int,
 ):
     """The k largest of a part of a row. With `mapped`, `names` has the indices of the numbers; negative ones are none.
 
@@ -289,13 +290,14 @@ def topk_indices_kernel(
     width = vector_bytes // dtype.itemsize
     copied = vector_bytes >= 4  # what cp.async can copy
     num_warps = num_threads // WARP
-    # Entries of the list: k, the slack of a cut and all numbers of a step. Two blocks of 512 threads share an SM.
+    # Entries of the list: k, the slack of a cut and half a step. Two blocks of 512 threads share an SM.
     capacity = 16384 if large or num_threads == 1024 else 8192
     slack = capacity // 16
-    vectors = 2 if num_threads == 512 and width <= 4 else 1  # of a thread in a step
-    step_vectors = vectors * num_threads
-    step_columns = step_vectors * width
-    stages = 4 if num_threads == 1024 else 4 // vectors
+    vectors = min(vectors, 4 if width <= 4 else 2)  # of a thread in a step
+    field = 32 // vectors  # bits of a number of up to 32 * width
+    warp_columns = vectors * WARP * width
+    step_columns = num_warps * warp_columns
+    stages = min(4, num_threads * 64 // (vectors * num_threads * vector_bytes))
     full = (1 << width) - 1
 
     @T.prim_func
@@ -334,12 +336,21 @@ def topk_indices_kernel(
             lowest = T.alloc_var(T.uint32, init=0)  # smaller keys are not among the k largest
             least = T.alloc_var(T.float32, init=0.0)  # the number of this key, once there is one
             extreme_local = T.alloc_local((2,), T.uint32)
-            passed = T.alloc_var(T.int32)
+            parity = T.alloc_var(T.int32, init=0)
+            passed = T.alloc_var(T.uint32)
             place = T.alloc_var(T.int32)
-            is_full = T.alloc_var(T.int32)
+            first_warp = T.alloc_var(T.int32)
+            last_warp = T.alloc_var(T.int32)
+            earlier = T.alloc_var(T.uint32)
+            every = T.alloc_var(T.int32)
+            totals = T.alloc_var(T.uint32)
+            before = T.alloc_var(T.uint32)
+            slot = T.alloc_var(T.int32)
             first = T.alloc_var(T.int32, init=0)
             last = T.alloc_var(T.int32)
             tx = T.get_thread_binding()
+            lane, warp = tx % WARP, tx // WARP
+            own_column = warp * warp_columns + lane * width  # of a step
 
             begin_early()
             last = num_columns
@@ -377,14 +388,14 @@ def topk_indices_kernel(
                                 for e in T.vectorized(width):
                                     x_local[u, e] = stage_shared[step % stages, u, tx, e]
                             else:
-                                x_local[u, 0] = logits[row, step_first + u * num_threads + tx]
+                                x_local[u, 0] = logits[row, step_first + own_column + u * WARP]
                             if mapped:
-                                vector = T.truncdiv(part_first, width) + step * step_vectors + u * num_threads + tx
+                                vector = T.truncdiv(step_first + own_column, width) + u * WARP
                                 for e in T.vectorized(width):  # these rows have no start
                                     name_local[u, e] = names[row, vector * width + e]
                     else:
                         for u in T.unroll(vectors):
-                            column = step_first + (u * num_threads + tx) * width
+                            column = step_first + own_column + u * WARP * width
                             valid_local[u] = T.uint32(0)
                             for e in T.unroll(width):
                                 x_local[u, e] = T.cast(0, elem)
@@ -406,7 +417,7 @@ def topk_indices_kernel(
                     next_first = part_first + (step + stages) * step_columns
                     if T.And(next_first >= first, next_first + step_columns <= stop):
                         for u in T.unroll(vectors):
-                            column = next_first + (u * num_threads + tx) * width
+                            column = next_first + own_column + u * WARP * width
                             T.ptx_cp_async(
                                 T.access_ptr(stage_shared[(step + stages) % stages, u, tx, 0], 'w', width),
                                 T.access_ptr(logits[row, column], 'r', width),
@@ -414,7 +425,7 @@ def topk_indices_kernel(
                             )
                     else:
                         for u in T.unroll(vectors):
-                            column = next_first + (u * num_threads + tx) * width
+                            column = next_first + own_column + u * WARP * width
                             if T.And(column >= first, column + width <= stop):
                                 T.ptx_cp_async(
                                     T.access_ptr(stage_shared[(step + stages) % stages, u, tx, 0], 'w', width),
@@ -422,30 +433,55 @@ def topk_indices_kernel(
                                     width,
                                 )
                     T.ptx_commit_group()
-                is_full = T.if_then_else(step >= 0, 1, 0)
-                while is_full != 0:
+                # The numbers of some warps are appended at a time: of all, or of half of them.
+                first_warp = T.if_then_else(step >= 0, 0, num_warps)
+                last_warp = num_warps
+                while first_warp < num_warps:
                     # What may still be among the k largest: a bit for each number of a vector.
-                    passed = 0
+                    passed = T.uint32(0)
                     for u in T.unroll(vectors):
                         mask_local[u] = T.uint32(0)
                         for e in T.unroll(width):
                             if T.Or(lowest == T.uint32(0), T.cast(x_local[u, e], T.float32) >= least):
                                 mask_local[u] = mask_local[u] | T.uint32(1 << e)
                         mask_local[u] = mask_local[u] & valid_local[u]
-                        passed += count_bits(mask_local[u]) << (16 * u)
-                    scan(shared, step % 2, passed, sums_local, num_threads)
-                    if number + (sums_local[1] & 0xFFFF) + (sums_local[1] >> 16) <= capacity:
+                        passed += T.popcount(mask_local[u]) << T.uint32(field * u)
+                    if T.Or(warp < first_warp, warp >= last_warp):
+                        passed = T.uint32(0)
+                    earlier = passed
+                    for s in T.unroll(5):
+                        other = T.shfl_up(earlier, 1 << s)
+                        if lane >= (1 << s):
+                            earlier += other
+                    totals = T.shfl_sync(earlier, WARP - 1)
+                    every = 0
+                    for u in T.unroll(vectors):
+                        every += T.cast(totals >> T.uint32(field * u) & T.uint32((1 << field) - 1), T.int32)
+                    parity = 1 - parity  # others may still read what they got last
+                    if lane == 0:
+                        part_shared[parity, warp] = every
+                    T.sync_threads()
+                    parts = part_shared[parity, lane % num_warps]
+                    place = number + T.warp_reduce_sum(T.if_then_else(lane < warp, parts, 0))
+                    every = T.warp_reduce_sum(T.if_then_else(lane < num_warps, parts, 0))
+                    if number + every <= capacity:
                         # Append them to the list, in the order of columns.
+                        number += every
+                        before = earlier - passed
                         for u in T.unroll(vectors):
-                            column = part_first + step * step_columns + (u * num_threads + tx) * width
-                            place = number + ((sums_local[0] >> (16 * u)) & 0xFFFF)
-                            for e in T.unroll(width):
-                                if (mask_local[u] & T.uint32(1 << e)) != T.uint32(0):
-                                    key_shared[place] = T.reinterpret(T.cast(x_local[u, e], T.float32), T.uint32)
-                                    column_shared[place] = column + e
-                                    place += 1
-                            number += (sums_local[1] >> (16 * u)) & 0xFFFF
-                        is_full = 0
+                            column = part_first + step * step_columns + own_column + u * WARP * width
+                            slot = place + T.cast(before >> T.uint32(field * u) & T.uint32((1 << field) - 1), T.int32)
+                            if T.And(warp >= first_warp, warp < last_warp):
+                                for e in T.unroll(width):
+                                    if (mask_local[u] & T.uint32(1 << e)) != T.uint32(0):
+                                        key_shared[slot] = T.reinterpret(T.cast(x_local[u, e], T.float32), T.uint32)
+                                        column_shared[slot] = column + e
+                                        slot += 1
+                            place += T.cast(totals >> T.uint32(field * u) & T.uint32((1 << field) - 1), T.int32)
+                        first_warp = last_warp
+                        last_warp = num_warps
+                    elif number <= k + slack:
+                        last_warp = first_warp + num_warps // 2
                     else:
                         # The list has no room: cut it, and try again.
                         make_keys(shared, fresh, number, extreme_local, kept_key, num_threads)
@@ -473,10 +509,10 @@ def topk_indices_kernel(
             if number > k:
                 make_keys(shared, fresh, number, extreme_local, kept_key, num_threads)
                 find_cut(shared, number, k, 0, extreme_local, cut, kept_key, sums_local, num_threads)
-            passed = 0
+            fresh = 0
             for turn in T.serial(T.ceildiv(number, ENTRIES * num_threads)):
                 find_kept(shared, number, turn, cut, kept, sums_local, num_threads)
-                place = passed + sums_local[0]
+                place = fresh + sums_local[0]
                 for e in T.unroll(ENTRIES):
                     if (kept.mask[0] & T.uint32(1 << e)) != T.uint32(0):
                         name = names[row, kept.column[e]] if mapped else kept.column[e] - first
@@ -484,7 +520,7 @@ def topk_indices_kernel(
                         if values:
                             chosen[row, part, place] = logits[row, kept.column[e]]
                         place += 1
-                passed += sums_local[1]
+                fresh += sums_local[1]
             for turn in T.serial(T.ceildiv(k, num_threads)):
                 if T.And(turn * num_threads + tx < k, turn * num_threads + tx >= number):
                     indices[row, part, turn * num_threads + tx] = -1
