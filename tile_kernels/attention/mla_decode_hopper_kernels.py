@@ -275,6 +275,15 @@ def mask_scores(scores, page_shared, slot, which: int, scale, keys: str):
 
 
 @macro
+def read_place(place_shared):
+    """Sequence, token and first head of the block, and whether the sequence is wrong."""
+    place = T.alloc_local((4,), T.int32)
+    for i in T.unroll(4):
+        place[i] = place_shared[i]
+    return place
+
+
+@macro
 def share_sums(total, sum_shared, which: int):
     """Add the sums of both warpgroups."""
     for i in T.Parallel(ROWS):
@@ -402,6 +411,7 @@ def mla_decode_hopper_kernel(
             total = [T.alloc_fragment((ROWS,), T.float32) for _ in (0, 1)]
             block_sum = [T.alloc_fragment((ROWS,), T.float32) for _ in (0, 1)]
             factor = [T.alloc_fragment((ROWS,), T.float32) for _ in (0, 1)]
+            place_shared = T.alloc_shared((4,), T.int32)
             order_shared = T.alloc_shared((MOST_ORDERED,), T.int32)
             q_full = T.alloc_barrier([WARPGROUP])
             # every loading thread arrives, and once more when its copies are complete; codes are not copied
@@ -430,6 +440,13 @@ def mla_decode_hopper_kernel(
                 every = T.truncdiv(last + num_splits - 1, num_splits)
                 first = T.min(part * every, last)
                 last = T.min(first + every, last)
+
+            if T.get_thread_binding() == 0:  # kept for the end, out of registers
+                place_shared[0] = own_batch
+                place_shared[1] = own_token
+                place_shared[2] = row
+                place_shared[3] = is_wrong
+            T.sync_threads()
 
             with T.ws(2):
                 T.dec_max_nreg(LOADING_REGISTERS)
@@ -572,8 +589,9 @@ def mla_decode_hopper_kernel(
                 if split:
                     T.pdl_trigger()  # blocks of the merge may start; they wait for the end of this kernel
                 share_sums(total[0], sum_shared, 0)
+                place = read_place(place_shared)
                 store_logs(
-                    top[0], total[0], lse, max_logits, part, own_batch, own_token, row, is_wrong, logits, nothing
+                    top[0], total[0], lse, max_logits, part, place[0], place[1], place[2], place[3], logits, nothing
                 )
                 store_half(
                     acc[0],
@@ -584,10 +602,10 @@ def mla_decode_hopper_kernel(
                     o,
                     kv_shared,
                     part,
-                    own_batch,
-                    own_token,
-                    row,
-                    is_wrong,
+                    place[0],
+                    place[1],
+                    place[2],
+                    place[3],
                     sink_dtype,
                     split,
                     0,
@@ -638,6 +656,7 @@ def mla_decode_hopper_kernel(
                 if split:
                     T.pdl_trigger()  # blocks of the merge may start; they wait for the end of this kernel
                 share_sums(total[1], sum_shared, 1)
+                place = read_place(place_shared)
                 store_half(
                     acc[1],
                     top[1],
@@ -647,10 +666,10 @@ def mla_decode_hopper_kernel(
                     o,
                     kv_shared,
                     part,
-                    own_batch,
-                    own_token,
-                    row,
-                    is_wrong,
+                    place[0],
+                    place[1],
+                    place[2],
+                    place[3],
                     sink_dtype,
                     split,
                     1,
