@@ -182,40 +182,38 @@ def load_half(
 
 
 @macro
-def fetch_codes(latent, factors, page_shared, offset_shared, slot, codes, scales, which: int, half: int, batch: int):
-    """Load the codes of 32 keys and half of the columns; 16 codes of a thread at a time, four in flight."""
+def fetch_codes(latent, factors, page_shared, offset_shared, slot, codes, scales, which: int, half: int, step):
+    """Load the codes of 8 keys and half of the columns; 16 codes of a thread."""
     thread = T.get_thread_binding() - 2 * WARPGROUP
     column = half * HALF + thread % 16 * CODES
-    for step in T.unroll(4):
-        j = which * KEYS + batch * 32 + step * 8 + thread // 16
-        scales[batch, step] = 0.0
-        if page_shared[slot, j] >= 0:
-            scales[batch, step] = factors[page_shared[slot, j], offset_shared[slot, j], column // GROUP]
-            for e in T.vectorized(CODES):
-                codes[batch, step, e] = latent[page_shared[slot, j], offset_shared[slot, j], column + e]
-        else:
-            for e in T.vectorized(CODES):
-                codes[batch, step, e] = T.cast(0.0, latent.dtype)
+    j = which * KEYS + step * 8 + thread // 16
+    scales[step] = 0.0
+    if page_shared[slot, j] >= 0:
+        scales[step] = factors[page_shared[slot, j], offset_shared[slot, j], column // GROUP]
+        for e in T.vectorized(CODES):
+            codes[step, e] = latent[page_shared[slot, j], offset_shared[slot, j], column + e]
+    else:
+        for e in T.vectorized(CODES):
+            codes[step, e] = T.cast(0.0, latent.dtype)
 
 
 @macro
-def store_codes(codes, scales, kv_shared, which: int, half: int, batch: int):
+def store_codes(codes, scales, kv_shared, which: int, half: int, step):
     """Store what `fetch_codes` loaded as numbers."""
     thread = T.get_thread_binding() - 2 * WARPGROUP
     column = thread % 16 * CODES
     wide = T.alloc_local((4,), T.float32)  # casts of neighbors come in pairs
     numbers = T.alloc_local((VECTOR,), kv_shared.dtype)
-    for step in T.unroll(4):
-        for p in T.unroll(CODES // VECTOR):
-            for r in T.unroll(VECTOR // 4):
-                for e in T.vectorized(4):
-                    wide[e] = T.cast(codes[batch, step, p * VECTOR + r * 4 + e], T.float32)
-                for e in T.unroll(4):
-                    wide[e] = wide[e] * scales[batch, step]
-                for e in T.vectorized(4):
-                    numbers[r * 4 + e] = T.cast(wide[e], kv_shared.dtype)
-            for e in T.vectorized(VECTOR):
-                kv_shared[which, half, batch * 32 + step * 8 + thread // 16, column + p * VECTOR + e] = numbers[e]
+    for p in T.unroll(CODES // VECTOR):
+        for r in T.unroll(VECTOR // 4):
+            for e in T.vectorized(4):
+                wide[e] = T.cast(codes[step, p * VECTOR + r * 4 + e], T.float32)
+            for e in T.unroll(4):
+                wide[e] = wide[e] * scales[step]
+            for e in T.vectorized(4):
+                numbers[r * 4 + e] = T.cast(wide[e], kv_shared.dtype)
+        for e in T.vectorized(VECTOR):
+            kv_shared[which, half, step * 8 + thread // 16, column + p * VECTOR + e] = numbers[e]
 
 
 @macro
@@ -399,8 +397,8 @@ def mla_decode_hopper_kernel(
             offset_shared = T.alloc_shared((2, 2 * KEYS), T.int32)
             page_of, offset_of = T.alloc_local((2,), T.int32), T.alloc_local((2,), T.int32)
             if fp8:
-                codes = T.alloc_local((2, 4, CODES), latent.dtype)
-                scales = T.alloc_local((2, 4), T.float32)
+                codes = T.alloc_local((KEYS // 8, CODES), latent.dtype)
+                scales = T.alloc_local((KEYS // 8,), T.float32)
             top_shared = T.alloc_shared((2, ROWS), T.float32)
             sum_shared = T.alloc_shared((2, ROWS), T.float32)
             scores = [T.alloc_fragment((ROWS, KEYS), T.float32) for _ in (0, 1)]
@@ -467,8 +465,8 @@ def mla_decode_hopper_kernel(
                 following = T.alloc_var(T.int32)
                 following = read_entry(table, listed, num_keys, first + 1, page_size, keys)
                 if fp8:
-                    for batch_ in (0, 1):
-                        fetch_codes(latent, factors, page_shared, offset_shared, 0, codes, scales, 0, LEFT, batch_)
+                    for i in T.unroll(KEYS // 8):
+                        fetch_codes(latent, factors, page_shared, offset_shared, 0, codes, scales, 0, LEFT, i)
                 for step in T.serial(last - first):
                     parity = (step & 1) ^ 1
                     slot = step & 1
@@ -494,8 +492,8 @@ def mla_decode_hopper_kernel(
                             following = read_entry(table, listed, num_keys, pair + 1, page_size, keys)
                         if fp8:
                             then, after = ORDER[(turn + 1) % 4]
-                            for piece in (0, 1):
-                                store_codes(codes, scales, kv_shared, which, half, piece)
+                            for i in T.unroll(KEYS // 8):
+                                store_codes(codes, scales, kv_shared, which, half, i)
                                 fetch_codes(
                                     latent,
                                     factors,
@@ -506,7 +504,7 @@ def mla_decode_hopper_kernel(
                                     scales,
                                     then,
                                     after,
-                                    piece,
+                                    i,
                                 )
                         else:
                             load_half(
