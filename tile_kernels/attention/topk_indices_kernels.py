@@ -311,6 +311,8 @@ def topk_indices_kernel(
     ):
         with T.Kernel(num_rows, num_parts, threads=num_threads) as (row, part):
             T.assume(stride % width == 0)
+            if capacity == 8192:
+                T.annotate_min_blocks_per_sm(2)
             if mapped:
                 T.assume(name_columns % width == 0)
             key_shared = T.alloc_shared((capacity,), T.uint32)
