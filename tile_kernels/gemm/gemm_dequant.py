@@ -25,7 +25,7 @@ from tile_kernels.gemm.gemm_dequant_kernels import (
     dequant_matrix_kernel,
     dequant_rows_kernel,
     row_splits,
-    tile_splits,
+    strip_splits,
 )
 from tile_kernels.gemm.gemm_kernels import sum_splits_kernel
 from tile_kernels.gemm.grouped_gemm_kernels import PRODUCT
@@ -93,14 +93,13 @@ def launch_product(
     common = n, k, num_groups, fmt, a.dtype, scale.dtype, zero is not None  # type: ignore[union-attr]
     bias_dtype = None if bias is None else bias.dtype
     few = has_few_rows(a)
-    splits = row_splits(n, k, FORMATS[fmt]) if few else tile_splits(n, k, a.shape[0], num_groups)
+    splits = row_splits(n, k, FORMATS[fmt]) if few else strip_splits(n, k, a.shape[0], num_groups)
     part = None if splits == 1 else torch.empty((splits, *d.shape), dtype=torch.float32, device=d.device)
     added = (bias_dtype, bias) if part is None else (None, None)
     if few:
         launch(dequant_rows_kernel, (*common, added[0]), a, *parts, whole, added[1], group_end, d, part)
     else:
-        workers = num_workers(a)
-        launch(TILES, (*common, added[0], splits), a, *parts, whole, added[1], group_end, d, part, workers)
+        launch(TILES, (*common, added[0], splits), a, *parts, whole, added[1], group_end, d, part, num_workers(a))
     if part is not None:
         launch(sum_splits_kernel, (n, a.dtype, bias_dtype), part, bias, d, size=d.shape[0])
 

@@ -21,9 +21,11 @@ from tile_kernels.core.lang import WARP, T, macro
 from tile_kernels.gemm._macros import (
     DENSE,
     FALLBACK,
+    LOADING_REGISTERS,
     MMA_M,
     MMA_N,
     MMA_THREADS,
+    MULTIPLYING_REGISTERS,
     WARPGROUP,
     WARPGROUP_ROLES,
     WARPGROUP_ROWS,
@@ -31,23 +33,19 @@ from tile_kernels.gemm._macros import (
     count_turns,
     find_tile,
     free_last,
-    load_rows,
     locate_tile,
     make_ring,
     most_tiles,
     next_free,
     next_full,
-    skip_steps,
-    store_rows,
     swizzled,
-    wastes_little,
 )
 from tile_kernels.gemm.gemm_kernels import ROW_WARPS, ROWS_PASS_CONFIGS, STRIP, best_splits, choose_rows, find_group
-from tile_kernels.gemm.grouped_gemm_kernels import STAGED
 from tile_kernels.gemm.packed_weight import BLOCK, FORMATS, ROWS, ZERO, WeightFormat
 
 STEP = 16  # channels of one mma
 SLICE = 2048  # channels of a block of `dequant_rows`, at most
+SM_BYTES = 227 << 10  # shared memory of a block of Hopper
 BLOCK_BYTES = 113 << 10  # shared memory of a block if two run on an SM of Hopper
 TILE_K = 64  # channels of a step of the other kernels
 
@@ -78,19 +76,31 @@ def masked(word: Any, left: int, mask: int) -> Any:
     return shifted(word, left) & T.uint32(mask * 0x00010001)
 
 
+def magic_bits(dtype: torch.dtype) -> int:
+    """Two numbers of which the mantissa of a code is the low part: 128, or 1024 for float16."""
+    return half_bits(dtype, 128.0 if dtype is torch.bfloat16 else 1024.0)
+
+
+def magic_word(dtype: torch.dtype, stride: Any) -> Any:
+    """`magic_bits` in a register: with a constant, and-or is two instructions.
+
+    The compiler does not know that no stride is negative.
+    """
+    return T.cast(magic_bits(dtype) + T.min(stride, 0), T.uint32)
+
+
 def decode_pair(
     form: WeightFormat, dtype: torch.dtype, words: Any, step: int, pair: int, zero: Any, magic: Any = None
 ) -> Any:
     """Two exact codes of a lane in half precision: `pair` of a step; `zero` are the bits of a zero point of u4.
 
-    With `magic`, the bits of 128, they stay larger by 128, and the caller subtracts the zero point from the sum.
+    `magic` is `magic_word` if the caller has it in a register. Codes of u4 with `zero` None stay larger by that number.
     """
     bf16 = dtype is torch.bfloat16
-    if magic is not None:
-        return masked(words[step], -4 * pair, 0xF) | magic
     if form.element == 'u4':
-        magic = half_bits(dtype, 128.0 if bf16 else 1024.0)
-        return pairwise(T.sub2, dtype, masked(words[step], -4 * pair, 0xF) | T.uint32(magic), zero)
+        word = T.uint32(magic_bits(dtype)) if magic is None else magic
+        biased = masked(words[step], -4 * pair, 0xF) | word
+        return biased if zero is None else pairwise(T.sub2, dtype, biased, zero)
     if form.element == 'e2m1':
         word = words[step]
         bits = masked(word, 3 * pair, 0x81C0) if pair < 3 else None
@@ -126,7 +136,7 @@ def number_of(form: WeightFormat, stored: Any) -> Any:
 
 def zero_bits(dtype: torch.dtype, zero: Any) -> Any:
     """The word that `decode_pair` subtracts for a zero point: two numbers of 128 (1024 for float16) plus the point."""
-    magic = half_bits(dtype, 128.0 if dtype is torch.bfloat16 else 1024.0)
+    magic = magic_bits(dtype)
     if zero is None:
         return T.uint32(magic + ZERO * 0x00010001)
     return T.cast(zero, T.uint32) * T.uint32(0x00010001) + T.uint32(magic)
@@ -159,17 +169,6 @@ class Packed:
         if self.form.factor in ('ue8m0', 'e4m3'):
             return self.form.factor == 'e4m3' or self.dtype is torch.bfloat16
         return self.scale_dtype is self.dtype
-
-    @property
-    def factors(self) -> int:
-        """Factors that a lane needs of a tile."""
-        return 1 if self.form.blocks else 2 * self.form.per_tile
-
-    @property
-    def lane_bytes(self) -> int:
-        """Bytes that a lane needs of a tile."""
-        points = 4 * self.form.per_tile if self.has_zero else 0
-        return 16 + self.factors * self.scale_dtype.itemsize + points
 
     def tile_group(self, tile: Any) -> Any:
         """The stored group of a tile of channels."""
@@ -339,7 +338,6 @@ def dequant_rows_kernel(
     num_factors = num_matrices * rows * stored if not form.blocks else num_matrices
     turn_factors = packed.tile_group(ROW_WARPS) * 8 * width
     place_elem = T.int64 if max(num_codes, num_factors) >= 1 << 30 else T.int32
-    bits_128 = half_bits(torch.bfloat16, 128.0)
 
     @macro
     def copy_batch(flat, at, strip, slot, batch, turns: int, more, stages):
@@ -438,8 +436,7 @@ def dequant_rows_kernel(
                 T.clear(total_local)
                 if form.blocks:
                     block_local[0] = scale[matrix, strip, packed.tile_group(T.min(first + warp, cols - 1))]
-                # The compiler does not know that no stride is negative. With a constant, and-or is two instructions.
-                magic = T.cast(bits_128 + T.min(stride, 0), T.uint32) if biased else None
+                magic = magic_word(dtype, stride) if form.element == 'u4' else None
                 T.sync_threads()
                 for turn in T.unroll(T.ceildiv(T.max(last - first - warp, 0), ROW_WARPS), unroll_factor=1):
                     tile = first + warp + turn * ROW_WARPS
@@ -478,7 +475,7 @@ def dequant_rows_kernel(
                                 points = []
                                 for half in (0, 1):
                                     point = zero_shared[line + p, thread, group * 2 + half] if has_zero else None
-                                    points.append(zero_bits(dtype, point))
+                                    points.append(None if biased else zero_bits(dtype, point))
                                 if apart:
                                     for octet in T.unroll(octets):
                                         for e in (0, 1, 2, 3):
@@ -502,7 +499,7 @@ def dequant_rows_kernel(
                                                 group_local[p, octet, e], factor, total_local[r, octet, e]
                                             )
                                 else:
-                                    multiply_lane(packed, given, a_local, octets, own, points, None, total_local, r)
+                                    multiply_lane(packed, given, a_local, octets, own, points, magic, total_local, r)
                         more = tile + ahead * ROW_WARPS < last
                         copy_batch(flat, (code_at, factor_at), strip, turn % ahead, batch, ahead, more, stages)
                     code_at = code_at + ROW_WARPS * WARP * 4
@@ -560,70 +557,6 @@ def load_lanes(packed, weights, matrix, first_row, depth, warp, num_warps: int, 
 
 
 @macro
-def make_stages(packed, ahead: int, count: int):
-    """Shared memory for `ahead` steps of `count` tiles of every converting thread: words, factors, zero points."""
-    shape = ahead, count, WARPGROUP
-    codes_shared = T.alloc_shared((*shape, 4), T.int32)
-    scale_shared = T.alloc_shared((*shape, packed.factors), packed.scale_elem)
-    zero_shared = T.alloc_shared((*shape, 2 * packed.form.per_tile), T.int16)
-    return codes_shared, scale_shared, zero_shared
-
-
-@macro
-def copy_lanes(packed, weights, matrix, first_row, step, warp, num_warps: int, stages, stage):
-    """Start to copy what a thread needs of its tiles of a step, as `load_lanes`."""
-    rows, cols = packed.tiles
-    chunks, width = TILE_K // packed.form.depth, 2 * packed.form.per_tile
-    codes, scale, zero = weights
-    codes_shared, scale_shared, zero_shared = stages
-    thread = T.get_thread_binding() % WARPGROUP
-    lane = thread % WARP
-    for i in T.unroll(int(codes_shared.shape[1])):
-        row = T.min(first_row // ROWS + i // chunks * num_warps + warp, rows - 1)
-        col = T.min(step * chunks + i % chunks, cols - 1)
-        group = packed.tile_group(col)
-        T.ptx_cp_async(
-            T.access_ptr(codes_shared[stage, i, thread, 0], 'w', 4),
-            T.access_ptr(codes[matrix, row, col, lane, 0], 'r', 4),
-            4,
-        )
-        if packed.form.blocks:
-            T.ptx_cp_async(
-                T.access_ptr(scale_shared[stage, i, thread, 0], 'w', 1),
-                T.access_ptr(scale[matrix, row // (BLOCK // ROWS), group], 'r', 1),
-                1,
-            )
-        else:
-            T.ptx_cp_async(
-                T.access_ptr(scale_shared[stage, i, thread, 0], 'w', width),
-                T.access_ptr(scale[matrix, row, group, lane // 4, 0], 'r', width),
-                width,
-            )
-        if packed.has_zero:
-            T.ptx_cp_async(
-                T.access_ptr(zero_shared[stage, i, thread, 0], 'w', width),
-                T.access_ptr(zero[matrix, row, group, lane // 4, 0], 'r', width),
-                width,
-            )
-
-
-@macro
-def fetch_lanes(packed, stages, stage, lane_local):
-    """Read what `copy_lanes` copied, to registers."""
-    thread = T.get_thread_binding() % WARPGROUP
-    codes_shared, scale_shared, zero_shared = stages
-    words_local, factor_local, point_local = lane_local
-    for i in T.unroll(int(codes_shared.shape[1])):
-        for e in T.vectorized(4):
-            words_local[i, e] = codes_shared[stage, i, thread, e]
-        for e in T.vectorized(packed.factors):
-            factor_local[i, e] = scale_shared[stage, i, thread, e]
-        if packed.has_zero:
-            for e in T.vectorized(2 * packed.form.per_tile):
-                point_local[i, e] = zero_shared[stage, i, thread, e]
-
-
-@macro
 def store_lanes(packed, lane_local, warp, num_warps: int, w_shared, slot):
     """Convert what was loaded to shared memory, (slot, row, channel)."""
     form = packed.form
@@ -641,32 +574,66 @@ def store_lanes(packed, lane_local, warp, num_warps: int, w_shared, slot):
                     w_shared[slot, line, channel + e] = halves[step * 4 + pair, e]
 
 
+def convert_pair(packed: Packed, words: Any, step: int, pair: int, factor: Any, point: Any, magic: Any) -> Any:
+    """A pair of weights in half precision, rounded once: the word of two numbers."""
+    form, dtype = packed.form, packed.dtype
+    codes_pair = decode_pair(form, dtype, words, step, pair, zero_bits(dtype, point), magic)
+    if packed.exact:
+        half = T.reinterpret(T.cast(factor, T.dtype(dtype)), T.uint16)
+        return pairwise(T.mul2, dtype, codes_pair, T.cast(half, T.uint32) * T.uint32(0x00010001))
+    rounded = []
+    for place in (0, 16):
+        bits = T.cast(codes_pair >> T.uint32(place) & T.uint32(0xFFFF), T.uint16)
+        wide = T.cast(T.reinterpret(bits, T.dtype(dtype)), T.float32) * factor
+        rounded.append(T.cast(T.reinterpret(T.cast(wide, T.dtype(dtype)), T.uint16), T.uint32))
+    return rounded[0] | rounded[1] << T.uint32(16)
+
+
 #: As `WARPGROUP_ROLES`; a row of d must be a multiple of 16 bytes for the TMA store.
 CONVERTING_ROLES: dict[str, Any] = WARPGROUP_ROLES | dict(
     serves=lambda static, gpu: gpu.has_wgmma and static.n % 8 == 0
 )
-#: Three warpgroups start with 168 registers a thread. If they ask for more than 3 * 168, the last one waits forever.
-CONVERTING_REGISTERS, CONSUMING_REGISTERS = 136, 184
-MOST_AHEAD = 16  # steps
-SM_BYTES = 227 << 10
+STRIP_ROWS = 2 * WARPGROUP_ROWS  # rows of the weight of a block
+FEW_TOKENS = 64  # rows of a up to which blocks share the sum over k, and two blocks run on an SM
+STAGED_TOKENS = 64
 
 
-def choose_tile(*given: Any) -> dict:
-    """Few rows: narrow tiles, so that more SMs work. Many: wide ones, which read a less often."""
-    n, num_groups, num_rows = given[0], given[2], given[-1]
-    if num_rows <= 64 * max(num_groups, 1):
-        return dict(block_m=64, block_n=64, ring=4)
-    return dict(block_m=128, block_n=256 if wastes_little(n, 256) else 128, ring=3)
+def choose_tokens(*given: Any) -> dict:
+    """As few columns of products as the rows of a group need; otherwise many, which convert weights less often."""
+    num_groups, num_rows = given[2], given[-1]
+    each = num_rows / max(num_groups, 1)
+    return dict(tokens=next((count for count in (16, 32, 64, 128) if each <= count), 256))
 
 
-def tile_splits(n: int, k: int, num_rows: Any, num_groups: int) -> int:
-    """Blocks that share the sum over k of a dense product with one row of tiles."""
-    if not isinstance(num_rows, int) or num_rows > WARPGROUP_ROWS or num_groups != DENSE:
+def strip_splits(n: int, k: int, num_rows: Any, num_groups: int) -> int:
+    """Blocks that share the sum over k of a dense product with few rows."""
+    if not isinstance(num_rows, int) or num_rows > FEW_TOKENS or num_groups != DENSE:
         return 1
-    return best_splits(-(-n // WARPGROUP_ROWS), -(-k // TILE_K), 1 << 30)
+    return best_splits(-(-n // STRIP_ROWS), -(-k // (2 * TILE_K)), 1 << 30)
 
 
-@kernel(choose=choose_tile, space=dict(block_m=(64, 128), block_n=(64, 128, 256), ring=(3, 4, 6)), **CONVERTING_ROLES)
+@macro
+def store_transposed(acc, d_shared, d, start, end, row, n: int, member: int):
+    """Store sums (rows of the weight, rows of a) through `d_shared`, as `store_rows`."""
+    staged = int(d_shared.shape[0])
+    for piece in tuple(range(int(acc.shape[1]) // staged)):
+        token = start + piece * staged
+        T.tma_store_wait(0)
+        T.sync_threads(8 + member, WARPGROUP)
+        for i, j in T.Parallel(WARPGROUP_ROWS, staged):
+            d_shared[j, i] = T.cast(acc[i, piece * staged + j], d_shared.dtype)
+        T.fence_proxy_async()
+        T.sync_threads(8 + member, WARPGROUP)
+        if token + staged <= end:
+            T.tma_copy(d_shared, d[token : token + staged, row : row + WARPGROUP_ROWS])
+        else:
+            for lines in T.unroll(staged // 16, unroll_factor=1):
+                for i, j in T.Parallel(16, WARPGROUP_ROWS):
+                    if token + lines * 16 + i < end and row + T.truncdiv(j, 8) * 8 < n:
+                        d[token + lines * 16 + i, row + j] = d_shared[lines * 16 + i, j]
+
+
+@kernel(choose=choose_tokens, space=dict(tokens=(16, 32, 64, 128, 256)), **CONVERTING_ROLES)
 def dequant_wgmma_kernel(
     n: int,
     k: int,
@@ -678,31 +645,34 @@ def dequant_wgmma_kernel(
     bias_dtype: torch.dtype | None,
     splits: int,
     *,
-    block_m: int,
-    block_n: int,
-    ring: int,
+    tokens: int,
 ):
-    """The last warpgroup loads rows of a by TMA and converts weights; each of the others multiplies 64 rows.
+    """A block multiplies 128 rows of the weight with `tokens` rows of a; its last warpgroup loads by TMA.
 
-    Every converting thread copies its own words by cp.async, several steps ahead.
+    A lane of the others converts its own words to registers, which are the first operand of wgmma. Rows of a are the
+    second. So weights in half precision never pass through shared memory. Products of a step run while the words of the
+    next one are converted. TMA returns zeros behind the end of k, so the number of steps is even.
     """
     packed = describe(fmt, dtype, scale_dtype, n, k, has_zero)
-    elem, form = T.dtype(dtype), packed.form
+    form, elem = packed.form, T.dtype(dtype)
     num_rows, stride = T.dynamic('num_rows'), T.dynamic('stride')
     num_matrices = max(num_groups, 1)
     codes_shape, scale_shape, zero_shape = packed.arrays(num_matrices)
-    scale_elem = packed.scale_elem
-    bias_elem = T.dtype(bias_dtype or dtype)
-    members = block_m // WARPGROUP_ROWS
-    per_sm = 3 - members
-    tiles_n, steps = -(-n // block_n), -(-k // TILE_K)
-    num_warps = WARPGROUP // WARP
-    count = lane_tiles(packed, block_n, num_warps)
-    scaled = form.factor == 'e4m3'
-    part_steps = -(-steps // splits)
-    rings = ring * (block_m + block_n) * TILE_K * 2 + members * WARPGROUP_ROWS * min(STAGED, block_n) * 2
-    spare = (BLOCK_BYTES if per_sm == 2 else SM_BYTES) - rings - 4 * num_groups - 1024
-    ahead = max(1, min(MOST_AHEAD, spare // (count * WARPGROUP * packed.lane_bytes)))
+    rows, cols = packed.tiles
+    scale_elem, bias_elem = packed.scale_elem, T.dtype(bias_dtype or dtype)
+    per_sm = 2 if tokens <= FEW_TOKENS else 1
+    # A thread starts with 80 registers if two blocks run on an SM, else with 168. What the three warpgroups ask for must
+    # not be more than they start with, or the last one waits forever.
+    multiplying = 104 if per_sm == 2 else MULTIPLYING_REGISTERS if tokens > 128 else 0
+    width, strip_tiles = 8 * 2 * form.per_tile, STRIP_ROWS // ROWS
+    chunk = TILE_K // form.depth * WARP * 4  # words of a tile of rows in a step
+    tiles_n, members = -(-n // STRIP_ROWS), 2
+    part_steps = -(-k // (2 * TILE_K * splits)) * 2
+    staged = min(tokens, STAGED_TOKENS)
+    stage_bytes = tokens * TILE_K * 2 + strip_tiles * (chunk * 4 + width * (scale_dtype.itemsize + 2 * has_zero))
+    fixed_bytes = members * staged * WARPGROUP_ROWS * 2 * (splits == 1) + 4 * num_groups + 2048
+    ring = min(8, ((BLOCK_BYTES if per_sm == 2 else SM_BYTES) - fixed_bytes) // stage_bytes)
+    stored = form.stored_groups(k) * width
 
     @T.prim_func
     def dequant_wgmma(
@@ -721,94 +691,129 @@ def dequant_wgmma_kernel(
         with T.Kernel(num_sms * per_sm, threads=(members + 1) * WARPGROUP) as pid:
             T.annotate_min_blocks_per_sm(per_sm)
             num_blocks = num_sms * per_sm
-            a_shared = T.alloc_shared((ring, members, WARPGROUP_ROWS, TILE_K), elem)
-            w_shared = T.alloc_shared((ring, block_n, TILE_K), elem)
-            d_shared = [T.alloc_shared((WARPGROUP_ROWS, min(STAGED, block_n)), elem) for _ in range(members)]
+            a_shared = T.alloc_shared((ring, tokens, TILE_K), elem)
+            codes_shared = T.alloc_shared((ring, strip_tiles, chunk), T.int32)
+            scale_shared = T.alloc_shared((ring, strip_tiles, width), scale_elem)
+            zero_shared = T.alloc_shared((ring, strip_tiles, width), T.int16)
+            d_shared = [T.alloc_shared((staged, WARPGROUP_ROWS), elem) for _ in range(members)]
             T.annotate_layout({buffer: swizzled(buffer) for buffer in d_shared})
-            acc_frag = [T.alloc_fragment((WARPGROUP_ROWS, block_n), T.float32) for _ in range(members)]
+            acc_frag = [T.alloc_fragment((WARPGROUP_ROWS, tokens), T.float32) for _ in range(members)]
+            w_frag = [[T.alloc_fragment((WARPGROUP_ROWS, TILE_K), elem) for _ in (0, 1)] for _ in range(members)]
             first_shared = T.alloc_shared((num_groups + 1,), T.int32)
             buffers = make_ring(ring, members)
             tile = T.alloc_local((5,), T.int32)
-            tiles = Tiles(group_end, first_shared, num_rows, num_groups, block_m, tiles_n)
-            parts = Tiles(group_end, first_shared, num_rows, num_groups, block_m, tiles_n * splits)
+            tiles = Tiles(group_end, first_shared, num_rows, num_groups, tokens, tiles_n)
+            parts = Tiles(group_end, first_shared, num_rows, num_groups, tokens, tiles_n * splits)
             turns = count_turns(parts, num_blocks, (members + 1) * WARPGROUP)
-            weights = codes, scale, zero
-            stages = make_stages(packed, ahead, count)
+            flat_codes = T.view(codes, (num_matrices * rows, cols * WARP * 4), T.int32)
+            flat_scale = scale if form.blocks else T.view(scale, (num_matrices * rows, stored), scale_elem)
+            flat_zero = T.view(zero, (num_matrices * rows, stored), T.int16) if has_zero else zero
+            words = T.view(codes_shared, (ring, strip_tiles, chunk), T.uint32)
+            magic = magic_word(dtype, stride) if form.element == 'u4' else None
 
             with T.ws(members):
-                if members > 1:
-                    T.dec_max_nreg(CONVERTING_REGISTERS)
-                lane_local = make_lane(packed, count)
-                warp = T.get_thread_binding() // WARP - members * num_warps
+                if multiplying:
+                    T.dec_max_nreg(LOADING_REGISTERS)
                 for turn in T.serial(turns):
                     index = turn * num_blocks + pid
                     locate_tile(tiles, T.truncdiv(index, splits), tile)
-                    row, end, col = tile[1], tile[2], tile[4] * block_n
+                    row, depth = tile[1], tile[3] * part_steps
                     first = T.truncmod(index, splits) * part_steps
-                    depth = tile[3] * T.min(part_steps, steps - first)
-                    matrix = T.min(tile[0], num_matrices - 1)
-                    for stage in T.unroll(ahead):
-                        if stage < depth:
-                            copy_lanes(packed, weights, matrix, col, first + stage, warp, num_warps, stages, stage)
-                        T.ptx_commit_group()
-                    for step in T.unroll(depth, unroll_factor=1):
-                        T.ptx_wait_group(ahead - 1)
-                        fetch_lanes(packed, stages, T.truncmod(step, ahead), lane_local)
+                    top = T.min(tile[0], num_matrices - 1) * rows + tile[4] * strip_tiles
+                    for step in T.serial(depth):
                         slot = next_free(buffers)
-                        load_rows(a, row, end, (first + step) * TILE_K, a_shared, slot, buffers.full)
-                        store_lanes(packed, lane_local, warp, num_warps, w_shared, slot)
-                        T.fence_proxy_async()
+                        channel, column = (first + step) * TILE_K, (first + step) * chunk
+                        at = packed.tile_group((first + step) * (TILE_K // form.depth)) * width
+                        T.tma_copy(
+                            a[row : row + tokens, channel : channel + TILE_K],
+                            a_shared[slot, :, :],
+                            barrier=buffers.full[slot],
+                        )
+                        T.tma_copy(
+                            flat_codes[top : top + strip_tiles, column : column + chunk],
+                            codes_shared[slot, :, :],
+                            barrier=buffers.full[slot],
+                        )
+                        if not form.blocks:
+                            T.tma_copy(
+                                flat_scale[top : top + strip_tiles, at : at + width],
+                                scale_shared[slot, :, :],
+                                barrier=buffers.full[slot],
+                            )
+                            if has_zero:
+                                T.tma_copy(
+                                    flat_zero[top : top + strip_tiles, at : at + width],
+                                    zero_shared[slot, :, :],
+                                    barrier=buffers.full[slot],
+                                )
                         T.barrier_arrive(buffers.full[slot])
                         buffers.used[0] += 1
-                        if step + ahead < depth:
-                            later, place = first + step + ahead, T.truncmod(step, ahead)
-                            copy_lanes(packed, weights, matrix, col, later, warp, num_warps, stages, place)
-                        T.ptx_commit_group()
-            for member in (0, 1)[:members]:
+            for member in (0, 1):
                 with T.ws(member):
-                    if members > 1:
-                        T.inc_max_nreg(CONSUMING_REGISTERS)
-                    acc = acc_frag[member]
+                    if multiplying:
+                        T.inc_max_nreg(multiplying)
+                    acc, base = acc_frag[member], member * (WARPGROUP_ROWS // ROWS)
+                    block_local = T.alloc_local((1,), T.float32)
                     for turn in T.serial(turns):
                         index = turn * num_blocks + pid
                         locate_tile(tiles, T.truncdiv(index, splits), tile)
-                        row, end, col = tile[1] + member * WARPGROUP_ROWS, tile[2], tile[4] * block_n
+                        start, end, strip = tile[1], tile[2], tile[4]
                         split = T.truncmod(index, splits)
-                        depth = tile[3] * T.min(part_steps, steps - split * part_steps)
                         matrix = T.min(tile[0], num_matrices - 1)
-                        if row < end:
-                            if depth == 0:
+                        row = strip * STRIP_ROWS + member * WARPGROUP_ROWS
+                        if start < end:
+                            if tile[3] == 0:
                                 T.clear(acc)
-                            for step in T.serial(depth):
-                                slot = next_full(buffers)
-                                T.wgmma_gemm(
-                                    a_shared[slot, member, :, :],
-                                    w_shared[slot, :, :],
-                                    acc,
-                                    transpose_B=True,
-                                    clear_accum=step == 0,
-                                )
-                                T.wait_wgmma(1)
-                                if step > 0:
-                                    free_last(buffers)
-                                buffers.used[0] += 1
+                            for twice in T.serial(tile[3] * (part_steps // 2)):
+                                for side in (0, 1):
+                                    step = twice * 2 + side
+                                    slot = next_full(buffers)
+                                    if form.blocks and side == 0:
+                                        group = T.min(split * (part_steps // 2) + twice, form.groups(k) - 1)
+                                        block_local[0] = scale[matrix, strip, group]
+                                    own = w_frag[member][side]
+                                    for q in (0, 1, 2, 3):
+                                        place, inner = q * STEP // form.depth, q * STEP % form.depth // STEP
+                                        group = inner * STEP // form.group if form.per_tile > 1 else 0
+                                        for half in (0, 1):
+                                            for upper in (0, 1):
+                                                for r, g, t, e in T.Parallel(4, 8, 4, 2):
+                                                    lane = place * WARP + g * 4 + t
+                                                    given = [words[slot, base + r, lane * 4 + i] for i in range(4)]
+                                                    of = g * (2 * form.per_tile) + group * 2 + half
+                                                    if form.blocks:
+                                                        factor = block_local[0]
+                                                    else:
+                                                        factor = number_of(form, scale_shared[slot, base + r, of])
+                                                    point = zero_shared[slot, base + r, of] if has_zero else None
+                                                    pair = convert_pair(
+                                                        packed, given, inner, half + 2 * upper, factor, point, magic
+                                                    )
+                                                    bits = T.cast(pair >> T.cast(16 * e, T.uint32), T.uint16)
+                                                    line, channel = r * 16 + half * 8 + g, upper * 8 + t * 2 + e
+                                                    own[line, q * STEP + channel] = T.reinterpret(bits, elem)
+                                    T.wgmma_gemm(
+                                        own, a_shared[slot, :, :], acc, transpose_B=True, clear_accum=step == 0
+                                    )
+                                    T.wait_wgmma(1)
+                                    if step > 0:
+                                        free_last(buffers)
+                                    buffers.used[0] += 1
                             T.wait_wgmma(0)
-                            if depth > 0:
+                            if tile[3] > 0:
                                 free_last(buffers)
-                            if scaled:
-                                for i, j in T.Parallel(WARPGROUP_ROWS, block_n):
+                            if form.factor == 'e4m3':
+                                for i, j in T.Parallel(WARPGROUP_ROWS, tokens):
                                     acc[i, j] = acc[i, j] * whole[matrix]
                             if bias_dtype is not None:
-                                for i, j in T.Parallel(WARPGROUP_ROWS, block_n):
-                                    acc[i, j] = acc[i, j] + T.cast(bias[T.min(col + j, n - 1)], T.float32)
+                                for i, j in T.Parallel(WARPGROUP_ROWS, tokens):
+                                    acc[i, j] = acc[i, j] + T.cast(bias[T.min(row + i, n - 1)], T.float32)
                             if splits > 1:
-                                for i, j in T.Parallel(WARPGROUP_ROWS, block_n):
-                                    if row + i < end and col + j < n:
-                                        part[split, row + i, col + j] = acc[i, j]
+                                for i, j in T.Parallel(WARPGROUP_ROWS, tokens):
+                                    if row + i < n and start + j < end:
+                                        part[split, start + j, row + i] = acc[i, j]
                             else:
-                                store_rows(acc, d_shared[member], d, row, end, col, n, member)
-                        else:
-                            skip_steps(buffers, depth)
+                                store_transposed(acc, d_shared[member], d, start, end, row, n, member)
                     T.tma_store_wait(0)
 
     return dequant_wgmma
@@ -832,7 +837,7 @@ def portable_dequant_kernel(
     num_rows, stride = T.dynamic('num_rows'), T.dynamic('stride')
     num_matrices, tiles_n = max(num_groups, 1), -(-n // MMA_N)
     steps = -(-k // TILE_K)
-    part_steps = -(-steps // splits)
+    part_steps = -(-k // (2 * TILE_K * splits)) * 2
     codes_shape, scale_shape, zero_shape = packed.arrays(num_matrices)
     scale_elem = packed.scale_elem
     bias_elem = T.dtype(bias_dtype or dtype)
