@@ -288,8 +288,8 @@ RACES = {
     ),
     'keys are used before they are loaded': (
         '_hopper',
-        'T.mbarrier_wait_parity(full[RIGHT][1], step & 1)',
-        'T.fence_proxy_async()',
+        'T.mbarrier_wait_parity(full[which], step & 1)\n        if copied:',
+        'if copied:',
     ),
 }
 

@@ -39,6 +39,7 @@ WARPGROUP = 128
 ROWS = 64
 KEYS = 64
 HALF = LATENT // 2
+PART = HALF // 2
 LEFT, RIGHT = 0, 1
 #: The blocks of a pair and their halves in the order in which they are freed and loaded.
 ORDER = (0, LEFT), (1, RIGHT), (0, RIGHT), (1, LEFT)
@@ -156,17 +157,33 @@ def end_rows(boxed: bool):
 
 @macro
 def load_half(
-    latent, page_shared, offset_shared, slot, page_of, offset_of, kv_shared, full, which: int, half: int, boxed: bool
+    latent,
+    page_shared,
+    offset_shared,
+    slot,
+    page_of,
+    offset_of,
+    kv_shared,
+    early,
+    full,
+    which: int,
+    half: int,
+    boxed: bool,
 ):
-    """Start to copy half of the columns of a block: a whole block by TMA if it has a page, else a row by a warp."""
+    """Start to copy half of the columns of a block: a whole block by TMA if it has a page, else a row by a warp.
+
+    A whole block comes in two parts, lest scores wait for all of it.
+    """
     thread = T.get_thread_binding() - 2 * WARPGROUP
     column = thread % 32 * VECTOR
     if boxed and page_of[which] >= 0:
-        T.tma_copy(
-            latent[page_of[which], offset_of[which] : offset_of[which] + KEYS, half * HALF : (half + 1) * HALF],
-            kv_shared[which, half, :, :],
-            barrier=full[which],
-        )
+        for part, barrier in ((0, early), (1, full)):
+            start = half * HALF + part * PART
+            T.tma_copy(
+                latent[page_of[which], offset_of[which] : offset_of[which] + KEYS, start : start + PART],
+                kv_shared[which, half, :, part * PART : (part + 1) * PART],
+                barrier=barrier[which],
+            )
     else:
         for step in T.unroll(KEYS // 4):
             j = which * KEYS + step * 4 + thread // 32
@@ -252,11 +269,29 @@ def finish(full, which: int, widened: bool, copied: bool):
 
 
 @macro
-def wait_full(full, which: int, step, copied: bool):
-    """Wait for half of a block; what cp.async has copied becomes visible to wgmma by a fence of the reader."""
-    T.mbarrier_wait_parity(full[which], step & 1)
-    if copied:
-        T.fence_proxy_async()
+def score_half(
+    q_shared, kv_shared, scores, early, full, step, which: int, half: int, clear: bool, boxed: bool, copied: bool
+):
+    """Wait for half of the columns of a block and add their products to the scores.
+
+    What cp.async has copied becomes visible to wgmma by a fence of the reader.
+    """
+    if boxed:
+        T.mbarrier_wait_parity(early[which], step & 1)
+        T.wgmma_gemm(
+            q_shared[half, :, 0:PART],
+            kv_shared[which, half, :, 0:PART],
+            scores,
+            transpose_B=True,
+            clear_accum=clear,
+        )
+        T.mbarrier_wait_parity(full[which], step & 1)
+        T.wgmma_gemm(q_shared[half, :, PART:HALF], kv_shared[which, half, :, PART:HALF], scores, transpose_B=True)
+    else:
+        T.mbarrier_wait_parity(full[which], step & 1)
+        if copied:
+            T.fence_proxy_async()
+        T.wgmma_gemm(q_shared[half, :, :], kv_shared[which, half, :, :], scores, transpose_B=True, clear_accum=clear)
 
 
 @macro
@@ -412,8 +447,10 @@ def mla_decode_hopper_kernel(
             place_shared = T.alloc_shared((4,), T.int32)
             order_shared = T.alloc_shared((MOST_ORDERED,), T.int32)
             q_full = T.alloc_barrier([WARPGROUP])
-            # every loading thread arrives, and once more when its copies are complete; codes are not copied
-            counts = (WARPGROUP, 2 * WARPGROUP) if fp8 else (2 * WARPGROUP,) * 2
+            # every loading thread arrives, and once more when its cp.async copies are complete; codes are not copied
+            once, twice = WARPGROUP, 2 * WARPGROUP
+            counts = (once, once) if keys == BOXED else (once, twice) if fp8 else (twice, twice)
+            early = [T.alloc_barrier([once] * 2) for _ in (LEFT, RIGHT)]
             full = [T.alloc_barrier([*counts]), T.alloc_barrier([*reversed(counts)])]
             free = [T.alloc_barrier([WARPGROUP] * 2) for _ in (LEFT, RIGHT)]
 
@@ -515,6 +552,7 @@ def mla_decode_hopper_kernel(
                                 page_of,
                                 offset_of,
                                 kv_shared,
+                                early[half],
                                 full[half],
                                 which,
                                 half,
@@ -533,7 +571,9 @@ def mla_decode_hopper_kernel(
                                 which,
                                 keys == BOXED,
                             )
-                        finish(full[half], which, fp8, not fp8 or turn >= 2)
+                        if keys == BOXED:
+                            T.mbarrier_arrive(early[half][which])
+                        finish(full[half], which, fp8, keys != BOXED and (not fp8 or turn >= 2))
 
             with T.ws(0):
                 T.inc_max_nreg(MULTIPLYING_REGISTERS)
@@ -542,12 +582,20 @@ def mla_decode_hopper_kernel(
                 T.clear(acc[0])
                 T.mbarrier_wait_parity(q_full[0], 0)
                 for step in T.serial(last - first):
-                    wait_full(full[LEFT], 0, step, keys != BOXED and not fp8)
-                    T.wgmma_gemm(
-                        q_shared[LEFT, :, :], kv_shared[0, LEFT, :, :], scores[0], transpose_B=True, clear_accum=True
-                    )
-                    wait_full(full[RIGHT], 0, step, keys != BOXED)
-                    T.wgmma_gemm(q_shared[RIGHT, :, :], kv_shared[0, RIGHT, :, :], scores[0], transpose_B=True)
+                    for order, half in enumerate((LEFT, RIGHT)):
+                        score_half(
+                            q_shared,
+                            kv_shared,
+                            scores[0],
+                            early[half],
+                            full[half],
+                            step,
+                            0,
+                            half,
+                            order == 0,
+                            keys == BOXED,
+                            not fp8 or order == 1,
+                        )
                     T.wgmma_gemm(q_rotary_shared, rotary_shared[0, :, :], scores[0], transpose_B=True)
                     T.wait_wgmma(0)
                     mask_scores(scores[0], page_shared, step & 1, 0, scale, keys)
@@ -616,12 +664,20 @@ def mla_decode_hopper_kernel(
                 T.clear(acc[1])
                 T.mbarrier_wait_parity(q_full[0], 0)
                 for step in T.serial(last - first):
-                    wait_full(full[RIGHT], 1, step, keys != BOXED and not fp8)
-                    T.wgmma_gemm(
-                        q_shared[RIGHT, :, :], kv_shared[1, RIGHT, :, :], scores[1], transpose_B=True, clear_accum=True
-                    )
-                    wait_full(full[LEFT], 1, step, keys != BOXED)
-                    T.wgmma_gemm(q_shared[LEFT, :, :], kv_shared[1, LEFT, :, :], scores[1], transpose_B=True)
+                    for order, half in enumerate((RIGHT, LEFT)):
+                        score_half(
+                            q_shared,
+                            kv_shared,
+                            scores[1],
+                            early[half],
+                            full[half],
+                            step,
+                            1,
+                            half,
+                            order == 0,
+                            keys == BOXED,
+                            not fp8 or order == 1,
+                        )
                     T.wgmma_gemm(q_rotary_shared, rotary_shared[1, :, :], scores[1], transpose_B=True)
                     T.wait_wgmma(0)
                     mask_scores(scores[1], page_shared, step & 1, 1, scale, keys)
