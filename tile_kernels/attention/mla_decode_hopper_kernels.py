@@ -115,7 +115,7 @@ def read_entry(table, listed, num_keys, pair, page_size, keys: str):
 
 @macro
 def place_keys(entry, latent, pair, page_size, num_pages, keys: str, page_shared, offset_shared, slot, lines: int):
-    """Store page and offset of every key of a pair of blocks; a negative page is no key. Prefetch lines of keys to L2."""
+    """Store page and offset of every key of a pair of blocks, and prefetch lines of keys to L2; page < 0 is no key."""
     thread = T.get_thread_binding() - 2 * WARPGROUP
     key = pair * (2 * KEYS) + thread
     page = T.alloc_var(T.int32, init=-1)
@@ -170,7 +170,7 @@ def load_half(
     half: int,
     boxed: bool,
 ):
-    """Start to copy half of the columns of a block: a whole block by TMA if it has a page, else a row by a warp.
+    """Start to copy half of the columns of a block: by TMA if the block is a page, else a row by a warp.
 
     A whole block comes in two parts, lest scores wait for all of it.
     """

@@ -5,8 +5,8 @@ queries, gradients of the result, one block of keys, weights p and their gradien
 
     the first: s = q k', p        the second: dp = do k', ds = p (dp - delta)
 
-and each computes its columns of dq += ds k. Then the next block of keys is loaded, while each computes its columns of
-p' do + ds' q and adds them to memory by atomics, or stores them for a second kernel.
+and each computes its columns of dq += ds k. Then the next block of keys is loaded. Meanwhile each
+computes its columns of p' do + ds' q, and adds them to memory by atomics or stores them for a second kernel.
 """
 
 import math

@@ -661,8 +661,8 @@ def dequant_wgmma_kernel(
     rows, cols = packed.tiles
     scale_elem, bias_elem = packed.scale_elem, T.dtype(bias_dtype or dtype)
     per_sm = 2 if tokens <= FEW_TOKENS else 1
-    # A thread starts with 80 registers if two blocks run on an SM, else with 168. What the three warpgroups ask for must
-    # not be more than they start with, or the last one waits forever.
+    # A thread starts with 80 registers if two blocks run on an SM, else with 168. The three warpgroups must not ask for
+    # more than they start with, or the last one waits forever.
     multiplying = 104 if per_sm == 2 else MULTIPLYING_REGISTERS if tokens > 128 else 0
     width, strip_tiles = 8 * 2 * form.per_tile, STRIP_ROWS // ROWS
     chunk = TILE_K // form.depth * WARP * 4  # words of a tile of rows in a step

@@ -549,9 +549,10 @@ def _make_bwd(output_final_state: bool = False, **case: Any) -> dict:
     given = random_delta(**case)
     small = given['v'].numel() < 1 << 20
     chunks = 0
-    if small and type(given['q']) is Tensor:
-        _, final, g_sum, inverse = delta_rule.twin(**given, output_final_state=output_final_state)
-    else:  # only timed, or a dry run
+    if type(given['q']) is Tensor and (small or given['q'].is_cuda):
+        forward = delta_rule.twin if small else delta_rule.call
+        _, final, g_sum, inverse = forward(**given, output_final_state=output_final_state)
+    else:  # a dry run
         packed, tokens = 'cu_seqlens' in given, given['q'].shape[1]
         number = given['cu_seqlens'].shape[0] - 1 if packed else given['q'].shape[0]
         chunk = given['chunk_size']

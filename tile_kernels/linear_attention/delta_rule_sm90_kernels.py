@@ -1,12 +1,12 @@
 """Kernels of the delta rule for Hopper, one gate for a token and head. See `delta_rule` for the formula.
 
 `delta_scores_sm90_kernel` is `delta_scores_kernel` with products by wgmma. It inverts the blocks of 16 rows on the
-diagonal in float32, by columns. With D their inverses and N = D times the other blocks of A, the inverse of 1 + A is
-D - N D + N^2 D - N^3 D, computed as Y <- D - N Y.
+diagonal in float32, by columns. Let D be their inverses and N be D times the other blocks of A. Then the inverse of
+1 + A is D - N D + N^2 D - N^3 D. It is computed as Y <- D - N Y.
 
 `delta_states_sm90_kernel` keeps the state transposed: values are rows. So the state, v - k S and u are first operands
-from registers, and k, q, the scores and the inverse are second operands as they lie in memory. No thread waits for
-another but once a chunk, for the copies of that chunk.
+from registers. k, q, the scores and the inverse are second operands as they lie in memory. There is one barrier per
+chunk, for the copies of that chunk.
 """
 
 from typing import Any
