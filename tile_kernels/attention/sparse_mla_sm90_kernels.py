@@ -4,8 +4,9 @@ A thread block owns up to 64 heads of one token. Keys come in blocks of 64, in t
 scores and weights, the left half of the result from its registers, and passes the weights through shared memory. The
 second one computes the right half. A third one loads: cp.async, 16 bytes per thread, zeros where there is no key.
 
-Reading keys from the L2 cache is the limit. So a half of a block is freed as soon as its product is done. The same half
-of the next but one block is requested at once. Its place in memory is known by then: lists are read a block ahead.
+Keys come from the L2 cache, and their loads must overlap products. So a half of a block is freed as soon as its product
+is done. The same half of the next but one block is requested at once. Its place in memory is known by then: lists are
+read a block ahead.
 """
 
 import math

@@ -7,9 +7,9 @@ NaN is below -inf, both zeros are equal, and of equal numbers the smaller column
 A thread block reads a part of a row once, 16 bytes per thread. It keeps a list of the numbers that may be among the k
 largest, in the order of columns. When the list is full, it is cut to little more than its k best entries, and from then
 on only larger numbers enter. A cut takes up to three histograms of 2048 bins over the keys that are left, from the
-smallest to the largest one. So the worst input costs more cuts, never another pass over memory. If rows are few and long, several
-blocks take parts of a row, and a second launch merges their lists. A row of up to 1024 columns belongs to a warp, which
-finds the cut in registers, bit by bit. Memory bound: the floor is reading the logits once.
+smallest to the largest one. So the worst input costs more cuts, never another pass over memory. If rows are few and
+long, several blocks take parts of a row, and a second launch merges their lists. A row of up to 1024 columns belongs to
+a warp, which finds the cut in registers, bit by bit. Memory bound: the floor is reading the logits once.
 """
 
 import math
