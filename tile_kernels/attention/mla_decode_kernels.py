@@ -22,8 +22,8 @@ from tile_kernels.core.jit import PLAIN_PRODUCTS, kernel
 from tile_kernels.core.lang import T, macro
 from tile_kernels.device.softmax import finite_top, softmax_step
 
-#: How keys are found: by a table of pages and lengths (in general, for rows of one token, for pages of whole blocks of
-#: 64 keys), or by a list for every token.
+#: How keys are found: by a table of pages and lengths, or by a list for every token. SINGLE has rows of one token.
+#: BOXED has these and pages of whole blocks of 64 keys.
 PAGED, SINGLE, BOXED, LISTED = 'paged', 'single', 'boxed', 'listed'
 #: Heads of a tile whose rows may belong to several tokens, at most.
 PACKED_HEADS = 32

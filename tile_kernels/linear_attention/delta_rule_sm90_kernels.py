@@ -5,7 +5,7 @@ diagonal in float32, by columns. Let D be their inverses and N be D times the ot
 1 + A is D - N D + N^2 D - N^3 D. It is computed as Y <- D - N Y.
 
 `delta_states_sm90_kernel` keeps the state transposed: values are rows. So the state, v - k S and u are first operands
-from registers. The second operands are k, q, the scores and the inverse, as they lie in memory. There is one barrier per
+from registers. Second operands are k, q, the scores and the inverse, as they lie in memory. There is one barrier per
 chunk, for the copies of that chunk.
 """
 
