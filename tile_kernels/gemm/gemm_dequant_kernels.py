@@ -40,7 +40,15 @@ from tile_kernels.gemm._macros import (
     next_full,
     swizzled,
 )
-from tile_kernels.gemm.gemm_kernels import ROW_WARPS, ROWS_PASS_CONFIGS, STRIP, best_splits, choose_rows, find_group
+from tile_kernels.gemm.gemm_kernels import (
+    ROW_WARPS,
+    TURN_BITS,
+    ROWS_PASS_CONFIGS,
+    STRIP,
+    best_splits,
+    choose_rows,
+    find_group,
+)
 from tile_kernels.gemm.packed_weight import BLOCK, FORMATS, ROWS, ZERO, WeightFormat
 
 STEP = 16  # channels of one mma
@@ -438,7 +446,8 @@ def dequant_rows_kernel(
                     block_local[0] = scale[matrix, strip, packed.tile_group(T.min(first + warp, cols - 1))]
                 magic = magic_word(dtype, stride) if form.element == 'u4' else None
                 T.sync_threads()
-                for turn in T.unroll(T.ceildiv(T.max(last - first - warp, 0), ROW_WARPS), unroll_factor=1):
+                # A shift: TVM takes this ceildiv for 1 where some warps have no tile.
+                for turn in T.serial(T.shift_right(T.max(last - first - warp, 0) + ROW_WARPS - 1, TURN_BITS)):
                     tile = first + warp + turn * ROW_WARPS
                     channel = (tile - first) * form.depth
                     if form.blocks:

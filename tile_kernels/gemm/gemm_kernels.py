@@ -20,6 +20,7 @@ MOST_ROWS = 16  # rows of a
 STRIP = 8  # tiles of 16 rows of b in a block
 ROWS = 16
 ROW_WARPS = 8
+TURN_BITS = ROW_WARPS.bit_length() - 1
 TILE_BYTES = 64
 SLICE_TILES = 32  # tiles along k of a block, at most
 
@@ -173,7 +174,8 @@ def few_rows_kernel(n: int, k: int, num_groups: int, dtype: torch.dtype, *, octe
                                 sf_shared[token, group] = a_sf[token, column] * b_sf[strip, column]
                 T.clear(total_local)
                 T.sync_threads()
-                for turn in T.unroll(T.ceildiv(T.max(last - first - warp, 0), ROW_WARPS), unroll_factor=1):
+                # A shift: TVM takes this ceildiv for 1 where some warps have no tile.
+                for turn in T.serial(T.shift_right(T.max(last - first - warp, 0) + ROW_WARPS - 1, TURN_BITS)):
                     tile = first + warp + turn * ROW_WARPS
                     channel = (tile - first) * tile_k + lane % 4 * lanes
                     for octet in T.unroll(octets):
