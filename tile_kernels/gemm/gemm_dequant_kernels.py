@@ -42,9 +42,9 @@ from tile_kernels.gemm._macros import (
 )
 from tile_kernels.gemm.gemm_kernels import (
     ROW_WARPS,
-    TURN_BITS,
     ROWS_PASS_CONFIGS,
     STRIP,
+    TURN_BITS,
     best_splits,
     choose_rows,
     find_group,

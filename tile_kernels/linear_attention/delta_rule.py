@@ -21,7 +21,6 @@ from torch import Tensor
 from tile_kernels.core import check
 from tile_kernels.core.autograd import autocast
 from tile_kernels.core.cases import grid
-from tile_kernels.core.gpus import SUM_SMS
 from tile_kernels.core.launch import gpu_of, launch, variant_for
 from tile_kernels.core.op import op
 from tile_kernels.linear_attention._checks import (
@@ -49,11 +48,8 @@ from tile_kernels.linear_attention.delta_rule_kernels import (
     delta_channel_scores_kernel,
     delta_scores_kernel,
     delta_states_kernel,
-    padded,
 )
 from tile_kernels.linear_attention.delta_rule_sm90_kernels import (
-    JOINED,
-    MAPS,
     WHOLE,
     delta_channel_scores_sm90_kernel,
     delta_scores_sm90_kernel,
@@ -65,8 +61,6 @@ from tile_kernels.linear_attention.l2norm import l2norm
 SCORES = (delta_scores_sm90_kernel, delta_scores_kernel)
 CHANNEL_SCORES = (delta_channel_scores_sm90_kernel, delta_channel_scores_kernel)
 STATES = (delta_states_sm90_kernel, delta_states_kernel)
-#: A piece of a sequence has at least so many chunks.
-LEAST_CHUNKS = 8
 FORMS = (PLAIN, SIGMOID, TWICE_SIGMOID)
 
 
@@ -108,14 +102,6 @@ def _unchanged(final_state: Tensor, initial_state: Tensor | None) -> Tensor:
     if initial_state is None or final_state.numel() == 0:
         return final_state.zero_()
     return final_state.copy_(initial_state)
-
-
-def count_pieces(chunks: int, blocks: int) -> int:
-    """Pieces of every sequence, when the thread blocks of whole sequences leave SMs idle.
-
-    Pieces cost three times the work. The number depends on the shapes alone, since it changes the rounding.
-    """
-    return max(1, min(SUM_SMS // max(blocks, 1), chunks // LEAST_CHUNKS)) if 4 * blocks <= SUM_SMS else 1
 
 
 def _bits(number: int) -> int:
@@ -307,15 +293,7 @@ def delta_rule(
     operands = (*operands[:2], v, g_sum, beta, scores, inverse, initial_state, cu_seqlens, o, final, None, None)
     operands += (number, scale)
     size = number * value_heads
-    pieces = count_pieces(tokens // chunk_size, size * -(-value_dim // 64)) if on_hopper and not packed else 1
-    if pieces == 1:
-        launch(STATES, (*whole, WHOLE), *operands, until, None, None, 1, size=size)
-        return o, final_state, g_sum, inverse
-    wide = padded(dim)
-    maps = torch.empty(number * (pieces - 1), value_heads, wide, wide, dtype=q.dtype, device=q.device)
-    offsets = torch.empty(number * (pieces - 1), value_heads, value_dim, wide, device=q.device)
-    for mode in (MAPS, JOINED):
-        launch(STATES, (*whole, mode), *operands, until, maps, offsets, pieces, size=size)
+    launch(STATES, (*whole, WHOLE), *operands, until, None, None, 1, size=size)
     return o, final_state, g_sum, inverse
 
 
