@@ -7,7 +7,7 @@
 
 Keys are in pages with a table and lengths, or listed for every token. Few heads are memory bound: the floor is reading
 the used part of the cache once. 128 heads are compute bound. If few thread blocks would run, keys are split and the
-parts merged. The kernels are in `mla_decode_kernels`. They have not run on a GPU yet.
+parts merged. The kernels are in `mla_decode_kernels`.
 """
 
 import math

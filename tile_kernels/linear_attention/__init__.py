@@ -1,6 +1,6 @@
 """Linear attention: recurrences of a state per head, in chunks for training and one token at a time for decoding.
 
-Nothing of this family has run on a GPU yet: kernels are checked in the interpreter, lowered and compiled.
+Smoke cases agree on an H200; `docs/notes/first-gpu-run.md` has times and gaps.
 """
 
 from tile_kernels.linear_attention.causal_conv1d import causal_conv1d, causal_conv1d_bwd

@@ -1,6 +1,6 @@
 """One token of the short causal convolution, for decoding; the formula is that of `causal_conv1d`.
 
-A thread owns a channel of a sequence. The window moves on in place. Memory bound. The kernel has not run on a GPU yet.
+A thread owns a channel of a sequence. The window moves on in place. Memory bound.
 """
 
 import torch

@@ -4,7 +4,7 @@
     o[t] = scale * S[t]^T q[t]
 
 A thread block owns 32 value columns of the state of one sequence and head, in registers. Memory bound: the floor is
-reading and writing the states. It has not run on a GPU yet.
+reading and writing the states.
 """
 
 from typing import Any
