@@ -366,5 +366,6 @@ combine.cases(
     full=grid(rows=[(33, 1, 24)], value_dim=[80, 512], dtype=[F32, BF16], parts=[1, 17, 200], sink=[F32])
     + grid(rows=[(300_000, 32)], value_dim=[128], dtype=[BF16], parts=[2]),  # past 2^31 elements
     bench=grid(rows=[(32, 1, 32), (64, 1, 128)], value_dim=[128], dtype=[F32], parts=[4, 16], half=[True])
-    + grid(rows=[(4, 8192, 32)], value_dim=[128], dtype=[BF16], parts=[2], sink=[F32]),
+    + grid(rows=[(4, 8192, 32)], value_dim=[128], dtype=[BF16], parts=[2], sink=[F32])
+    + grid(rows=[(4096, 32)], value_dim=[512], dtype=[F32], parts=[8], half=[True]),
 )
