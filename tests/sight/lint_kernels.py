@@ -224,3 +224,24 @@ def crowded(blocks_per_sm):
                 y[row, i * 256 + T.get_thread_binding()] = values[i] + values[127 - i] * values[(i * 37) % 128]
 
     return kernel
+
+
+def guarded_cast(joined):
+    """A store that converts its dtype under two conditions; TileLang keeps the outer one only."""
+    rows = T.dynamic('rows')
+
+    @T.prim_func
+    def kernel(x: T.Tensor((rows, 128), 'float32'), y: T.Tensor((rows, 128), 'bfloat16')):
+        with T.Kernel(T.ceildiv(rows, 32), threads=128) as block:
+            tile = T.alloc_fragment((32, 128), 'float32')
+            T.copy(x[block * 32, 0], tile)
+            for i, j in T.Parallel(32, 128):
+                if joined:
+                    if T.And(block > 0, i < 20):
+                        y[block * 32 + i, j] = T.cast(tile[i, j], 'bfloat16')
+                else:
+                    if block > 0:  # noqa: SIM102 - the nesting is the mistake
+                        if i < 20:
+                            y[block * 32 + i, j] = T.cast(tile[i, j], 'bfloat16')  # <- lost-guard
+
+    return kernel

@@ -33,6 +33,7 @@ CASES = {
     'bank-conflict': (lambda: kernels.turned_tile(0), lambda: kernels.turned_tile(1), {}),
     'int64-index': (lambda: kernels.long_loop(False), lambda: kernels.long_loop(True), {'rows': 64}),
     'missing-fence': (lambda: kernels.staged_product(False), lambda: kernels.staged_product(True), {}),
+    'lost-guard': (lambda: kernels.guarded_cast(False), lambda: kernels.guarded_cast(True), {'rows': 60}),
     'store-not-waited': (lambda: kernels.stored_and_read(False), lambda: kernels.stored_and_read(True), {}),
     'shared-memory': (lambda: kernels.copy(floats=65536), kernels.copy, {}),
     'threads': (lambda: kernels.copy(threads=2048, floats=2048), kernels.copy, {}),

@@ -758,11 +758,12 @@ def delta_states_sm90_kernel(
                     for j, i in T.Parallel(tile, chunk):
                         o_shared[turn, i, j] = T.cast(out[j, i] * scale, elem)
             if mode == MAPS:
-                for j, i in T.Parallel(tile, wide):
-                    if part < value_parts:
+                if part < value_parts:  # outside of T.Parallel: TileLang loses conditions of stores that cast
+                    for j, i in T.Parallel(tile, wide):
                         if column + j < value_dim:
                             offsets[block, value_head, column + j, i] = state[j, i]
-                    else:
+                else:
+                    for j, i in T.Parallel(tile, wide):
                         if (part - value_parts) * tile + j < wide:
                             maps[block, value_head, (part - value_parts) * tile + j, i] = T.cast(state[j, i], elem)
             else:

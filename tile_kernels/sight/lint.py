@@ -105,7 +105,7 @@ def _functions(kernel: Kernel, lowered: Lowered) -> Iterator[Kernel]:
 
     for counts, function in zip(count(subject, lowered, watch), lowered.functions.values(), strict=True):
         found = places(subject.prim_func, function)
-        yield replace(kernel, function=function, places=found, counts=counts, dense=dense)
+        yield replace(kernel, function=function, source=lowered.source, places=found, counts=counts, dense=dense)
 
 
 def _in_vectors(address: NDArray[np.int64], active: NDArray[np.bool_], width: int) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tile_kernels.sight.count import Access, Counts
+from tile_kernels.sight.guards import lost_guards
 from tile_kernels.sight.limits import MAX_THREADS
 from tile_kernels.sight.lines import (
     GENERATED,
@@ -34,13 +35,14 @@ WGMMA = {'ptx_wgmma_ss', 'ptx_wgmma_rs'}
 
 @dataclass(frozen=True)
 class Kernel:
-    """What the rules look at: tile-level statements and loops, and a device function with its places and counts."""
+    """What the rules look at: tile-level statements and loops, CUDA, a device function with its places and counts."""
 
     subject: Subject
     written: list[Written]
     loops: list[Written]
     error: str = ''
     function: Any = None
+    source: str = ''
     places: dict[Any, Place] = field(default_factory=dict)
     counts: Counts = field(default_factory=lambda: Counts('', (1, 1, 1), 1, 0))
     dense: dict[int, bool] = field(default_factory=dict)
@@ -160,6 +162,14 @@ def _fence(kernel: Kernel) -> Told:
                     why = f'wgmma reads {bare[tile]}, which cp.async wrote, without a proxy fence after the wait'
                     action = 'call T.fence_proxy_async() between the wait and the product, or copy by TMA'
                     yield kernel.places[node], why, action
+
+
+@_rule('lost-guard')
+def _lost_guard(kernel: Kernel) -> Told:
+    for name in lost_guards(kernel.source):
+        stores = [item.place for item in kernel.written if name in targets_of(item.node) and item.place[1]]
+        why = f'the store to {name} converts its dtype, and TileLang 0.1.15 drops the inner condition around it'
+        yield (stores or [GENERATED])[0], why, 'join the conditions by T.And, or put them outside of T.Parallel'
 
 
 @_rule('store-not-waited')
