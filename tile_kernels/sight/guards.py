@@ -1,6 +1,6 @@
 """Finds stores in generated CUDA that lost their condition.
 
-TileLang 0.1.15 moves a store that converts its dtype out of the loop body of `T.Parallel`: the numbers go to a local
+TileLang 0.1.15 moves a store that converts its dtype out of the loop body of `T.Parallel`. The numbers go to a local
 buffer, `y_local_cast`, and one vector store follows. It repeats a single `if` around that store. Of nested conditions
 it repeats only the outer one, and with an `else` none. The store then writes what nobody computed.
 """
