@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo quick test lint ruff docs clean
+.PHONY: demo quick test lint ruff docs site clean
 .DEFAULT_GOAL := test
 
 # The distribution was called tile-kernels before; that name belongs to another project.
@@ -39,5 +39,8 @@ ruff: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -m tools.docs
 
+site: $(STAMP)
+	$(BIN)/python -m tools.docs.site
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) site build dist *.egg-info

@@ -50,19 +50,18 @@ def root(toy, tmp_path, monkeypatch):
 
 
 def test_written_pages_are_up_to_date(root):
-    assert len(docs.stale(root)) == 4
+    assert len(docs.stale(root)) == 2
     docs.write(root)
     assert docs.stale(root) == []
 
 
-def test_a_changed_page_and_one_without_an_op_are_stale(root):
+def test_a_changed_page_is_stale_and_pages_of_the_site_are_not_written(root):
     docs.write(root)
-    settings, orphan = root / 'docs' / 'settings.md', root / 'docs' / 'ops' / 'gone.op.md'
+    settings = root / 'docs' / 'settings.md'
     settings.write_text('edited')
-    orphan.touch()
-    assert docs.stale(root) == [settings, orphan]
+    assert docs.stale(root) == [settings]
     docs.write(root)
-    assert not orphan.exists() and docs.stale(root) == []
+    assert docs.stale(root) == [] and not (root / 'docs' / 'ops').exists()
 
 
 def test_readme_states_what_was_measured_and_keeps_the_rest(root):
@@ -70,7 +69,7 @@ def test_readme_states_what_was_measured_and_keeps_the_rest(root):
     text = (root / 'README.md').read_text()
     assert text.startswith('before\n') and text.endswith('after\n') and 'old' not in text
     assert re.search(r'\| `tests` \| .* \| 1 \|  \|', text)
-    index = (root / 'docs' / 'ops' / 'README.md').read_text()
+    index = docs.pages(root)[root / 'docs' / 'ops' / 'README.md']
     assert '| [tests.double](tests.double.md) | Twice the input. | internal |  |  | 1.5 |' in index
     assert '2026-02-02, commit def5678' in index
 
@@ -103,8 +102,14 @@ def test_the_page_of_runs_counts_every_op_with_gradients_apart(root, toy, monkey
     assert page.read_text() != f'{docs.BEGIN}{docs.END}'
 
 
-def test_the_index_lists_every_op():
-    index = (docs.ROOT / 'docs' / 'ops' / 'README.md').read_text()
+@pytest.fixture(scope='module')
+def pages():
+    """Every generated page, by its path in the checkout."""
+    return {path.relative_to(docs.ROOT).as_posix(): text for path, text in docs.pages().items()}
+
+
+def test_the_index_lists_every_op(pages):
+    index = pages['docs/ops/README.md']
     assert not [name for name in docs.load_ops() if f'[{name}]({name}.md)' not in index]
 
 
@@ -120,8 +125,7 @@ def test_readme_needs_its_marks(root):
 
 
 def test_the_page_of_an_op_says_all_there_is(root):
-    docs.write(root)
-    text = (root / 'docs' / 'ops' / 'tests.double.md').read_text()
+    text = docs.pages(root)[root / 'docs' / 'ops' / 'tests.double.md']
     for part in (
         'double(x: Tensor) -> Tensor',
         '- `x`: (num_tokens, hidden) float32 or bfloat16, contiguous.',
@@ -196,9 +200,9 @@ def test_the_page_of_formats_says_which_functions_take_a_name():
         assert f'`{name}`' in (taking if 'QuantFormat' in annotation else others), name
 
 
-def test_pages_of_products_say_what_their_floor_counts():
-    pages = (docs.ROOT / 'docs' / 'ops').glob('*.md')
-    found = {page.stem for page in pages if '989 TFLOP/s (fp8: 1979)' in page.read_text()}
+def test_pages_of_products_say_what_their_floor_counts(pages):
+    said = [path for path, text in pages.items() if '989 TFLOP/s (fp8: 1979)' in text]
+    found = {path.removeprefix('docs/ops/').removesuffix('.md') for path in said}
     assert found == {
         'moe.gate_logits',
         'moe.gate_logits_bwd',
@@ -252,12 +256,12 @@ WITHOUT_OPS = {
 }
 
 
-def test_every_public_name_is_on_a_page_with_its_own_signature():
+def test_every_public_name_is_on_a_page_with_its_own_signature(pages):
     for part in (*FAMILIES, *docs.LAYERS):
-        page = (docs.ROOT / 'docs' / 'api' / f'{part}.md').read_text()
+        page = pages[f'docs/api/{part}.md']
         names = [name.partition('.')[2] for name in docs_api.public_names() if name.startswith(f'{part}.')]
         assert re.findall('^## (.*)$', page, re.MULTILINE) == names
-    page = (docs.ROOT / 'docs' / 'api' / 'quant.md').read_text()
+    page = pages['docs/api/quant.md']
     cast = page.partition('\n## per_token_cast\n')[2].partition('\n## ')[0]
     assert 'stochastic_cast: bool = False' in cast and '(../ops/quant.per_token_recast.md)' in cast
 
@@ -283,12 +287,20 @@ def test_gradients_that_pass_straight_through_are_said():
     assert '**Backward** the gradient passes straight through' in docs.relations(docs.load_ops()['quant.fake_quantize'])
 
 
-def test_links_between_pages_lead_somewhere():
-    pages = [docs.ROOT / 'README.md', *(docs.ROOT / 'docs').rglob('*.md')]
-    slugs = ((page, re.findall('^## (.*)$', page.read_text(), re.MULTILINE)) for page in pages)
-    headings = {page: {h.lower().replace(' ', '-') for h in found} for page, found in slugs}
-    for page in pages:
-        for target, anchor in re.findall(r'\]\((?!http)([^)#]+)(?:#([^)]+))?\)', page.read_text()):
+def test_links_between_pages_lead_somewhere(pages):
+    written = [docs.ROOT / 'README.md', *(docs.ROOT / 'docs').rglob('*.md')]
+    texts = {page: page.read_text() for page in written} | {docs.ROOT / path: text for path, text in pages.items()}
+    extra = {docs.ROOT / 'docs' / f'{name}.md' for name in ('benchmarks', 'benchmarks-small', 'examples')}
+    slugs = {page: re.findall('^## (.*)$', text, re.MULTILINE) for page, text in texts.items()}
+    headings = {page: {h.lower().replace(' ', '-') for h in found} for page, found in slugs.items()}
+    for page, text in texts.items():
+        for target, anchor in re.findall(r'\]\((?!http)([^)#]+)(?:#([^)]+))?\)', text):
             found = (page.parent / target).resolve()
-            assert found.exists(), f'{page}: {target}'
+            assert found.exists() or found in texts or found in extra, f'{page}: {target}'
             assert not anchor or anchor in headings[found], f'{page}: {target}#{anchor}'
+
+
+def test_readme_links_only_to_what_the_repository_has():
+    text = (docs.ROOT / 'README.md').read_text()
+    targets = re.findall(r'\]\((?!http)([^)#]+)', text)
+    assert targets and not [target for target in targets if not (docs.ROOT / target).exists()]

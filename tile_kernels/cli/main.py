@@ -8,7 +8,20 @@ import sys
 from collections.abc import Sequence
 
 import tile_kernels
-from tile_kernels.cli import bench, cache, catalog, debug, demo, doctor, explain, precompile, profile, show, tune
+from tile_kernels.cli import (
+    bench,
+    cache,
+    catalog,
+    debug,
+    demo,
+    doctor,
+    explain,
+    precompile,
+    profile,
+    report,
+    show,
+    tune,
+)
 from tile_kernels.core.errors import TileKernelsError
 
 COMMANDS = {
@@ -17,6 +30,7 @@ COMMANDS = {
     'show': show,
     'explain': explain,
     'bench': bench,
+    'report': report,
     'tune': tune,
     'profile': profile,
     'debug': debug,

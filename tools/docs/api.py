@@ -1,4 +1,4 @@
-"""The public names: their pages in `docs/api`, and the ops that each of them calls.
+"""The public names: their pages on the site, and the ops that each of them calls.
 
 The calls of a function are read from its code: names of its module that are ops, followed through functions and classes
 of the package. So nothing has to be declared or kept up to date.
@@ -112,6 +112,20 @@ def api_page(part: str) -> str:
         )
         + '\n'
     )
+
+
+def api_index() -> str:
+    """The page of all families and layers, and of every public name."""
+    names = public_names()
+    parts = list(dict.fromkeys(name.partition('.')[0] for name in names))
+    rows = [(link(name, ''), _headline(value)) for name, value in names.items()]
+    heads = [
+        (f'[tile_kernels.{part}]({part}.md)', _headline(importlib.import_module(f'tile_kernels.{part}')))
+        for part in parts
+    ]
+    families = markdown(('module', 'what it has'), heads)
+    every = markdown(('name', 'what it is'), rows)
+    return '\n\n'.join((GENERATED, '# Public functions', families, '## All names', every)) + '\n'
 
 
 def _headline(value: Any) -> str:

@@ -1,9 +1,10 @@
-"""The generated pages: `docs/api`, `docs/ops`, `docs/settings.md`, and tables in README and `docs/status.md`.
+"""The generated pages: `docs/settings.md`, tables in README and `docs/status.md`, and the reference of the site.
 
-    python -m tools.docs            write them
-    python -m tools.docs --check    fail if they are out of date
+    python -m tools.docs            write those that are in the repository
+    python -m tools.docs --check    fail if one of these is out of date
 
-Everything comes from the declarations of ops and settings and from `benchmarks/results/*.jsonl`.
+Everything comes from the declarations of ops and settings and from `benchmarks/results/*.jsonl`. The pages of ops and
+of public functions (`docs/ops`, `docs/api`) are not in the repository: `tools.docs.site` builds them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 import tile_kernels
+from tile_kernels import plots
 from tile_kernels.cli import console
 from tile_kernels.cli.bench import GPU_TIMER, read_records
 from tile_kernels.cli.catalog import headline
@@ -32,6 +34,7 @@ from tile_kernels.testing.records import Record
 from tools.docs.api import (
     GENERATED,
     LAYERS,
+    api_index,
     api_page,
     callers,
     docstring,
@@ -62,35 +65,39 @@ BANDWIDTH = GPUS[README_DEVICE.lower()].bandwidth
 
 
 def pages(root: Path = ROOT) -> dict[Path, str]:
-    """Every generated file with its text."""
+    """Every generated page with its text."""
     ops = sorted(load_ops().values(), key=lambda op: op.name)
     records = current(measured(root / 'benchmarks' / 'results'), ops)
     made = {root / 'docs' / 'ops' / f'{op.name}.md': op_page(op, records) for op in ops}
     made[root / 'docs' / 'ops' / 'README.md'] = index_page(ops, records)
     made |= {root / 'docs' / 'api' / f'{part}.md': api_page(part) for part in (*tile_kernels.FAMILIES, *LAYERS)}
-    made[root / 'docs' / 'settings.md'] = settings_page()
+    made[root / 'docs' / 'api' / 'README.md'] = api_index()
+    return made | committed(root, ops, records)
+
+
+def committed(root: Path = ROOT, ops: Sequence[Op] = (), records: Sequence[Record] = ()) -> dict[Path, str]:
+    """The generated files that are in the repository, with their text."""
+    ops = ops or sorted(load_ops().values(), key=lambda op: op.name)
+    records = records or current(measured(root / 'benchmarks' / 'results'), ops)
+    made = {root / 'docs' / 'settings.md': settings_page()}
     made[root / 'README.md'] = readme(root / 'README.md', ops, records)
     if (page := root / 'docs' / 'status.md').exists():
         made[page] = status(page, ops, records)
+    if (plot := plots.families(records)) is not None:
+        made[root / 'docs' / 'images' / 'speed.svg'] = plot.svg('white')
     return made
 
 
 def stale(root: Path = ROOT) -> list[Path]:
-    """Generated files that are missing, out of date, or no longer needed."""
-    made = pages(root)
-    wrong = [path for path, text in made.items() if not path.exists() or path.read_text() != text]
-    return wrong + [path for part in ('api', 'ops') for path in (root / 'docs' / part).glob('*.md') if path not in made]
+    """Generated files of the repository that are missing or out of date."""
+    return [path for path, text in committed(root).items() if not path.exists() or path.read_text() != text]
 
 
 def write(root: Path = ROOT) -> None:
-    """Update every generated file."""
-    made = pages(root)
-    for path in stale(root):
-        if path in made:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(made[path])
-        else:
-            path.unlink()
+    """Update every generated file of the repository."""
+    for path, text in committed(root).items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
 
 
 def measured(folder: Path) -> list[Record]:
@@ -280,15 +287,15 @@ def index_page(ops: Sequence[Op], records: Sequence[Record]) -> str:
     about = (
         'Every registered operator, `torch.ops.tile_kernels.<family>_<op>`. The column `call` says by which public '
         'function it is called: `itself`, others with arguments of their own, or none (`internal`: gradients that '
-        'autograd calls, and ops for tests). [docs/api](../api) has the public functions.'
+        'autograd calls, and ops for tests). [Public functions](../api/README.md) has the functions themselves.'
     )
     return f'{GENERATED}\n\n# Ops\n\n{about}\n\n{markdown(heading, rows)}\n\n{occasion(ops, records)}\n'
 
 
-def readme(path: Path, ops: Sequence[Op], records: Sequence[Record]) -> str:
-    """README with its table replaced: all families."""
+def readme(path: Path, ops: Sequence[Op], records: Sequence[Record], *, links: bool = False) -> str:
+    """README with its table replaced: all families, with links on the site."""
     rows = [
-        (_family(name, 'docs/api'), _purpose(own[0]), len(own), shares(own, records)[0])
+        (_family(name, 'docs/api') if links else f'`{name}`', _purpose(own[0]), len(own), shares(own, records)[0])
         for name, own in _families(ops).items()
     ]
     heading = ('family', 'what it does', 'ops', f'% of copy, {README_DEVICE}')

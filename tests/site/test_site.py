@@ -1,0 +1,87 @@
+"""The built site: no warning of Sphinx, no request to elsewhere, links that lead somewhere, pages of bounded size."""
+
+import re
+from pathlib import Path
+from urllib.parse import unquote, urldefrag
+
+import pytest
+
+from tile_kernels.core.errors import ArgumentError
+from tile_kernels.core.knobs import knobs
+from tile_kernels.core.registry import load_ops
+from tools.docs import site
+from tools.docs.api import public_names
+
+pytest.importorskip('sphinx', reason='builds with Sphinx')
+pytest.importorskip('myst_parser', reason='builds with MyST')
+pytest.importorskip('furo', reason='builds with furo')
+
+#: Ops with plots in this build; `TK_FULL_TEST=1` draws all.
+DRAWN = None if knobs.full_test else ['quant.per_token_cast']
+
+MAX_PAGE, MAX_SITE = 400 << 10, 25 << 20
+
+
+@pytest.fixture(scope='session')
+def built(tmp_path_factory):
+    """The site; building it fails on the first warning."""
+    out = tmp_path_factory.mktemp('site') / 'html'
+    site.build(out, ops=DRAWN)
+    return out
+
+
+def test_every_op_and_every_public_name_has_its_place(built):
+    assert not [op for op in load_ops() if not (built / 'docs' / 'ops' / f'{op}.html').is_file()]
+    for name in public_names():
+        part, _, own = name.partition('.')
+        assert f'<h2>{own}<' in (built / 'docs' / 'api' / f'{part}.html').read_text(), name
+
+
+def test_the_home_page_leads_to_every_page(built):
+    home = (built / 'index.html').read_text()
+    assert '<figure class="plot" id="families">' in home
+    reached, left = set(), {'index.html'}
+    while left:
+        page = left.pop()
+        reached.add(page)
+        text = (built / page).read_text()
+        links = [urldefrag(unquote(link))[0] for link in re.findall(r'<a [^>]*href="([^"]+)"', text)]
+        own = [link for link in links if link and not re.match('[a-z]+:', link)]
+        found = {((built / page).parent / link).resolve().relative_to(built.resolve()).as_posix() for link in own}
+        assert not [link for link in found if not (built / link).exists()], page
+        left |= {link for link in found if link.endswith('.html')} - reached
+    pages = {path.relative_to(built).as_posix() for path in built.rglob('*.html')}
+    assert pages - reached <= {'search.html', 'genindex.html'}
+
+
+def test_a_page_of_an_op_has_its_plot_and_the_command_that_repeats_it(built):
+    text = (built / 'docs' / 'ops' / 'quant.per_token_cast.html').read_text()
+    words = re.sub('<[^>]+>', '', text)
+    assert 'id="sizes-quant.per_token_cast"' in text and 'tile-kernels bench quant.per_token_cast' in words
+
+
+def test_nothing_is_requested_from_elsewhere(built):
+    for path in built.rglob('*'):
+        if path.suffix in ('.html', '.css', '.js', '.svg'):
+            text = path.read_text()
+            asked = re.findall(r'(?:<(?:script|img|iframe|source)[^>]*src|<link[^>]*href)="(?:https?:)?//[^"]*"', text)
+            asked += re.findall(r'@import[^;]*//|url\(["\']?(?:https?:)?//[^)]*\)', text)
+            assert not asked, path
+
+
+def test_pages_and_site_have_bounded_size(built):
+    sizes = {path: path.stat().st_size for path in built.rglob('*') if path.is_file()}
+    assert not [path for path, size in sizes.items() if path.suffix == '.html' and size > MAX_PAGE]
+    assert sum(sizes.values()) < MAX_SITE
+
+
+def test_a_fault_in_a_page_stops_the_build(tmp_path, monkeypatch):
+    folder = tmp_path / 'pages'
+    (folder / 'docs').mkdir(parents=True)
+    (folder / 'docs' / 'conf.py').write_text((Path(site.ROOT) / 'docs' / 'conf.py').read_text())
+    (folder / 'index.md').write_text('# Home\n\n[nowhere](docs/gone.md)\n')
+    monkeypatch.setattr(
+        site, 'stage', lambda target, root, ops: site.shutil.copytree(folder, target, dirs_exist_ok=True)
+    )
+    with pytest.raises(ArgumentError, match='Sphinx found faults'):
+        site.build(tmp_path / 'out')

@@ -1,0 +1,201 @@
+"""The site: every page with its plots, built by Sphinx into a folder that opens from disk.
+
+    python -m tools.docs.site [--out site]
+
+Pages come from `docs`, from the declarations of ops, and from `benchmarks/results`. They are put together in a
+temporary folder that has the layout of the checkout, so their links stay as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tile_kernels import plots
+from tile_kernels.cli.bench import GPU_TIMER, read_records
+from tile_kernels.cli.report import STYLE
+from tile_kernels.core.errors import ArgumentError
+from tile_kernels.core.op import Op
+from tile_kernels.core.registry import load_ops
+from tile_kernels.plots import Plot
+from tile_kernels.testing.records import Record
+from tools.docs.api import GENERATED, markdown
+from tools.docs.pages import ROOT, current, measured, pages, readme
+
+#: Folders that pages link to. Sphinx copies the files that are named.
+LINKED = ('tile_kernels', 'examples', 'benchmarks', 'tests', 'tools', 'LICENSE')
+
+#: The groups of the navigation and their pages below `docs`; pages that do not exist are left out.
+NAVIGATION = {
+    'Begin': ('start', 'choosing', 'known-calls', 'migration', 'troubleshooting'),
+    'Guides': ('moe-layer', 'real-models', 'formats', 'deployment', 'settings', 'scale'),
+    'Without a GPU': ('interpreter', 'debugging', 'writing-an-op', 'learn'),
+    'Toolbox': ('sight', 'layouts-and-lint', 'tuning-and-profiling'),
+    'Reference': ('api/README', 'ops/README', 'examples', 'glossary'),
+    'Numbers': ('benchmarks', 'benchmarks-small', 'status', 'support', 'model'),
+    'Project': ('decisions', 'notes/README', 'not-here', '../CHANGELOG', '../CONTRIBUTING'),
+}
+
+
+def build(out: Path, root: Path = ROOT, ops: Sequence[str] | None = None) -> None:
+    """Build the site into a folder; `ops` limits the ops whose pages have plots."""
+    try:
+        from sphinx.cmd.build import main as sphinx
+    except ImportError:
+        raise ArgumentError('site: Sphinx is missing; install it with: pip install "open-tile-kernels[docs]"') from None
+    with tempfile.TemporaryDirectory(prefix='tile_kernels-site-') as folder:
+        stage(Path(folder), root, ops)
+        words = ['-W', '--keep-going', '-q', '-b', 'html', '-j', 'auto', '-c', f'{folder}/docs', folder, str(out)]
+        if sphinx(words) != 0:
+            raise ArgumentError('site: Sphinx found faults in the pages; its messages are above')
+    shutil.rmtree(out / '.doctrees', ignore_errors=True)
+
+
+def stage(folder: Path, root: Path = ROOT, ops: Sequence[str] | None = None) -> None:
+    """Put all pages of the site into a folder with the layout of the checkout."""
+    shutil.copytree(root / 'docs', folder / 'docs', dirs_exist_ok=True)
+    for name in ('CHANGELOG.md', 'CONTRIBUTING.md'):
+        shutil.copy(root / name, folder / name)
+    for name in LINKED:
+        os.symlink(root / name, folder / name)
+    results = root / 'benchmarks' / 'results'
+    known = sorted(load_ops().values(), key=lambda op: op.name)
+    records = current(measured(results), known)
+    every = [r for r in read_records(results / 'h200.jsonl') if r.get('timer') == GPU_TIMER and 'sweep' not in r]
+    made = pages(root) | {
+        root / 'docs' / f'{name}.md': text for name, text in extra_pages(records, every, root).items()
+    }
+    for path, text in made.items():
+        target = folder / path.relative_to(root)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text)
+    for op in known:
+        if ops is None or op.name in ops:
+            page = folder / 'docs' / 'ops' / f'{op.name}.md'
+            page.write_text(page.read_text() + op_plots(op, records, every))
+    for part in ('ops', 'api', 'notes'):
+        index = folder / 'docs' / part / 'README.md'
+        index.write_text(f'{index.read_text()}\n\n{toctree("", ["*"], glob=True)}')
+    (folder / 'index.md').write_text(home(folder, root, known, records))
+    (folder / 'README.md').unlink()
+    static = folder / 'docs' / 'static'
+    static.mkdir(exist_ok=True)
+    (static / 'plots.css').write_text(STYLE)
+
+
+# Pages --------------------------------------------------------------------------------------
+
+
+def home(folder: Path, root: Path, ops: Sequence[Op], records: Sequence[Record]) -> str:
+    """README with links to the reference and one plot in place of its picture, and the navigation."""
+    text = readme(root / 'README.md', ops, records, links=True)
+    text = re.sub(r'!\[[^]]*\]\(docs/images/speed\.svg\)', lambda _: raw(plots.families(records)), text)
+    text = text.replace('](examples)', '](docs/examples.md)')
+    listed = {name for names in NAVIGATION.values() for name in names}
+    others = sorted(path.stem for path in (folder / 'docs').glob('*.md') if path.stem not in listed)
+    groups = {**NAVIGATION, 'More': tuple(others)}
+    trees = [
+        toctree(caption, [os.path.normpath(f'docs/{name}') for name in names if (folder / f'docs/{name}.md').exists()])
+        for caption, names in groups.items()
+    ]
+    return '\n\n'.join([text, *(tree for tree in trees if tree)])
+
+
+def toctree(caption: str, names: Sequence[str], *, glob: bool = False) -> str:
+    """A group of the navigation; empty without pages."""
+    if not names:
+        return ''
+    options = [':hidden:', *([':glob:'] if glob else []), *([f':caption: {caption}'] if caption else [])]
+    return '\n'.join(['```{toctree}', *options, '', *names, '```', ''])
+
+
+def extra_pages(records: Sequence[Record], every: Sequence[Record], root: Path) -> dict[str, str]:
+    """Pages that only the site has: benchmarks and examples."""
+    return {
+        'benchmarks': benchmarks_page(records, every, root),
+        'benchmarks-small': small_page(records),
+        'examples': examples_page(root),
+    }
+
+
+def benchmarks_page(records: Sequence[Record], every: Sequence[Record], root: Path) -> str:
+    """All plots over all ops, how the numbers were taken, and how to repeat them."""
+    results = root / 'benchmarks' / 'results'
+    others, layers = (read_records(results / part / 'h200.jsonl') for part in ('peers', 'layer'))
+    sections = {
+        'Memory-bound ops': (plots.shares(records, False, 'forward'), plots.shares(records, True, 'gradients')),
+        'Matrix products': (plots.roofline(records, others),),
+        'Beside others': (plots.peers(every, others),),
+        'A whole layer': (plots.layers(layers),),
+    }
+    known = [f'## {title}\n\n' + '\n'.join(map(raw, found)) for title, found in sections.items()]
+    method = (
+        'All plots are drawn from the records in `benchmarks/results`. A case is timed only if the op agrees with '
+        'plain PyTorch in the same run. Times are medians of CUDA events with a cold L2 cache. `% of copy` is the time '
+        'of a device-to-device copy of the same bytes, divided by the time of the op.\n\n'
+        '`tile-kernels bench OP` repeats the numbers of an op on your GPU. `python tools/gpu_check.py` repeats all of '
+        'them, and `tile-kernels report` draws them for your own records.\n\n'
+        'Not measured: any GPU but one H200, links between GPUs, and most other libraries in the same run. '
+        '[Status](status.md) says what was run where. [Small calls](benchmarks-small.md) have a page of their own.'
+    )
+    return '\n\n'.join([GENERATED, '# Benchmarks', method, *known]) + '\n'
+
+
+def small_page(records: Sequence[Record]) -> str:
+    """Plots of the smallest cases and of host times."""
+    about = 'Small calls are bound by latency. [Benchmarks](benchmarks.md) says how the numbers were taken.'
+    drawn = (raw(plots.latency(records)), raw(plots.host(records)))
+    return '\n\n'.join([GENERATED, '# Small calls and host time', about, *drawn]) + '\n'
+
+
+def examples_page(root: Path) -> str:
+    """The programs of `examples`, each with the first line of its docstring."""
+    rows = []
+    for path in sorted((root / 'examples').rglob('*.py')):
+        if not path.name.startswith('_'):
+            about = (ast.get_docstring(ast.parse(path.read_text())) or '').partition('\n')[0]
+            name = path.relative_to(root / 'examples').as_posix()
+            rows.append((f'[{name}](../examples/{name})', about))
+    about = 'Every program runs on a CPU: `python examples/NAME.py`. The tests run all of them.'
+    return f'{GENERATED}\n\n# Examples\n\n{about}\n\n{markdown(("program", "what it shows"), rows)}\n'
+
+
+def op_plots(op: Op, records: Sequence[Record], every: Sequence[Record]) -> str:
+    """The plots of one op as a section of its page; empty if it was not measured."""
+    own = [record for record in records if record['op'] == op.name]
+    rounds = [record for record in every if record['op'] == op.name]
+    found = [plots.sizes(own, f'sizes-{op.name}'), plots.history(rounds, f'history-{op.name}')]
+    drawn = [raw(plot) for plot in found if plot is not None]
+    repeat = f'Repeat these numbers: `tile-kernels bench {op.name}`.'
+    return '\n\n'.join(['', '## Plots', repeat, *drawn]) if drawn else ''
+
+
+def raw(plot: Plot | None) -> str:
+    """A plot as a block of HTML in Markdown."""
+    return '' if plot is None else f'```{{raw}} html\n{plot.html()}```\n'
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Build the site."""
+    parser = argparse.ArgumentParser('python -m tools.docs.site', description=(__doc__ or '').splitlines()[0])
+    parser.add_argument('--out', type=Path, default=ROOT / 'site', help='folder for the site (default: site)')
+    parser.add_argument('--plots', nargs='*', metavar='OP', help='draw plots of these ops only')
+    args = parser.parse_args(argv)
+    try:
+        build(args.out, ops=args.plots)
+    except ArgumentError as error:
+        sys.stderr.write(f'{error}\n')
+        return 1
+    sys.stdout.write(f'{args.out / "index.html"}\n')
+    return 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())
