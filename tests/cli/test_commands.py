@@ -2,7 +2,9 @@
 
 import importlib
 import json
+import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 import tile_kernels
 from tile_kernels.cli import bench, catalog, console, demo
 from tile_kernels.core.errors import ArgumentError
-from tile_kernels.core.explain import explain
+from tile_kernels.core.explain import config_words, explain
 from tile_kernels.core.knobs import knobs
 
 NAME = 'tests.double'
@@ -36,6 +38,44 @@ def test_explain_states_bytes_and_floor(toy):
     assert found.floor_us == pytest.approx(found.bytes / 4.8e12 * 1e6)
     assert found.copy_us > found.floor_us
     assert 'double_kernel block_m=4 num_threads=64 (by choose) | 1.0 MB | floor 0.2 us on H200 (4.8 TB/s)' in str(found)
+
+
+@pytest.fixture
+def narrow(cli, monkeypatch):
+    """A terminal of 80 columns without color."""
+    monkeypatch.setattr(type(sys.stdout), 'isatty', lambda self: True)
+    for name, value in dict(COLUMNS='80', LINES='25', NO_COLOR='1', TERM='xterm').items():
+        monkeypatch.setenv(name, value)
+
+
+def readable(out: str) -> list[str]:
+    """The lines of an output of at most 80 columns, without escape sequences."""
+    lines = [line.rstrip() for line in re.sub(r'\x1b\[[0-9;]*m', '', out).splitlines()]
+    assert max(map(len, lines)) <= 80
+    return lines
+
+
+def test_explain_fits_80_columns(toy, cli, narrow):
+    lines = readable(cli('explain', NAME, 'num_tokens=1000')[1])
+    assert lines[1:4] == ['double_kernel', '    config      block_m=4 num_threads=64', '    decided by  choose']
+    assert lines[4].split() == ['moves', '512.0', 'kB'] and lines[6].split() == ['bound', 'by', '4.8', 'TB/s']
+
+
+@pytest.mark.parametrize('name', ['mhc.pre', 'attention.mla_decode', 'linear_attention.chunk_gla', 'moe.fused_mapping'])
+def test_explain_of_real_ops_breaks_no_word_at_80_columns(cli, narrow, name):
+    lines = readable(cli('explain', name)[1])
+    found = explain(name)
+    for launch in found.launches:
+        where = lines.index(launch.kernel.name)
+        shown = ' '.join(' '.join(lines[where + 1 : where + 8]).split())
+        assert f'config {config_words(launch.config)} decided by' in shown and 'copy us' in shown
+    assert len(lines) < 10 * (len(found.launches) + 2)
+
+
+def test_list_and_show_fit_80_columns(toy, cli, narrow):
+    assert '    Twice the input.' in readable(cli('list')[1])
+    source = ''.join(readable(cli('show', NAME, 'num_tokens=64', '--what', 'cuda')[1]))
+    assert '__restrict__ y, int num_tokens)' in source and 'double_kernel(128, bfloat16)' in source
 
 
 def test_explain_on_the_command_line(toy, cli):
