@@ -117,10 +117,32 @@ def test_show_refuses_two_ways_to_say_the_case(toy, cli):
 def test_demo_runs_the_kernels_and_closes_with_a_sentence(toy, cli):
     status, out, _ = cli('demo')
     assert status == 0
-    heading, row, _, closing = out.splitlines()
-    assert heading.split() == ['op', 'interpreted', 'here', 'max', 'error', 'model-sized', 'floor', 'on', 'H200,', 'us']
-    assert row.split() == ['tests.double', '5×64', 'f32', '0', '4096×128', 'bf16', '0.4']
+    heading, row, _, *comparisons, closing = out.splitlines()
+    assert heading.split() == ['op', 'max', 'error', 'on', 'an', 'H200', 'us', 'speed']
+    assert row.split() == ['tests.double', '0', '–', '–', '–']
+    assert [line for line in comparisons if line] == [line for line in demo.comparisons(demo.RESULTS) if line]
     assert closing.startswith('No GPU: the kernels of 1 op ran in the interpreter and agree with plain PyTorch')
+
+
+def test_demo_compares_by_the_records(tmp_path):
+    lines = demo.comparisons(demo.RESULTS)
+    layer = next(i for i, line in enumerate(lines) if line.startswith('MoE layer, 4096 tokens'))
+    names = [line[2:36].strip() for line in lines[layer + 1 : layer + 7]]
+    assert names[:2] == ['tile_kernels fp8', 'tile_kernels bf16'] and names[-1] == 'loop, torch.compile'
+    times = [int(line[36:45]) for line in lines[layer + 1 : layer + 7]]
+    records = [json.loads(line) for line in (demo.RESULTS / 'layer' / 'h200.jsonl').read_text().splitlines()]
+    last = {r['layer']: r['us'] for r in records if r['num_tokens'] == 4096}
+    assert times == sorted(round(us) for us in last.values()) and max(map(len, lines)) <= 80
+    assert any(line.startswith('  cuBLAS by torch.mm') for line in lines)  # also where others are faster
+    assert demo.comparisons(tmp_path) == []  # an installed package has no records
+
+
+def test_demo_shows_what_was_measured(monkeypatch):
+    monkeypatch.setattr(demo, 'comparison', lambda *args: (None, None))
+    row, _ = demo.cpu_row(demo.load_ops()['transpose.batched_transpose'])
+    assert row[2].startswith('64×4096×4096') and float(row[3]) > 500 and row[4].endswith('% of copy')
+    row, _ = demo.cpu_row(demo.load_ops()['attention.attend'])
+    assert row[4].endswith(' TFLOP/s')
 
 
 def test_demo_fails_when_a_kernel_is_wrong(toy, cli, monkeypatch):
@@ -154,6 +176,7 @@ def test_shapes_read_at_a_glance():
         'scoring': 'softmax',
     }
     assert demo.shape_words(case) == '3×37×8 f16 sorted softmax'
+    assert demo.shape_words({'tokens': (2048,) * 16, 'heads': (32, 32)}) == '32×32 16 of 2048'
 
 
 # bench ---------------------------------------------------------------------------------------
