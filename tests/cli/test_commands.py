@@ -92,6 +92,10 @@ def test_explain_says_what_a_floor_stands_on():
 def test_explain_knows_its_devices(toy):
     with pytest.raises(ArgumentError, match=r"device must be one of h200, h100, .*, got 'k80'"):
         explain(NAME, device='k80')
+    with pytest.raises(ArgumentError, match=r"got 'h20'; did you mean h200\?$"):
+        explain(NAME, device='h20')
+    with pytest.raises(ArgumentError, match=r'got num_token; did you mean num_tokens\?$'):
+        explain(NAME, num_token=3)
 
 
 def test_show_compiles_without_a_gpu(toy, cli):
