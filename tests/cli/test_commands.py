@@ -2,7 +2,9 @@
 
 import importlib
 import json
+import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 import tile_kernels
 from tile_kernels.cli import bench, catalog, console, demo
 from tile_kernels.core.errors import ArgumentError
-from tile_kernels.core.explain import explain
+from tile_kernels.core.explain import config_words, explain
 from tile_kernels.core.knobs import knobs
 
 NAME = 'tests.double'
@@ -38,6 +40,44 @@ def test_explain_states_bytes_and_floor(toy):
     assert 'double_kernel block_m=4 num_threads=64 (by choose) | 1.0 MB | floor 0.2 us on H200 (4.8 TB/s)' in str(found)
 
 
+@pytest.fixture
+def narrow(cli, monkeypatch):
+    """A terminal of 80 columns without color."""
+    monkeypatch.setattr(type(sys.stdout), 'isatty', lambda self: True)
+    for name, value in dict(COLUMNS='80', LINES='25', NO_COLOR='1', TERM='xterm').items():
+        monkeypatch.setenv(name, value)
+
+
+def readable(out: str) -> list[str]:
+    """The lines of an output of at most 80 columns, without escape sequences."""
+    lines = [line.rstrip() for line in re.sub(r'\x1b\[[0-9;]*m', '', out).splitlines()]
+    assert max(map(len, lines)) <= 80
+    return lines
+
+
+def test_explain_fits_80_columns(toy, cli, narrow):
+    lines = readable(cli('explain', NAME, 'num_tokens=1000')[1])
+    assert lines[1:4] == ['double_kernel', '    config      block_m=4 num_threads=64', '    decided by  choose']
+    assert lines[4].split() == ['moves', '512.0', 'kB'] and lines[6].split() == ['bound', 'by', '4.8', 'TB/s']
+
+
+@pytest.mark.parametrize('name', ['mhc.pre', 'attention.mla_decode', 'linear_attention.chunk_gla', 'moe.fused_mapping'])
+def test_explain_of_real_ops_breaks_no_word_at_80_columns(cli, narrow, name):
+    lines = readable(cli('explain', name)[1])
+    found = explain(name)
+    for launch in found.launches:
+        where = lines.index(launch.kernel.name)
+        shown = ' '.join(' '.join(lines[where + 1 : where + 8]).split())
+        assert f'config {config_words(launch.config)} decided by' in shown and 'copy us' in shown
+    assert len(lines) < 10 * (len(found.launches) + 2)
+
+
+def test_list_and_show_fit_80_columns(toy, cli, narrow):
+    assert '    Twice the input.' in readable(cli('list')[1])
+    source = ''.join(readable(cli('show', NAME, 'num_tokens=64', '--what', 'cuda')[1]))
+    assert '__restrict__ y, int num_tokens)' in source and 'double_kernel(128, bfloat16)' in source
+
+
 def test_explain_on_the_command_line(toy, cli):
     _, out, _ = cli('explain', NAME, 'num_tokens=1000', '--device', 'h100')
     assert 'double_kernel' in out and 'choose' in out and '512.0 kB' in out and '3.35 TB/s' in out
@@ -52,6 +92,10 @@ def test_explain_says_what_a_floor_stands_on():
 def test_explain_knows_its_devices(toy):
     with pytest.raises(ArgumentError, match=r"device must be one of h200, h100, .*, got 'k80'"):
         explain(NAME, device='k80')
+    with pytest.raises(ArgumentError, match=r"got 'h20'; did you mean h200\?$"):
+        explain(NAME, device='h20')
+    with pytest.raises(ArgumentError, match=r'got num_token; did you mean num_tokens\?$'):
+        explain(NAME, num_token=3)
 
 
 def test_show_compiles_without_a_gpu(toy, cli):
@@ -77,10 +121,32 @@ def test_show_refuses_two_ways_to_say_the_case(toy, cli):
 def test_demo_runs_the_kernels_and_closes_with_a_sentence(toy, cli):
     status, out, _ = cli('demo')
     assert status == 0
-    heading, row, _, closing = out.splitlines()
-    assert heading.split() == ['op', 'interpreted', 'here', 'max', 'error', 'model-sized', 'floor', 'on', 'H200,', 'us']
-    assert row.split() == ['tests.double', '5×64', 'f32', '0', '4096×128', 'bf16', '0.4']
+    heading, row, _, *comparisons, closing = out.splitlines()
+    assert heading.split() == ['op', 'max', 'error', 'on', 'an', 'H200', 'us', 'speed']
+    assert row.split() == ['tests.double', '0', '–', '–', '–']
+    assert [line for line in comparisons if line] == [line for line in demo.comparisons(demo.RESULTS) if line]
     assert closing.startswith('No GPU: the kernels of 1 op ran in the interpreter and agree with plain PyTorch')
+
+
+def test_demo_compares_by_the_records(tmp_path):
+    lines = demo.comparisons(demo.RESULTS)
+    layer = next(i for i, line in enumerate(lines) if line.startswith('MoE layer, 4096 tokens'))
+    names = [line[2:36].strip() for line in lines[layer + 1 : layer + 7]]
+    assert names[:2] == ['tile_kernels fp8', 'tile_kernels bf16'] and names[-1] == 'loop, torch.compile'
+    times = [int(line[36:45]) for line in lines[layer + 1 : layer + 7]]
+    records = [json.loads(line) for line in (demo.RESULTS / 'layer' / 'h200.jsonl').read_text().splitlines()]
+    last = {r['layer']: r['us'] for r in records if r['num_tokens'] == 4096}
+    assert times == sorted(round(us) for us in last.values()) and max(map(len, lines)) <= 80
+    assert any(line.startswith('  cuBLAS by torch.mm') for line in lines)  # also where others are faster
+    assert demo.comparisons(tmp_path) == []  # an installed package has no records
+
+
+def test_demo_shows_what_was_measured(monkeypatch):
+    monkeypatch.setattr(demo, 'comparison', lambda *args: (None, None))
+    row, _ = demo.cpu_row(demo.load_ops()['transpose.batched_transpose'])
+    assert row[2].startswith('64×4096×4096') and float(row[3]) > 500 and row[4].endswith('% of copy')
+    row, _ = demo.cpu_row(demo.load_ops()['attention.attend'])
+    assert row[4].endswith(' TFLOP/s')
 
 
 def test_demo_fails_when_a_kernel_is_wrong(toy, cli, monkeypatch):
@@ -114,6 +180,7 @@ def test_shapes_read_at_a_glance():
         'scoring': 'softmax',
     }
     assert demo.shape_words(case) == '3×37×8 f16 sorted softmax'
+    assert demo.shape_words({'tokens': (2048,) * 16, 'heads': (32, 32)}) == '32×32 16 of 2048'
 
 
 # bench ---------------------------------------------------------------------------------------

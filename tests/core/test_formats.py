@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 
-from tile_kernels import ArgumentError, QuantFormat, QuantTensor, quant
+from tile_kernels import ArgumentError, QuantFormat, QuantTensor, moe, quant
 
 NAMES = [
     'e4m3_1x128_f32',
@@ -89,6 +89,28 @@ def test_flags_without_a_meaning_are_errors(flags, sentence):
 def test_bad_names_are_sentences(name, sentence):
     with pytest.raises(ArgumentError, match=sentence):
         QuantFormat.parse(name)
+
+
+@pytest.mark.parametrize(
+    ('name', 'meant'),
+    [
+        ('e4m3_128_f32', 'e4m3_1x128_f32'),
+        ('E4M3_1x128_F32', 'e4m3_1x128_f32'),
+        ('e4m3_1x64_ue8m0', 'e4m3_1x64_ue8m0x4'),
+        ('e2m1_1x48_f16', 'e2m1_1x48_f32'),
+        ('e2m1_1x32_f32_row', 'e2m1_1x32_f32_col'),
+    ],
+)
+def test_a_misspelled_format_names_the_right_one(name, meant):
+    with pytest.raises(ArgumentError, match=f'did you mean {meant}[?]$'):
+        quant.per_token_cast(torch.zeros(4, 128), name)
+
+
+def test_a_misspelled_option_names_the_right_one():
+    with pytest.raises(ArgumentError, match=r"scoring must be one of .*, got 'Soft_max'; did you mean softmax\?$"):
+        moe.topk_gating(torch.zeros(4, 16), top_k=2, scoring='Soft_max')
+    with pytest.raises(ArgumentError, match=r"fmt must be one of .*, got 'e4m'; did you mean e4m3\?$"):
+        quant.per_token_cast(torch.zeros(4, 128), 'e4m', 128)
 
 
 def test_a_quantised_tensor_is_a_pair():

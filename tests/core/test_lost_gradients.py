@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+import tile_kernels
 from tile_kernels import activation, engram, gemm, moe, norm, quant
 from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.op import op, ops
+from tile_kernels.core.registry import load_ops
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -99,6 +101,39 @@ def test_an_input_without_a_gradient_is_refused_but_a_bias_that_only_selects_is_
     with pytest.raises(ArgumentError, match='scale must not require a gradient'):
         stretch.operator(x, scale)
     assert torch.equal(torch.autograd.grad(stretch(x, scale.detach()).sum(), x)[0], scale.detach())
+
+
+def numbers(made, outputs):
+    """The results of a call that are neither codes nor scale factors."""
+    results = made if isinstance(made, tuple) else (made,)
+    named = zip(outputs, results, strict=True)
+    return [x for name, x in named if x.is_floating_point() and x.dtype.itemsize > 1 and name.split('_')[-1] != 'sf']
+
+
+def losses_of(found):
+    """The arguments whose gradient an op drops without an error, tried one after the other on a small case."""
+    cases = sorted(found.case_set.smoke, key=lambda case: 0 in case.values())
+    given = found.case_set.arguments(found.name, cases[0])
+    for name, x in given.items():
+        if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dtype.itemsize == 1:
+            continue
+        leaf = x.detach().clone().requires_grad_()
+        try:
+            results = numbers(found.call(**(given | {name: leaf})), found.outputs)
+        except ArgumentError as error:
+            assert 'must not require a gradient' in str(error)
+            continue
+        if results and name not in found.constant:
+            heads = [y for y in results if y.requires_grad]
+            if not heads or torch.autograd.grad([y.sum() for y in heads], leaf, allow_unused=True)[0] is None:
+                yield name
+
+
+@pytest.mark.parametrize('family', tile_kernels.FAMILIES)
+def test_no_op_drops_a_gradient_without_a_word(family):
+    tried = [found for found in load_ops().values() if found.family == family and found.case_set and found.outputs]
+    assert tried or family == 'rand'
+    assert {found.name: lost for found in tried if (lost := list(losses_of(found)))} == {}
 
 
 def test_the_operator_refuses_too():

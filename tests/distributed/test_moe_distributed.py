@@ -66,6 +66,29 @@ def test_it_works_inside_ddp_and_fsdp(wrap):
         torch.testing.assert_close(actual, parameter.grad, rtol=0, atol=bound)
 
 
+def test_a_mesh_of_experts_and_fsdp_equals_one_process():
+    layer, tokens = workers.whole(num_shared_experts=1, dtype=torch.float32)
+    x = tokens.float().requires_grad_()
+    y = layer(x)
+    y.backward(workers.gradient((40,), 0).float())
+    found = workers.spawn(workers.mesh_step, 4)
+    torch.testing.assert_close(torch.cat([found[rank][0] for rank in range(4)]), y, rtol=0, atol=0)
+    torch.testing.assert_close(torch.cat([found[rank][1] for rank in range(4)]), x.grad, rtol=2e-2, atol=2e-2)
+    before = {name: p.detach().clone() for name, p in layer.named_parameters()}
+    for p in layer.parameters():
+        p.grad /= 4  # FSDP averages over the ranks
+    torch.optim.SGD(layer.parameters(), lr=0.1).step()
+    for name, p in layer.named_parameters():
+        ranks = (0, 1) if name.startswith('experts.') else (0,)  # rank 1 has the other half of the experts
+        gradient, stepped = (torch.cat([found[rank][i][name] for rank in ranks]) for i in (2, 3))
+        bound = 3e-2 * p.grad.abs().max().item()
+        torch.testing.assert_close(gradient, p.grad, rtol=0, atol=bound)
+        torch.testing.assert_close(stepped, p, rtol=0, atol=0.1 * bound)
+        assert not torch.equal(stepped, before[name])
+        for other, source in ((2, 0), (3, 1 if name.startswith('experts.') else 0)):
+            assert torch.equal(found[other][3][name], found[source][3][name])
+
+
 def test_an_fp8_payload_changes_little():
     layer, tokens = workers.whole()
     y = layer(tokens).float()

@@ -4,6 +4,7 @@ import datetime
 import os
 import tempfile
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -136,6 +137,41 @@ def around(rank, world_size, results, wrap):
         grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
         gradients[name] = grad.detach().clone()
     results[rank] = (y.detach().clone(), x.grad.clone(), gradients)
+
+
+def mesh_step(rank, world_size, results):
+    """One optimizer step on a mesh: experts spread over `ep` and sharded over `dp`, all else sharded over all ranks."""
+    full, tokens = whole(num_shared_experts=1, dtype=torch.float32)
+    mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'ep'))
+    ep = mesh.get_local_rank('ep')
+    layer = MoELayer(
+        NUM_EXPERTS,
+        TOPK,
+        HIDDEN,
+        intermediate_dim=WIDTH,
+        group=mesh['ep'],
+        num_shared_experts=1,
+        dtype=torch.float32,
+    )
+    weights = full.state_dict()
+    mine = slice(ep * NUM_EXPERTS // 2, (ep + 1) * NUM_EXPERTS // 2)
+    layer.load_state_dict({n: w[mine] if n.startswith('experts.') else w for n, w in weights.items()})
+    with pytest.raises(
+        ArgumentError, match=r"group must be a mesh of one dimension, got 2 dimensions; pass mesh\['ep'\]"
+    ):
+        MoELayer(NUM_EXPERTS, TOPK, HIDDEN, group=mesh)
+    fully_shard(layer.experts, mesh=mesh['dp'])
+    layer.experts.set_gradient_divide_factor(world_size)
+    layer.experts.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply before it sums
+    fully_shard(layer, mesh=init_device_mesh('cpu', (world_size,)))
+    sizes = (13, 7, 0, 20)
+    x = tokens[share(rank, world_size, sizes)].float().requires_grad_()
+    y = layer(x)
+    y.backward(gradient(sizes, rank).float())
+    gradients = {name: p.grad.full_tensor().clone() for name, p in layer.named_parameters()}
+    torch.optim.SGD(layer.parameters(), lr=0.1, foreach=False).step()
+    stepped = {name: p.full_tensor().detach().clone() for name, p in layer.named_parameters()}
+    results[rank] = (y.detach().clone(), x.grad.clone(), gradients, stepped)
 
 
 def one_rank_leaves(rank, world_size, results):

@@ -237,7 +237,7 @@ def test_trains_under_autocast(compute):
         (dict(num_experts=4.5), 'num_experts must be an integer, got float 4.5'),
         (dict(topk=2.0), 'topk must be an integer, got float 2.0'),
         (dict(hidden_dim=64.0), 'hidden_dim must be an integer, got float 64.0'),
-        (dict(dtype='bf16'), "dtype must be a dtype of floating point, got 'bf16'"),
+        (dict(dtype='int32'), 'dtype must be a dtype of floating point, got torch.int32'),
         (dict(balance_rate='a'), "balance_rate must be a number, got str 'a'"),
         (dict(num_groups=2.0, num_topk_groups=1), 'num_groups must be an integer, got float 2.0'),
         (dict(num_groups=3, num_topk_groups=1), 'num_experts % num_groups must be 0, got 1'),

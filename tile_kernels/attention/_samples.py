@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tile_kernels.core.flops import known
+
 #: Weights are rounded to half precision before they meet the values, whose size is about 1.
 SUMS: dict = dict(o=dict(rtol=1e-2, atol=1e-2), lse=dict(rtol=1e-6, atol=1e-4), rtol=1e-2, atol=1e-2)
 
@@ -81,7 +83,7 @@ def products(
 
     Shortened lengths count as whole ones. A dry run, which knows no lengths, takes packed sequences as one.
     """
-    cuts = [x for x in (cu_seqlens_q, cu_seqlens_k) if type(x) is Tensor]
+    cuts = [x for x in (cu_seqlens_q, cu_seqlens_k) if x is not None and known(x)]
     if len(cuts) == 2:
         lengths = collections.Counter(zip(*(x.diff().tolist() for x in cuts), strict=True))
     else:
@@ -96,6 +98,26 @@ def visible_pairs(queries: int, keys: int, left: int, right: int) -> int:
     first = place.mul(0) if left < 0 else (place - left).clamp(min=0)
     last = place.mul(0) + keys - 1 if right < 0 else (place + right).clamp(max=keys - 1)
     return int((last - first + 1).clamp(min=0).sum())
+
+
+def cache_products(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    block_table: Tensor | None = None,
+    **others: object,
+) -> int:
+    """Operations of the two products without a mask; lengths that cannot be read count as full caches."""
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    if cache_seqlens is not None and known(cache_seqlens):
+        keys = int(cache_seqlens.sum())
+    elif block_table is not None:
+        keys = block_table.numel() * k_cache.shape[1]
+    else:
+        keys = k_cache.shape[0] * (k_cache.shape[1] if k_cache.dim() == 4 else 1)
+    return 2 * math.prod(q.shape[:-1]) * keys // max(batch, 1) * (q.shape[-1] + v_cache.shape[-1])
 
 
 def random_cache(

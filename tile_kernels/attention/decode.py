@@ -28,7 +28,7 @@ from tile_kernels.attention._checks import (
     window_of,
 )
 from tile_kernels.attention._macros import CACHE, DENSE, PACKED, PAGED
-from tile_kernels.attention._samples import SUMS, random_cache
+from tile_kernels.attention._samples import SUMS, cache_products, random_cache
 from tile_kernels.attention.append import PAGE_MULTIPLE, append
 from tile_kernels.attention.combine import merge
 from tile_kernels.attention.decode_kernels import LOG2E, decode_kernel
@@ -444,4 +444,4 @@ BENCH = (
 FULL = grid(
     queries=[1, 16], lengths=[(1, 127, 8191, 100_000)], heads=[(8, 1)], dims=[(128, 128)], page=[16, 64], splits=[0]
 ) + grid(queries=[1], lengths=[(3, 257)], heads=[(6, 2)], dims=[(40, 40), (256, 256)], page=[64], splits=[0, 1, 7])
-decode.cases(make=random_cache, match=SUMS, smoke=SMOKE, full=FULL, bench=BENCH)
+decode.cases(make=random_cache, match=SUMS, smoke=SMOKE, full=FULL, bench=BENCH, flops=cache_products)

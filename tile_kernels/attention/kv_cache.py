@@ -50,7 +50,7 @@ class KVCache:
         for name, value in (*sizes.items(), ('head_dim', head_dim), ('page', page)):
             check.integer(value, name, least=1)
         check.multiple(page, PAGE_MULTIPLE, 'page')
-        stored = FP8 if dtype in ('e4m3', FP8) else dtype
+        stored = check.to_dtype(dtype, 'dtype')
         if stored not in (*HALVES, FP8):
             check.fail('dtype', "must be bfloat16, float16 or 'e4m3'", repr(dtype))
         pages = -(-max_tokens // page)

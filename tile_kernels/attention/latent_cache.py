@@ -52,7 +52,8 @@ class LatentCache:
         for name, value in sizes.items():
             check.integer(value, name, least=1)
         check.multiple(page, PAGE_MULTIPLE, 'page')
-        self.is_fp8 = dtype in ('e4m3', FP8)
+        dtype = check.to_dtype(dtype, 'dtype')
+        self.is_fp8 = dtype is FP8
         if not self.is_fp8 and dtype not in HALVES:
             check.fail('dtype', "must be bfloat16, float16 or 'e4m3'", repr(dtype))
         self.batch, self.page = batch, page

@@ -217,7 +217,7 @@ def report(
             row += [console.number(old), None if old is None else f'{old / record[time]:.2f}x']
         rows.append(row)
     headings = [*columns.values(), *((f'>{ref} us', '>faster') if base is not None else ())]
-    out.print(console.table(headings, rows))
+    out.print(console.wide_or_tall(out, headings, rows))
     for name, reason in refusals.items():
         out.print(f'refused: {name}: {reason}', style='red', markup=False, soft_wrap=True)
     if device == 'cpu':

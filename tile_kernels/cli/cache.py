@@ -59,7 +59,8 @@ def _list(folder: Path) -> int:
     found = stored(folder)
     columns = ('kernel', '~arguments', 'arch', 'nvcc', '>size', '~state')
     if found:
-        console.output().print(console.table(columns, [_row(library) for library in found]))
+        out = console.output()
+        out.print(console.wide_or_tall(out, columns, [_row(library) for library in found]))
     total = sum(library.num_bytes for library in found)
     print(f'{len(found)} kernels, {console.size(total)}: {folder}')
     return 0

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
 from rich.status import Status
 from rich.table import Table
 from rich.text import Text
@@ -15,7 +16,7 @@ from rich.text import Text
 from tile_kernels.core.explain import size as size
 from tile_kernels.core.progress import progress_bar as progress
 
-__all__ = ['number', 'output', 'progress', 'size', 'table', 'waiting']
+__all__ = ['number', 'output', 'progress', 'size', 'table', 'waiting', 'wide_or_tall']
 
 #: Columns of plain text: enough that no table wraps in a log file.
 PLAIN_WIDTH = 1000
@@ -45,6 +46,27 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], header: bool = 
     for row in rows:
         made.add_row(*(cell if isinstance(cell, Text) else Text('–' if cell is None else str(cell)) for cell in row))
     return made
+
+
+def wide_or_tall(out: Console, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> RenderableType:
+    """A table, or a paragraph for each row if the console is too narrow for the whole table.
+
+    The first cell of a row is the heading of its paragraph. Each other cell has a line with the name of its column.
+    """
+    made = table(columns, rows)
+    if out.measure(made, options=out.options.update(max_width=PLAIN_WIDTH)).maximum <= out.width:
+        return made
+    names = [column.lstrip('>~').replace('\n', ' ') for column in columns]
+    paragraphs: list[RenderableType] = []
+    for first, *others in rows:
+        lines = Table.grid(padding=(0, 2, 0, 0))
+        lines.add_column(no_wrap=True)
+        lines.add_column(overflow='fold')
+        for name, cell in zip(names[1:], others, strict=True):
+            if cell not in (None, ''):
+                lines.add_row(Text(name, 'dim'), cell if isinstance(cell, Text) else Text(str(cell)))
+        paragraphs += [Text(str(first), 'bold'), Padding(lines, (0, 0, 0, 4))]
+    return Group(*paragraphs)
 
 
 def number(value: float | None) -> str | None:

@@ -1,26 +1,35 @@
-"""Run one op of every family and check it against its twin: timed on a GPU, otherwise in the interpreter."""
+"""Run one op of every family and check it against its twin: timed on a GPU, otherwise in the interpreter.
+
+In a checkout, the times that were measured on an H200 stand beside them, and what PyTorch took for the same.
+"""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.text import Text
 
 from tile_kernels.cli import console
+from tile_kernels.cli.bench import GPU_TIMER, ROOT, read_records
 from tile_kernels.core.cases import Case, case_id
-from tile_kernels.core.explain import explain_case
 from tile_kernels.core.op import Op
 from tile_kernels.core.registry import cases_of, load_ops
 from tile_kernels.testing.contract import check_kernel
 from tile_kernels.testing.numeric import max_error
-from tile_kernels.testing.records import measure
+from tile_kernels.testing.records import Record, measure
 
 #: Most bytes of a case: they fit every data-center GPU, or take a CPU one or two seconds to interpret.
 MODEL_LIMIT, SMALL_LIMIT = 5 * 10**9, 160 * 10**3
+
+#: What was measured, in a checkout; the wheel has no records.
+RESULTS = ROOT / 'benchmarks' / 'results'
 
 #: One op for each family.
 SHOWN = (
@@ -60,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
             bar.advance(task)
     out = console.output()
     out.print(console.table(GPU_COLUMNS if on_gpu else CPU_COLUMNS, rows))
-    out.print()
+    for line in comparisons(RESULTS) or ['']:
+        out.print(line, markup=False, soft_wrap=True)
     for problem in problems:
         out.print(problem, style='red', markup=False, soft_wrap=True)
     sentence = closing(len(rows), len(problems), on_gpu, time.perf_counter() - start)
@@ -84,7 +94,7 @@ def largest_case(op: Op, cases: list[Case], limit: int) -> Case:
 # Rows ---------------------------------------------------------------------------------------
 
 GPU_COLUMNS = ('op', '~shape', '>us', '>GB/s', '>% of\ncopy', '>max\nerror')
-CPU_COLUMNS = ('op', '~interpreted here', '>max\nerror', '~model-sized', '>floor on\nH200, us')
+CPU_COLUMNS = ('op', '>max\nerror', '~on an H200', '>us', '>speed')
 
 
 def gpu_row(op: Op) -> tuple[list[Any], str | None]:
@@ -97,17 +107,65 @@ def gpu_row(op: Op) -> tuple[list[Any], str | None]:
 
 
 def cpu_row(op: Op) -> tuple[list[Any], str | None]:
-    """Interpret a small case, compare it with the twin, and predict the time of a model-sized case."""
-    small = largest_case(op, cases_of(op).smoke, SMALL_LIMIT)
-    error, problem = comparison(op, small, 'cpu')
-    predicted = explain_case(op, largest_case(op, cases_of(op).bench, MODEL_LIMIT))
-    return [op.name, shape_words(small), error, shape_words(predicted.case), f'{predicted.floor_us:.1f}'], problem
+    """Interpret a small case and compare it with the twin; beside it, the longest time on record."""
+    error, problem = comparison(op, largest_case(op, cases_of(op).smoke, SMALL_LIMIT), 'cpu')
+    known = {case_id(case): case for case in cases_of(op).bench}
+    measured = [r for r in recorded(RESULTS / 'h200.jsonl') if r['op'] == op.name and r['case'] in known]
+    if not measured:
+        return [op.name, error, None, None, None], problem
+    longest = max(measured, key=lambda r: r['us'])
+    return [op.name, error, shape_words(known[longest['case']]), f'{longest["us"]:.1f}', speed(longest)], problem
+
+
+@functools.cache
+def recorded(path: Path) -> tuple[Record, ...]:
+    """The last record of every case in a file; none if there is no such file."""
+    if not path.exists():
+        return ()
+    found = [r for r in read_records(path) if r.get('timer') == GPU_TIMER]
+    keys = ('op', 'case', 'peer', 'layer', 'num_tokens')
+    return tuple({tuple(r.get(key) for key in keys): r for r in found}.values())
+
+
+def speed(record: Record) -> str | None:
+    """The speed of an op: operations a second if products bound it, else relative to a copy of the same bytes."""
+    share, rate = record.get('pct_of_copy'), record.get('tflops')
+    if rate is not None and (share is None or share < 50):
+        return f'{rate:.0f} TFLOP/s'
+    return None if share is None else f'{share:.0f} % of copy'
+
+
+def comparisons(results: Path) -> list[str]:
+    """What was faster on an H200 than what, from the records of a checkout."""
+    layers = recorded(results / 'layer' / 'h200.jsonl')
+    lines: list[str] = []
+    for num_tokens in sorted({r['num_tokens'] for r in layers}, reverse=True):
+        rows = sorted((r for r in layers if r['num_tokens'] == num_tokens), key=lambda r: r['us'])
+        shape = rows[0]
+        title = f'MoE layer, {num_tokens} tokens, {shape["num_experts"]} experts, top {shape["topk"]}'
+        lines += ['', f'{title}, measured on an H200 ({shape["date"][:10]}), us:', *bars(rows, 'layer')]
+    ours = {r['case']: r for r in recorded(results / 'h200.jsonl') if r['op'] == 'gemm.gemm'}
+    for peer in recorded(results / 'peers' / 'h200.jsonl'):
+        if peer['case'] in ours and peer['us'] > 1000:
+            rows = sorted((peer, ours[peer['case']] | {'peer': 'tile_kernels'}), key=lambda r: r['us'])
+            lines += ['', f'Dense GEMM, {peer["case"]}, us:', *bars(rows, 'peer')]
+    return [*lines, ''] if lines else []
+
+
+def bars(rows: Sequence[Record], name: str) -> list[str]:
+    """Times as lines of text, each with its multiple of the shortest time and a bar."""
+    times = [r['us'] for r in rows]
+    return [
+        f'  {r[name]:34} {us:8.0f} {us / min(times):5.1f} x  {"█" * max(round(24 * us / max(times)), 1)}'
+        for r, us in zip(rows, times, strict=True)
+    ]
 
 
 def shape_words(case: Case) -> str:
     """A case as readable text: `16384×7168 bf16 e4m3_1x128_f32`."""
     extents: list[str] = []
     words: list[str] = []
+    case = {name: f'{len(v)} of {v[0]}' if _repeats(v) else v for name, v in case.items()}
     for name, value in case.items():
         if isinstance(value, bool):
             words += [name] if value else []
@@ -118,6 +176,11 @@ def shape_words(case: Case) -> str:
         elif value is not None:
             words.append(str(value))
     return ' '.join(['×'.join(extents), *words])
+
+
+def _repeats(value: Any) -> bool:
+    """Whether a value is a long list of one number, such as the lengths of equal sequences."""
+    return isinstance(value, (tuple, list)) and len(value) > 3 and len(set(value)) == 1
 
 
 _DTYPE_WORDS = {torch.bfloat16: 'bf16', torch.float16: 'f16', torch.float32: 'f32', torch.float8_e4m3fn: 'e4m3'}

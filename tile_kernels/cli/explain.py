@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
+
+from rich.text import Text
 
 from tile_kernels.cli import console
 from tile_kernels.core.cases import Case, case_id
@@ -65,10 +68,12 @@ def run(args: argparse.Namespace) -> int:
         rows.append(('all launches', '', '', *total))
     device = found.device
     out = console.output()
-    out.print(f'[bold]{op.name}[/bold]  {case_id(case)}', markup=True)
+    words = case_id(case)
+    words = words if len(op.name) + len(words) < out.width else _short(words)
+    out.print(Text.assemble((op.name, 'bold'), '  ', words))
     if rows:
         columns = ('kernel', '~config', 'decided by', '>moves', '>floor us', 'bound by', '>copy us')
-        out.print(console.table(columns, rows))
+        out.print(console.wide_or_tall(out, columns, rows))
         out.print(
             f'{device.name}: floor at the published speed of memory or of products, the longer time of the two, '
             f'copy at the {device.copy_bandwidth / 1e12:.2f} TB/s a large copy reaches.'
@@ -76,6 +81,11 @@ def run(args: argparse.Namespace) -> int:
     else:
         out.print('launches nothing: the problem is empty')
     return 0
+
+
+def _short(words: str) -> str:
+    """The id of a case with `4096x4096x4096x4096x4096` as `5 x 4096`."""
+    return re.sub(r'\b(\d+)(?:x\1){3,}\b', lambda run: f'{run[0].count("x") + 1} x {run[1]}', words)
 
 
 def _explain_error(name: str) -> int:

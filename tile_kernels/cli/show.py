@@ -38,12 +38,14 @@ def run(args: argparse.Namespace) -> int:
         heading = f'{launch.kernel.name}({static})  {config_words(launch.config)}  {arch}'
         for part in args.what or PARTS:
             if out.is_terminal:
-                out.rule(f'{part}: {heading}')
+                out.rule(part)
+                out.print(heading, markup=False)
             else:
                 out.out(f'=== {part}: {heading}')
             text = RENDER[part](launch, arch)
             if out.is_terminal and part != 'resources':
-                out.print(Syntax(text, {'tilelang': 'python', 'cuda': 'cuda', 'ptx': 'gas'}[part], theme='ansi_dark'))
+                language = {'tilelang': 'python', 'cuda': 'cuda', 'ptx': 'gas'}[part]
+                out.print(Syntax(text, language, theme='ansi_dark', word_wrap=True))  # without wrapping, it cuts lines
             else:
                 out.out(text)
     return 0

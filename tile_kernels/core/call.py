@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler as torch_profiler
 from torch.nn import Parameter
 
 from tile_kernels.core import check
@@ -39,6 +41,10 @@ _MAX_KEYS = 4096
 _MAX_REPLAYS = 8
 
 
+#: Whether `tile_kernels.profiler` names the calls, so that this module must not.
+naming = SimpleNamespace(elsewhere=False)
+
+
 class Calls:
     """The replays that an op has recorded, and the code that runs all other calls."""
 
@@ -46,10 +52,13 @@ class Calls:
         self.op = op
         #: Options and first shape -> functions that replay such calls. The list is empty after the first call.
         self.replays: dict[tuple, list[Callable]] = {}
+        self._dtypes = [param.name for param in op.params if param.type is torch.dtype]
 
     def run(self, key: tuple | None, given: dict[str, Any]) -> Any:
         """Run a call that no replay serves, all arguments by name; without a `key` it is not recorded."""
         op = self.op
+        for name in self._dtypes:
+            given[name] = check.to_dtype(given[name], name)
         if torch.compiler.is_compiling() or _dispatch_modes():
             return op.wrap(op.operator_form(given), given)
         return self.eager(key, given)
@@ -125,6 +134,9 @@ def write_call(op: Op) -> Callable:
         '_knobs': knobs,
         '_overrides': overrides,
         '_state': state,
+        '_profiler': torch_profiler,
+        '_naming': naming,
+        '_named': named,
         '_tensors': _TENSORS,
         '_QuantTensor': QuantTensor,
         '_MISS': MISS,
@@ -166,6 +178,8 @@ def write_call(op: Op) -> Callable:
 def {op.fn.__name__}({', '.join(head)}):
     _key = None
     if not (_is_compiling() or _dispatch_modes() or _functorch_active()):
+        if _profiler._is_profiler_enabled and _state.named is not _op and not _naming.elsewhere:
+            return _named(_op, dict({same}))
         if {' and '.join(tests) or 'False'}:
             _key = ({', '.join(key)},)
             try:
@@ -181,6 +195,12 @@ def {op.fn.__name__}({', '.join(head)}):
 """
     exec(lines, constants)
     return constants[op.fn.__name__]
+
+
+def named(op: Op, given: dict[str, Any]) -> Any:
+    """A call as a slice of the active `torch.profiler`; a gradient calls the op again inside of it."""
+    with state.as_named(op), torch_profiler.record_function(op.name):
+        return op.call(**given)
 
 
 def write_public_call(op: Op, public: Callable) -> Callable:

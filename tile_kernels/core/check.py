@@ -7,12 +7,13 @@ the op uses another one: the public `out` may be the `y` of the op.
 
 from __future__ import annotations
 
+import difflib
 import re
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from numbers import Integral, Real
 from types import FrameType
-from typing import NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -154,12 +155,41 @@ def equal(value: object, expected: object, name: str) -> None:
         fail(name, f'must be {expected}', str(value))
 
 
+#: Short names of dtypes; the names of PyTorch hold too.
+_DTYPE_WORDS = {
+    'bf16': torch.bfloat16,
+    'fp16': torch.float16,
+    'fp32': torch.float32,
+    'fp64': torch.float64,
+    'e4m3': torch.float8_e4m3fn,
+    'e5m2': torch.float8_e5m2,
+}
+
+
+def to_dtype(value: Any, name: str) -> Any:
+    """The dtype that 'bf16' or 'bfloat16' names; any other value is left to the checks that follow."""
+    if not isinstance(value, str):
+        return value
+    found = _DTYPE_WORDS.get(value, getattr(torch, value, None))
+    if isinstance(found, torch.dtype):
+        return found
+    words = {*_DTYPE_WORDS, *(str(dtype).removeprefix('torch.') for dtype in _DTYPE_WORDS.values())}
+    fail(name, f'must be a dtype or one of {", ".join(_DTYPE_WORDS)}', repr(value), did_you_mean(value, sorted(words)))
+
+
 def one_of(value: object, allowed: Collection, name: str) -> None:
     """`value` must be one of `allowed`; a float is rejected even if it equals an allowed integer."""
     if isinstance(value, (Tensor, float)) or value not in allowed:
         fact = describe(value) if isinstance(value, Tensor) else repr(value)
         listed = ', '.join(str(a) or repr(a) for a in allowed)
-        fail(name, f'must be one of {listed}', fact)
+        fail(name, f'must be one of {listed}', fact, did_you_mean(value, allowed))
+
+
+def did_you_mean(value: object, allowed: Iterable) -> str | None:
+    """The hint of an error about a misspelled name; None if no name is near."""
+    names = [word for word in allowed if isinstance(word, str)]
+    close = difflib.get_close_matches(value.lower(), names, n=1) if isinstance(value, str) else []
+    return f'did you mean {close[0]}?' if close else None
 
 
 def at_least(value: float, bound: float, name: str) -> None:

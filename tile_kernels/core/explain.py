@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tile_kernels.core import check
 from tile_kernels.core.cases import Case, case_id
 from tile_kernels.core.cost import Cost
 from tile_kernels.core.errors import ArgumentError
@@ -73,7 +74,10 @@ def explain(op: str | Op, /, *, device: str = 'h200', **case: Any) -> Explanatio
 def explain_case(op: Op, case: Case, device: str = 'h200') -> Explanation:
     """`explain` for a complete case."""
     if device not in GPUS:
-        raise ArgumentError(f'explain: device must be one of {", ".join(GPUS)}, got {device!r}')
+        hint = check.did_you_mean(device, GPUS)
+        raise ArgumentError(
+            f'explain: device must be one of {", ".join(GPUS)}, got {device!r}' + (f'; {hint}' if hint else '')
+        )
     with on_gpu(device):
         return Explanation(op, case, tuple(launches_of(op, case)), GPUS[device])
 

@@ -70,6 +70,7 @@ SF_STORAGE = {
 }
 
 _NAME = re.compile(r'(?P<data>e\dm\d)_(?P<rows>\d+|all)x(?P<cols>\d+|all)_(?P<sf>[a-z0-9]+)(?P<col>_col)?')
+_USUAL_BLOCKS = ('1x128', '1x32', '1x16', '128x128', '128x1', '1xall')
 _formats: dict[str, QuantFormat] = {}
 _flagged: dict[tuple, QuantFormat] = {}
 
@@ -238,7 +239,15 @@ def _define(name: str) -> QuantFormat:
 
 def _fail(rule: str, name: object) -> NoReturn:
     """Raise the error sentence on behalf of the function that received this format name."""
-    check.fail('fmt', f'must {rule}', repr(name), op='QuantFormat.parse')
+    check.fail('fmt', f'must {rule}', repr(name), _near(name), op='QuantFormat.parse')
+
+
+def _near(name: object) -> str | None:
+    """The format that a misspelled name probably means, with the scale block of the name if it has one."""
+    match = _NAME.fullmatch(name) if isinstance(name, str) else None
+    blocks = [f'{match["rows"]}x{match["cols"]}'] if match else _USUAL_BLOCKS
+    names = (f'{data}_{block}_{sf}' for data in ELEMENTS for block in blocks for sf in SF_STORAGE)
+    return check.did_you_mean(name, [n + col for n in names for col in ('', '_col')])
 
 
 class QuantTensor(tuple):

@@ -72,6 +72,8 @@ class _State(threading.local):
     outs: dict[str, Tensor] | None = None
     #: The number of active blocks that must see every launch; while there are any, no call is replayed.
     watchers = 0
+    #: The op whose call is a slice of the active `torch.profiler`.
+    named: Any = None
 
     @contextmanager
     def set(self, **values: Any) -> Iterator[None]:
@@ -82,6 +84,15 @@ class _State(threading.local):
             yield
         finally:
             self.__dict__.update(before, watchers=self.watchers - 1)
+
+    @contextmanager
+    def as_named(self, op: Any) -> Iterator[None]:
+        """In the block, calls of `op` are no slices of their own; unlike `set`, this leaves replays on."""
+        before, self.named = self.named, op
+        try:
+            yield
+        finally:
+            self.named = before
 
 
 state = _State()

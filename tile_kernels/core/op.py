@@ -41,6 +41,7 @@ from tile_kernels.core.call import Calls, refuse_gradients, write_call, write_pu
 from tile_kernels.core.cases import Case, Cases
 from tile_kernels.core.cost import Cost
 from tile_kernels.core.errors import ArgumentError
+from tile_kernels.core.flops import register_flops
 from tile_kernels.core.formats import QuantTensor
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.launch import Launch, state, tracing
@@ -250,6 +251,10 @@ class Op(Generic[Args, Result]):
     ) -> None:
         """Declare the cases used to test, benchmark and precompile the op."""
         self._cases = Cases(make, match, smoke or [], full or [], bench or [], flops)
+        if flops is not None:
+            for form in (self, getattr(self, 'out', None)):
+                if form is not None:
+                    register_flops(form.operator_form, flops)
 
     def trace(self, *args: Any, **kwargs: Any) -> list[Launch]:
         """The launches this call would make; nothing runs. The arguments are those of `call`."""

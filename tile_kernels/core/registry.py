@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tile_kernels.core import check
 from tile_kernels.core.cases import Case, Cases, case_id
 from tile_kernels.core.errors import ArgumentError, TileKernelsError
 from tile_kernels.core.formats import QuantFormat
@@ -86,7 +87,10 @@ def typical_case(op: Op, given: Mapping[str, Any] | None = None) -> Case:
     if template is None:
         names = list(dict.fromkeys(name for case in cases for name in case))
         unknown = next((name for name in given if name not in names), next(iter(given)))
-        raise ArgumentError(f'{op.name}: a case is given by {", ".join(names)}, got {unknown}')
+        hint = check.did_you_mean(unknown, [name for name in names if name != unknown])
+        raise ArgumentError(
+            f'{op.name}: a case is given by {", ".join(names)}, got {unknown}' + (f'; {hint}' if hint else '')
+        )
     return template | {name: _value(name, value, template[name]) for name, value in given.items()}
 
 

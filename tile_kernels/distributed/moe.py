@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from tile_kernels.core import check
 from tile_kernels.core.errors import ArgumentError, TileKernelsError
@@ -163,7 +164,7 @@ class MoEDistributed:
         num_experts: number of experts of all ranks; a multiple of the world size.
         topk: experts of a token.
         strategy: 'alltoall'.
-        group: process group, by default that of all ranks; its timeout applies.
+        group: process group or device mesh of one dimension, by default all ranks; the timeout of the group applies.
         fp8_payload: quantize rows before they are sent (e4m3, one scale factor per 128 channels): half the bytes.
     """
 
@@ -172,7 +173,7 @@ class MoEDistributed:
         num_experts: int = 256,
         topk: int = 8,
         strategy: str = 'alltoall',
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
         *,
         fp8_payload: bool = False,
     ) -> None:
@@ -184,6 +185,11 @@ class MoEDistributed:
         check.at_least(num_experts, 1, 'num_experts')
         check.at_least(topk, 1, 'topk')
         check.at_most(topk, num_experts, 'topk')
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                hint = f'pass mesh[{(group.mesh_dim_names or ("name",))[-1]!r}]'
+                check.fail('group', 'must be a mesh of one dimension', f'{group.ndim} dimensions', hint)
+            group = group.get_group()
         self.group = group if group is not None else dist.group.WORLD
         if not isinstance(self.group, dist.ProcessGroup):
             check.fail('group', 'must be a process group this rank belongs to', check.describe(group))

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from tile_kernels.core.flops import known
 from tile_kernels.gemm._macros import FP8, GROUP
 from tile_kernels.gemm.packed_weight import FORMATS
 
@@ -29,7 +30,12 @@ def random_ends(
 
 def product_flops(a: Tensor, b: Tensor, group_end: Tensor, **others: Tensor) -> int:
     """Operations of a grouped GEMM: every row is multiplied with the matrix of its group."""
-    return 2 * int(group_end[-1]) * b.shape[1] * b.shape[2]
+    return 2 * rows_in_groups(a, group_end) * b.shape[1] * b.shape[2]
+
+
+def rows_in_groups(a: Tensor, group_end: Tensor) -> int:
+    """Rows that belong to a group; all rows if the ends cannot be read, in a dry run."""
+    return int(group_end[-1]) if known(group_end) and group_end.numel() else a.shape[0]
 
 
 def dense_flops(a: Tensor, b: Tensor, **others: Tensor) -> int:

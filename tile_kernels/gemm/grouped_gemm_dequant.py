@@ -12,7 +12,7 @@ from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.op import op
 from tile_kernels.gemm._checks import HALVES, check_groups
-from tile_kernels.gemm._samples import SUMS, random_ends, random_packed
+from tile_kernels.gemm._samples import SUMS, random_ends, random_packed, rows_in_groups
 from tile_kernels.gemm.gemm_dequant import check_packed, check_rows, launch_gradient, launch_product
 from tile_kernels.gemm.packed_weight import PackedWeight
 
@@ -148,7 +148,7 @@ def _make_bwd(**case: int) -> dict:
 
 
 def _flops(a: Tensor, n: int, group_end: Tensor, **others: Tensor) -> int:
-    return 2 * int(group_end[-1]) * n * a.shape[1]
+    return 2 * rows_in_groups(a, group_end) * n * a.shape[1]
 
 
 SMOKE = (

@@ -165,8 +165,9 @@ class PackedWeight:
         parts = [None if x is None else _unlay_factors(x, fmt, self.n, self.k) for x in (self.scale, self.zero)]
         return parts[0], parts[1]  # type: ignore[return-value]
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+    def dequantize(self, dtype: torch.dtype | str = torch.float32) -> Tensor:
         """The matrix (..., n, k); products are computed in float32 and rounded once."""
+        dtype = check.to_dtype(dtype, 'dtype')
         fmt = FORMATS[self.fmt]
         codes = _unlay_codes(self.codes, fmt, self.n, self.k)
         values = _values(_own_dtype(codes, fmt), fmt)

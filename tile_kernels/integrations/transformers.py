@@ -22,6 +22,7 @@ import types
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +46,9 @@ KINDS = ('norm', 'mlp', 'rope', 'router', 'experts', 'attention')
 
 #: The name of our attention function in `transformers`.
 ATTENTION = 'tile_kernels'
+
+#: The folder of layers for the `kernels` mapping of `transformers`; see `tile_kernels.integrations.kernels`.
+KERNELS = Path(__file__).parent / 'kernels'
 
 _PATCHED = '_tile_kernels_patched'
 _HALF = (torch.bfloat16, torch.float16)
@@ -178,7 +182,7 @@ def _looks_like_norm(module: nn.Module) -> bool:
 
 
 def _norm_forward(module: Any) -> tuple[Callable | None, str]:
-    eps = getattr(module, 'variance_epsilon', getattr(module, 'eps', None))
+    eps = eps_of(module)
     if not isinstance(eps, float):
         return None, 'an RMS norm without variance_epsilon or eps'
     known = (o for o in (0.0, 1.0) if _tried(module, functools.partial(_plain_norm, module, eps, o)))
@@ -187,13 +191,20 @@ def _norm_forward(module: Any) -> tuple[Callable | None, str]:
         return None, 'its norm is neither x * weight nor x * (1 + weight)'
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        weight = self.weight if offset == 0.0 else self.weight.float() + 1.0
-        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-        y = norm_forward(rows, weight, eps)[0]
-        return y.view(hidden_states.shape)
+        return rms_norm(hidden_states, self.weight if offset == 0.0 else self.weight.float() + 1.0, eps)
 
     return forward, ''
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm of the last dimension."""
+    rows = _dense(x.reshape(-1, x.shape[-1]))
+    return norm_forward(rows, weight, eps)[0].view(x.shape)
+
+
+def eps_of(norm: Any) -> Any:
+    """The number that a norm module adds to mean squares, None if it has none."""
+    return getattr(norm, 'variance_epsilon', getattr(norm, 'eps', None))
 
 
 def _plain_norm(module: Any, eps: float, offset: float, x: Tensor) -> Tensor:
@@ -377,19 +388,27 @@ def _replace_rope(module: Any, name: str, interleaved: bool) -> bool:
         plain = not args and set(kwargs) <= {'unsqueeze_dim'} and kwargs.get('unsqueeze_dim', 1) == 1
         if not plain or q.dim() != 4 or cos.dim() != 3 or q.shape[-1] < cos.shape[-1] or q.dtype is torch.float64:
             return original(q, k, cos, sin, *args, **kwargs)
-        batch, length, rotary = cos.shape
-        cache = torch.cat((cos[..., : rotary // 2], sin[..., : rotary // 2]), -1).float().view(-1, rotary)
-        if batch == 1 and q.shape[0] > 1:
-            positions = torch.arange(length, device=q.device).expand(q.shape[0], length).contiguous()
-        else:
-            positions = torch.arange(batch * length, device=q.device).view(batch, length)
-        query, key = _dense(q.transpose(1, 2)), _dense(k.transpose(1, 2))
-        query, key = rotary_embedding(query, cache, key, positions, interleaved)
-        return query.transpose(1, 2), key.transpose(1, 2)
+        return rotate(q, k, cos, sin, interleaved)
 
     apply._tile_kernels_original, apply._tile_kernels_users = original, 1  # type: ignore[attr-defined]
     setattr(module, name, apply)
     return True
+
+
+def rotate(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Rotary embedding as `transformers` calls it: (batch, tokens, rotary) cosines and sines, two equal halves."""
+    batch, length, rotary = cos.shape
+    cache = torch.cat((cos[..., : rotary // 2], sin[..., : rotary // 2]), -1).float().view(-1, rotary)
+    if batch == 1 and q.shape[0] > 1:
+        positions = torch.arange(length, device=q.device).expand(q.shape[0], length).contiguous()
+    else:
+        positions = torch.arange(batch * length, device=q.device).view(batch, length)
+    swap = unsqueeze_dim == 1  # our op takes tokens before heads
+    query, key = (_dense(x.transpose(1, 2) if swap else x) for x in (q, k))
+    query, key = rotary_embedding(query, cache, key, positions, interleaved)
+    return (query.transpose(1, 2), key.transpose(1, 2)) if swap else (query, key)
 
 
 def _restore_rope(module: Any, name: str, interleaved: bool) -> bool:

@@ -37,7 +37,7 @@ class Attention(nn.Module):
         softcap: float = 0.0,
         sink: bool = False,
         bias: bool = False,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype | str = torch.bfloat16,
         device: torch.device | str | None = None,
     ) -> None:
         """A layer with random weights.
@@ -69,6 +69,7 @@ class Attention(nn.Module):
             check.integer(window, 'window', least=1)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.rope_theta, self.window, self.softcap = rope_theta, window, softcap
+        dtype = check.to_dtype(dtype, 'dtype')
         factory: dict[str, Any] = dict(dtype=dtype, device=device)
         self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=bias, **factory)
         self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=bias, **factory)

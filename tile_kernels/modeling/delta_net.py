@@ -63,7 +63,7 @@ class _DeltaLayer(nn.Module, ABC):
         *,
         conv_size: int = 4,
         allow_neg_eigval: bool = False,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype | str = torch.bfloat16,
         device: torch.device | str | None = None,
     ) -> None:
         """A layer with random weights.
@@ -94,6 +94,7 @@ class _DeltaLayer(nn.Module, ABC):
         self.head_k_dim, self.head_v_dim = head_k_dim, head_v_dim
         self.conv_size, self.allow_neg_eigval = conv_size, allow_neg_eigval
         self.key_dim, self.value_dim = num_heads * head_k_dim, num_v_heads * head_v_dim
+        dtype = check.to_dtype(dtype, 'dtype')
         self.factory: dict[str, Any] = dict(dtype=dtype, device=device)
         channels = 2 * self.key_dim + self.value_dim
         self.qkv_proj = nn.Linear(hidden_size, channels, bias=False, **self.factory)

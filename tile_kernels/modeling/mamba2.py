@@ -46,7 +46,7 @@ class Mamba2(nn.Module):
         ngroups: int = 1,
         d_conv: int = 4,
         eps: float = 1e-5,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype | str = torch.bfloat16,
         device: torch.device | str | None = None,
     ) -> None:
         """A layer with random weights.
@@ -76,6 +76,7 @@ class Mamba2(nn.Module):
         self.hidden_size, self.inner, self.heads, self.headdim = hidden_size, inner, heads, headdim
         self.ngroups, self.d_state, self.eps = ngroups, d_state, eps
         channels = inner + 2 * ngroups * d_state
+        dtype = check.to_dtype(dtype, 'dtype')
         factory: dict[str, Any] = dict(dtype=dtype, device=device)
         wide: dict[str, Any] = dict(dtype=torch.float32, device=device)
         self.in_proj = nn.Linear(hidden_size, inner + channels + heads, bias=False, **factory)

@@ -103,7 +103,7 @@ class MLA(nn.Module):
         index_topk: int | None = None,
         index_heads: int = 64,
         index_dim: int = 128,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype | str = torch.bfloat16,
         device: torch.device | str | None = None,
     ) -> None:
         """A layer with random weights.
@@ -135,6 +135,7 @@ class MLA(nn.Module):
         self.num_heads, self.kv_lora_rank, self.rope_theta = num_heads, kv_lora_rank, rope_theta
         self.nope, self.rope, self.value = qk_nope_head_dim, qk_rope_head_dim, v_head_dim
         self.scale = (qk_nope_head_dim + qk_rope_head_dim) ** -0.5
+        dtype = check.to_dtype(dtype, 'dtype')
         factory: dict[str, Any] = dict(dtype=dtype, device=device)
         head_dim = qk_nope_head_dim + qk_rope_head_dim
         if q_lora_rank is None:

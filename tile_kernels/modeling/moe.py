@@ -243,8 +243,8 @@ class MoELayer(nn.Module):
             of 128.
         weight_format: a name of `tile_kernels.gemm.FORMATS`: experts have packed, constant weights. They are quantized
             from random ones; load a state_dict, or call `quantize_experts` on a trained layer instead.
-        group: process group that holds the experts: each rank has some, and tokens are sent to them; see
-            `tile_kernels.distributed.MoEDistributed`.
+        group: process group, or device mesh of one dimension, that holds the experts: each rank has some, and tokens
+            are sent to them; see `tile_kernels.distributed.MoEDistributed`.
         fp8_payload: quantize tokens before they are sent.
         dtype: of the parameters.
         device: of the parameters.
@@ -273,7 +273,7 @@ class MoELayer(nn.Module):
         weight_format: str | None = None,
         group: Any = None,
         fp8_payload: bool = False,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype | str = torch.bfloat16,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
@@ -296,6 +296,7 @@ class MoELayer(nn.Module):
             if weight_format is not None:
                 check.multiple(width, FORMATS[weight_format].multiple, name)
             check.multiple(width, 128 if compute == 'fp8' else 8, name)
+        dtype = check.to_dtype(dtype, 'dtype')
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             check.fail('dtype', 'must be a dtype of floating point', repr(dtype))
         factory = dict(dtype=dtype, device=device)
@@ -368,7 +369,8 @@ class MoELayer(nn.Module):
             y = y if self.shared_experts is None else y + self.shared_experts(tokens)
         else:
             y = self._through_ranks(self.router, tokens, weights, indices)
-        return y.to(x.dtype).reshape(x.shape)
+        y = y.to(x.dtype)  # no view: FSDP would lose its hooks on one that is changed in place, as by `residual += y`
+        return y if y.shape == x.shape else torch.ops.aten._unsafe_view(y, x.shape)
 
     def _through_ranks(self, router: MoEDistributed, tokens: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
         """The same with experts of other ranks; the shared experts run during the exchange."""

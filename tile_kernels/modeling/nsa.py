@@ -36,7 +36,7 @@ class NSA(nn.Module):
         block_counts: int = 16,
         window: int = 512,
         rope_theta: float = 1e4,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype | str = torch.bfloat16,
         device: torch.device | str | None = None,
     ) -> None:
         """A layer with random weights.
@@ -66,6 +66,7 @@ class NSA(nn.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.block_size, self.block_counts, self.window = block_size, block_counts, window
         self.rope_theta = rope_theta
+        dtype = check.to_dtype(dtype, 'dtype')
         factory: dict[str, Any] = dict(bias=False, dtype=dtype, device=device)
         self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, **factory)
         self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, **factory)

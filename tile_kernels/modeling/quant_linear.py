@@ -106,7 +106,7 @@ class QuantLinear(PackedModule):
         bias: bool = True,
         *,
         fmt: str = 'u4_1x128',
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype | str = torch.bfloat16,
         device: torch.device | str | None = None,
     ) -> None:
         """A layer of zeros, for `load_state_dict`; `from_linear` and `from_checkpoint` make one with weights.
@@ -122,23 +122,24 @@ class QuantLinear(PackedModule):
         check.one_of(fmt, FORMATS, 'fmt')
         check.integer(in_features, 'in_features', 1)
         check.integer(out_features, 'out_features', 1)
-        check.one_of(dtype, HALVES, 'dtype')
+        half = check.to_dtype(dtype, 'dtype')
+        check.one_of(half, HALVES, 'dtype')
         check.multiple(in_features, FORMATS[fmt].multiple, 'in_features')
-        super().__init__(fmt, out_features, in_features, dtype, device)
+        super().__init__(fmt, out_features, in_features, half, device)
         self.in_features, self.out_features = in_features, out_features
-        own = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
+        own = torch.zeros(out_features, dtype=half, device=device) if bias else None
         self.bias = None if own is None else nn.Parameter(own, requires_grad=False)
 
     @classmethod
     def from_packed(
-        cls, weight: PackedWeight, bias: Tensor | None = None, dtype: torch.dtype = torch.bfloat16
+        cls, weight: PackedWeight, bias: Tensor | None = None, dtype: torch.dtype | str = torch.bfloat16
     ) -> QuantLinear:
         """A layer with this weight."""
         layer = cls(weight.k, weight.n, bias is not None, fmt=weight.fmt, dtype=dtype, device='meta')
         layer.take(weight)
         if bias is not None:
             check.shape(bias, 'bias', 'out_features', out_features=weight.n)
-            layer.bias = nn.Parameter(bias.detach().to(dtype).clone(), requires_grad=False)
+            layer.bias = nn.Parameter(bias.detach().to(layer.dtype).clone(), requires_grad=False)
         return layer
 
     @classmethod
@@ -158,7 +159,7 @@ class QuantLinear(PackedModule):
         tensors: Mapping[str, Tensor],
         prefix: str = '',
         *,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype | str = torch.bfloat16,
         **options: Any,
     ) -> QuantLinear:
         """A layer from the tensors of a GPTQ, AWQ or compressed-tensors checkpoint, told apart by names and shapes.

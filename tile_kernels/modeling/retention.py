@@ -42,7 +42,7 @@ class Retention(nn.Module):
         expand_v: int = 1,
         rope_theta: float = 1e4,
         eps: float = 1e-5,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype | str = torch.bfloat16,
         device: torch.device | str | None = None,
     ) -> None:
         """A layer with random weights.
@@ -66,6 +66,7 @@ class Retention(nn.Module):
         for name, value in (('hidden_size / num_heads', self.head_dim), ('the extent of values', self.value_dim)):
             check.multiple(value, 16, name)
             check.at_most(value, 256, name)
+        dtype = check.to_dtype(dtype, 'dtype')
         factory: dict[str, Any] = dict(bias=False, dtype=dtype, device=device)
         self.q_proj = nn.Linear(hidden_size, hidden_size, **factory)
         self.k_proj = nn.Linear(hidden_size, hidden_size, **factory)

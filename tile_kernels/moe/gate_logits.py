@@ -108,6 +108,11 @@ def make_bwd(num_tokens: int, num_experts: int, hidden: int, is_strided: bool = 
     return dict(dlogits=dlogits, **make(num_tokens, num_experts, hidden, is_strided))
 
 
+def count(hidden_states: Tensor, gate_weight: Tensor, **others: Tensor) -> int:
+    """Operations of the product."""
+    return 2 * hidden_states.shape[0] * gate_weight.numel()
+
+
 SMOKE = grid(num_tokens=[0, 5], num_experts=[64], hidden=[192]) + grid(
     num_tokens=[70], num_experts=[72], hidden=[1032, 130], is_strided=[True]
 )
@@ -116,7 +121,7 @@ FULL = grid(num_tokens=[1, 65, 1001], num_experts=[8, 72, 256], hidden=[100, 129
 BENCH = grid(num_tokens=[64, 1000, 4096, 16384], num_experts=[256], hidden=[7168]) + grid(
     num_tokens=[4001], num_experts=[160], hidden=[5124]
 )
-gate_logits.cases(make=make, match=dict(rtol=1e-4, atol=2e-4), smoke=SMOKE, full=FULL, bench=BENCH)
+gate_logits.cases(make=make, match=dict(rtol=1e-4, atol=2e-4), smoke=SMOKE, full=FULL, bench=BENCH, flops=count)
 
 gate_logits_bwd.cases(
     make=make_bwd,
@@ -124,4 +129,5 @@ gate_logits_bwd.cases(
     smoke=SMOKE + grid(num_tokens=[300], num_experts=[8], hidden=[64]),  # two runs of steps
     full=FULL + grid(num_tokens=[4001], num_experts=[72], hidden=[7168]),
     bench=BENCH[:3],
+    flops=lambda dlogits, **given: 2 * count(**given),
 )

@@ -29,7 +29,7 @@ from torch._subclasses import FakeTensorMode
 from torch.profiler import ProfilerActivity, record_function
 from torch.utils._pytree import tree_map_only
 
-from tile_kernels.core.call import Calls
+from tile_kernels.core.call import Calls, naming
 from tile_kernels.core.errors import ArgumentError, TileKernelsError
 from tile_kernels.core.explain import config_words
 from tile_kernels.core.gpus import DEFAULT_GPU, Gpu, cuda_gpu
@@ -92,6 +92,7 @@ class Naming:
         if Naming.active is not None:
             return
         Naming.active = self
+        naming.elsewhere = True
         eager, learn = Calls.eager, Calls.learn
 
         def named_eager(calls: Calls, key: tuple | None, given: dict[str, Any]) -> Any:
@@ -130,6 +131,7 @@ class Naming:
         if Naming.active is not self:
             return
         Naming.active = None
+        naming.elsewhere = False
         for owner, name, value in self._before:
             setattr(owner, name, value)
         self._before.clear()

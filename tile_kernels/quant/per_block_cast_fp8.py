@@ -10,20 +10,21 @@ from tile_kernels.quant.per_block_cast import per_block_cast
 
 
 def per_block_cast_fp8(
-    w: Tensor, block_size: int | Block = 128, dtype: torch.dtype = torch.float8_e4m3fn
+    w: Tensor, block_size: int | Block = 128, dtype: torch.dtype | str = torch.float8_e4m3fn
 ) -> tuple[Tensor, Tensor]:
     """Quantize `w` to fp8 in square or rectangular blocks.
 
     Args:
         w: (m, n) bfloat16, float16 or float32, any shape.
         block_size: 32 or 128, or a pair of rows and columns.
-        dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        dtype: torch.float8_e4m3fn or torch.float8_e5m2, also as 'e4m3' or 'e5m2'.
 
     Returns:
         `(w_fp8, scale)`: codes (m, n) and float32 scales (ceil(m / b), ceil(n / b)); w ~= w_fp8.float() * scale.
     """
-    check.one_of(dtype, FP8_NAMES, 'dtype')
+    code = check.to_dtype(dtype, 'dtype')
+    check.one_of(code, FP8_NAMES, 'dtype')
     block = (block_size, block_size) if isinstance(block_size, int) else block_size
     check.one_of(block, BLOCKS, 'block_size')
     check_block(block, 'block_size')
-    return per_block_cast.call(w, QuantFormat.from_flags(FP8_NAMES[dtype], block))
+    return per_block_cast.call(w, QuantFormat.from_flags(FP8_NAMES[code], block))

@@ -50,7 +50,7 @@ def set_seed(seed: int) -> None:
 
 
 def randn(
-    *size: int | tuple[int, ...], dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    *size: int | tuple[int, ...], dtype: torch.dtype | str | None = None, device: torch.device | str | None = None
 ) -> Tensor:
     """A tensor of independent normal numbers of mean 0 and variance 1.
 
@@ -66,7 +66,7 @@ def randn(
     shape: Any = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else size
     for extent in shape:
         check.integer(extent, 'size', 0)
-    dtype = torch.get_default_dtype() if dtype is None else dtype
+    dtype = torch.get_default_dtype() if dtype is None else check.to_dtype(dtype, 'dtype')
     check.one_of(dtype, DTYPES, 'dtype')
     place = torch.device(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
     return (_traced_draw if torch.compiler.is_compiling() else _draw)(shape, dtype, place)
