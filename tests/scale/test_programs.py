@@ -77,6 +77,12 @@ def test_without_a_gpu_one_sentence_says_what_to_do():
             call()
 
 
+def test_ranks_that_cannot_share_memory_are_told_what_they_need():
+    text = r'on GPUs of one node that access each other \(overlapping devices\)$'
+    with pytest.raises(UnsupportedError, match=text), devices._explained():
+        raise RuntimeError('overlapping devices\nand a trace')
+
+
 def test_blocks_that_cannot_be_resident_together_are_refused():
     assert devices.launch_size(cases.gemm_all_to_all(4).kernel) == (4, programs.THREADS)
     assert devices.launch_size(programs.all_gather(100, 3)) == (3, programs.THREADS)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -98,24 +99,32 @@ def empty(*shape: int, dtype: torch.dtype, group: Any) -> Tensor:
         raise UnsupportedError('scale.empty: needs one GPU per rank, got none; use scale.simulate on a CPU')
     from torch.distributed import _symmetric_memory as symmetric
 
-    tensor = symmetric.empty(*shape, dtype=dtype, device=torch.device('cuda', torch.cuda.current_device()))
+    with _explained():
+        tensor = symmetric.empty(*shape, dtype=dtype, device=torch.device('cuda', torch.cuda.current_device()))
     _addresses(tensor, group)
     return tensor
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Say what the ranks need if PyTorch cannot share memory between them."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).partition('\n')[0]
+        raise UnsupportedError(
+            f'scale: the ranks cannot share memory; they must be on GPUs of one node that access each other ({reason})'
+        ) from error
 
 
 def _addresses(tensor: Tensor, group: Any) -> list[int]:
     """The address of a symmetric tensor on every rank of a group."""
     from torch.distributed import _symmetric_memory as symmetric
 
-    try:
+    with _explained():
         handle = symmetric.rendezvous(tensor, group)
-        inside = tensor.data_ptr() - handle.buffer_ptrs[handle.rank]  # a pool may have placed it inside a buffer
-        return [start + inside for start in handle.buffer_ptrs]
-    except RuntimeError as error:
-        raise UnsupportedError(
-            'scale: the ranks cannot share memory; they must be on GPUs of one node that access each other '
-            f'({str(error).splitlines()[0]})'
-        ) from error
+    inside = tensor.data_ptr() - handle.buffer_ptrs[handle.rank]  # a pool may have placed it inside a buffer
+    return [start + inside for start in handle.buffer_ptrs]
 
 
 _PADS: dict[tuple[Any, int, str], tuple[Tensor, list[int]]] = {}
