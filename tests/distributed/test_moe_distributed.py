@@ -108,13 +108,25 @@ def test_bad_arguments_are_told_on_every_rank():
         assert [sentence.partition(', got')[0] for sentence in found[rank]] == [
             'MoEDistributed: num_experts must be a multiple of the 2 ranks',
             'MoEDistributed: topk must be at most 4',
-            'MoEDistributed: strategy must be one of alltoall',
+            'MoEDistributed: strategy must be one of alltoall, symmetric',
             'MoEDistributed: group must be a process group this rank belongs to',
             'MoEDistributed: gather_output must follow route_tokens',
             'MoEDistributed.route_tokens: topk_indices must be (num_tokens, topk) with num_tokens = 3',
             'MoEDistributed: topk_scores must be float32',
             'MoEDistributed: expert_output must be (num_rows, out_hidden) with num_rows = 6',
         ]
+
+
+def test_without_shared_memory_symmetric_is_alltoall_with_one_warning():
+    found = workers.spawn(workers.symmetric_rows, 2)
+    for rank in (0, 1):
+        (plain, none), (first, warned), (second, again) = found[rank][0]
+        for other in (first, second):
+            for a, b in zip(plain, other, strict=True):
+                assert torch.equal(a, b)
+        assert none == again == []
+        assert len(warned) == 1 and "falls back to 'alltoall': scale.empty: needs one GPU per rank" in warned[0]
+        assert len(found[rank][1]) == 3 and all('max_tokens' in sentence for sentence in found[rank][1])
 
 
 def test_rows_of_any_stride_travel():

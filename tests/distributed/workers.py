@@ -3,6 +3,7 @@
 import datetime
 import os
 import tempfile
+import warnings
 
 import pytest
 import torch
@@ -206,6 +207,29 @@ def bad_arguments(rank, world_size, results):
         except ArgumentError as error:
             said.append(str(error))
     results[rank] = said
+
+
+def symmetric_rows(rank, world_size, results):
+    """Both strategies: outputs, gradients and warnings."""
+    found = []
+    for options in ({}, dict(strategy='symmetric', max_tokens=9), dict(strategy='symmetric', max_tokens=5)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter('always')
+            router = MoEDistributed(4, 2, **options)
+        torch.manual_seed(rank)
+        x = torch.randn(5 * rank + 1, 16, dtype=torch.bfloat16, requires_grad=True)
+        experts = torch.randint(-1, 4, (len(x), 2))
+        rows = router.route_tokens(x, experts)
+        y = router.gather_output(rows.hidden * 2, torch.rand(len(x), 2))
+        y.sum().backward()
+        found.append(([t.detach().clone() for t in (*rows, y, x.grad)], [str(w.message) for w in caught]))
+    said = []
+    for options in (dict(strategy='symmetric'), dict(max_tokens=3), dict(strategy='symmetric', max_tokens=0)):
+        try:
+            MoEDistributed(4, 2, **options)
+        except ArgumentError as error:
+            said.append(str(error))
+    results[rank] = found, said
 
 
 def strided_rows(rank, world_size, results):

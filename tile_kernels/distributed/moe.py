@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tile_kernels.core import check
 from tile_kernels.core.errors import ArgumentError, TileKernelsError
 from tile_kernels.core.formats import QuantFormat, QuantTensor
+from tile_kernels.distributed.symmetric import SymmetricRows, shared_rows
 from tile_kernels.moe.expand_to_fused import expand_to_fused
 from tile_kernels.moe.reduce_fused import reduce_fused
 from tile_kernels.moe.token_to_expert_map import RoutingMap, token_to_expert_map
@@ -81,8 +82,10 @@ class _Exchange:
     Work between `begin` and `finish` overlaps the communication. In the backward pass, the backward of that work does.
     """
 
-    def __init__(self, send: list[int], receive: list[int], group: Any, fp8: bool = False) -> None:
-        self.send, self.receive, self.group, self.fp8 = send, receive, group, fp8
+    def __init__(
+        self, send: list[int], receive: list[int], group: Any, fp8: bool = False, shared: SymmetricRows | None = None
+    ) -> None:
+        self.send, self.receive, self.group, self.fp8, self.shared = send, receive, group, fp8, shared
         self.dtype = torch.bfloat16  # of the rows; set by `begin`
         self._flying: list[tuple[Tensor, Tensor, Any]] = []  # sent rows, received rows, handle
 
@@ -97,6 +100,9 @@ class _Exchange:
     def start(self, rows: Tensor, back: bool = False) -> None:
         """Start the all-to-all of one tensor of rows."""
         send, receive = (self.receive, self.send) if back else (self.send, self.receive)
+        if self.shared is not None and rows.is_cuda:
+            self._flying.append((rows, self.shared.exchange(rows, send, receive), None))
+            return
         out = rows.new_empty(sum(receive), *rows.shape[1:])
         rows = rows.contiguous()
         self._flying.append((rows, out, dist.all_to_all_single(out, rows, receive, send, self.group, async_op=True)))
@@ -105,7 +111,8 @@ class _Exchange:
         """Wait for all communication in flight; returns the received tensors."""
         flying, self._flying = self._flying, []
         for _, _, work in flying:
-            work.wait()
+            if work is not None:
+                work.wait()
         return [out for _, out, _ in flying]
 
 
@@ -163,8 +170,11 @@ class MoEDistributed:
     Args:
         num_experts: number of experts of all ranks; a multiple of the world size.
         topk: experts of a token.
-        strategy: 'alltoall'.
+        strategy: 'alltoall', or 'symmetric': ranks on GPUs of one node write rows into each other's memory. Results are
+            the same. Where the ranks cannot share memory, it warns once and uses 'alltoall'.
         group: process group or device mesh of one dimension, by default all ranks; the timeout of the group applies.
+        max_tokens: for 'symmetric', most tokens of a rank. Each rank keeps buffers for max_tokens * topk rows; to
+            receive more is an error on all ranks.
         fp8_payload: quantize rows before they are sent (e4m3, one scale factor per 128 channels): half the bytes.
     """
 
@@ -175,9 +185,11 @@ class MoEDistributed:
         strategy: str = 'alltoall',
         group: dist.ProcessGroup | DeviceMesh | None = None,
         *,
+        max_tokens: int | None = None,
         fp8_payload: bool = False,
     ) -> None:
-        check.one_of(strategy, ('alltoall',), 'strategy')
+        check.one_of(strategy, ('alltoall', 'symmetric'), 'strategy')
+        check.together(symmetric=strategy == 'symmetric' or None, max_tokens=max_tokens)
         if not dist.is_initialized():
             raise ArgumentError(
                 'MoEDistributed: needs a process group, got none; call torch.distributed.init_process_group'
@@ -201,6 +213,10 @@ class MoEDistributed:
         self.num_experts, self.topk, self.fp8_payload = num_experts, topk, fp8_payload
         self.num_local_experts = num_experts // self.world_size
         self._trip: _Trip | None = None
+        self._shared: SymmetricRows | None = None
+        if max_tokens is not None:
+            check.integer(max_tokens, 'max_tokens', 1)
+            self._shared = shared_rows(self.group, max_tokens * topk)
 
     def route_tokens(self, hidden: Tensor, topk_indices: Tensor, topk_scores: Tensor | None = None) -> RoutedTokens:
         """Send the row of every slot to the rank of its expert; differentiable in `hidden`. All ranks call it together.
@@ -225,7 +241,7 @@ class MoEDistributed:
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts.contiguous(), group=self.group)
         send_sizes, receive_sizes = counts.sum(1).tolist(), arriving.sum(1).tolist()
-        exchange = _Exchange(send_sizes, receive_sizes, self.group, self.fp8_payload)
+        exchange = _Exchange(send_sizes, receive_sizes, self.group, self.fp8_payload, self._shared)
         placed = home.pos_to_expert[: sum(send_sizes)]
         token = exchange.begin(expand_to_fused(hidden.contiguous(), home.token_topk_to_pos, placed))
         return PendingTokens(self, exchange, token, home, arriving)
@@ -261,6 +277,6 @@ class MoEDistributed:
         check.same_device(expert_output=expert_output, topk_scores=topk_scores)
         self._trip = None
         rows = reduce_fused(expert_output.contiguous(), None, trip.arrivals.token_topk_to_pos)
-        exchange = _Exchange(trip.receive_sizes, trip.send_sizes, self.group)
+        exchange = _Exchange(trip.receive_sizes, trip.send_sizes, self.group, shared=self._shared)
         rows = exchange.finish(exchange.begin(rows))
         return reduce_fused(rows, topk_scores, trip.home.token_topk_to_pos)

@@ -27,6 +27,7 @@ class InterpreterError(RuntimeError):
         index: Index of the first offending element, if there is one.
         block: Block coordinates (x, y, z) of the first failing lane, if known.
         thread: Thread number of the first failing lane, if known.
+        ranks: Ranks of the devices concerned, if several were simulated; first the one whose block fails.
         filename: Source file of the failing statement.
         line: Source line of the failing statement (0 if unknown).
         times: How often it was found, if findings are collected.
@@ -44,9 +45,11 @@ class InterpreterError(RuntimeError):
         index: tuple[int, ...] | None = None,
         block: tuple[int, ...] | None = None,
         thread: int | None = None,
+        ranks: tuple[int, ...] = (),
     ) -> None:
         site = site or Site('')
-        where = [f'block {block}'] if block is not None else []
+        where = [f'rank {ranks[0]}'] if ranks else []
+        where += [f'block {block}'] if block is not None else []
         where += [f'thread {thread}'] if thread is not None else []
         place = f' ({", ".join(where)})' if where else ''
         prefix = f'{site.kernel}: ' if site.kernel else ''
@@ -54,6 +57,7 @@ class InterpreterError(RuntimeError):
         super().__init__(f'{prefix}{message}{place}{suffix}')
         self.kernel, self.filename, self.line = site.kernel, site.file, site.line
         self.buffer, self.index, self.block, self.thread = buffer, index, block, thread
+        self.ranks = ranks
         self.times = 0
         self.frame: Any = None  # the state of the run; `interpret` clears it
 
@@ -76,6 +80,22 @@ class UninitializedRead(InterpreterError):
 
 class DataRace(InterpreterError):
     """Two threads, or two blocks, access one element without an order between them."""
+
+
+class RemoteRace(DataRace):
+    """Blocks of two devices access one element of a symmetric tensor, and no signal or barrier orders them."""
+
+
+class StaleRead(RemoteRace):
+    """A block reads what another device writes, and does not wait for its signal: it may see the old value."""
+
+
+class RemoteOutOfBounds(OutOfBounds):
+    """An access outside a symmetric tensor of any device, or to a device that does not exist."""
+
+
+class SignalReused(InterpreterError):
+    """A signal whose value is not larger than the last one, so that a wait may take the old one for the new one."""
 
 
 class UnwrittenOutput(InterpreterError):

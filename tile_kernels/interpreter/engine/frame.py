@@ -24,6 +24,7 @@ class Frame:
         extents: Extents of the enclosing parallel loops, outermost first.
         block_ids: Coordinates (x, y, z) of each block of the batch.
         shared: State common to all batches of one `interpret` call.
+        rank: Rank of the device, if several are simulated.
     """
 
     __slots__ = (
@@ -41,6 +42,7 @@ class Frame:
         'looping',
         'mask',
         'memory',
+        'rank',
         'registers',
         'shared',
         'threads',
@@ -64,6 +66,7 @@ class Frame:
         self.clock: Any = None
         self.early: Mask = None  # threads that have not yet waited for the previous kernel (None: none has to)
         self.registers: Any = None
+        self.rank: int | None = None
 
     def refresh(self, mask: Mask) -> Mask:
         """The lanes of `mask` that have neither returned nor left their loop."""
@@ -74,6 +77,7 @@ class Frame:
         frame = Frame(num_slots, num_memories, self.shared)
         frame.env[: len(self.env)] = self.env
         frame.memory[: len(self.memory)] = self.memory
+        frame.rank = self.rank
         return frame
 
     def error(
@@ -84,6 +88,7 @@ class Frame:
         lane: tuple[int, ...] | None = None,
         buffer: str = '',
         index: tuple[int, ...] | None = None,
+        others: tuple[int, ...] = (),
     ) -> InterpreterError:
         """Build a finding with the block and thread of the failing lane."""
         block = thread = None
@@ -92,7 +97,8 @@ class Frame:
             block = tuple(int(ids[position if len(ids) > 1 else 0]) for ids in self.block_ids)
         if lane is not None and len(lane) > 1 and self.threads > 1 and lane[1] >= 0:
             thread = lane[1]
-        found = kind(message, site, buffer=buffer, index=index, block=block, thread=thread)
+        ranks = () if self.rank is None else (self.rank, *others)
+        found = kind(message, site, buffer=buffer, index=index, block=block, thread=thread, ranks=ranks)
         found.frame = self
         return found
 

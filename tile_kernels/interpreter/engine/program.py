@@ -29,6 +29,7 @@ from tile_kernels.interpreter.meaning import (  # noqa: F401  (importing them re
     mma_ops,
     random_ops,
     registers,
+    remote_ops,
     sparse_gemm,
     tcgen05_ops,
     thread_loops,
@@ -62,9 +63,11 @@ class Shared:
     def __init__(self, session: Session | None = None) -> None:
         self.session = session or Session()
         self.observer = self.session.observer
+        self.world: Any = None  # the simulated devices (`engine.world`), if there are several
         self.flags = Flags()  # the order that flags create between blocks
         self.marks: list[Any] = []  # accesses of blocks to tensors, if races are checked
         self.waiting = 0  # number of the first block that has not started, if running clusters may take over its work
+        self.spun = False  # a loop that polls memory has looked in vain: let other blocks run
         self.events = 0  # increases whenever a thread makes progress at a barrier
         self.covered: set[int] = set()
         self.paths: list[tuple[tuple[str, int, int], ...]] = [()]
@@ -155,12 +158,7 @@ class Program:
         if len(tensors) != len(self.params):
             raise TypeError(f'{self.name} takes {len(self.params)} arguments, got {len(tensors)}')
         started = time.perf_counter()
-        frame = Frame(self.compiler.num_slots, self.compiler.num_memories, shared or Shared())
-        for param, tensor in zip(self.params, tensors, strict=True):
-            param.bind(frame, tensor, self.name)
-        for param, tensor in zip(self.params, tensors, strict=True):
-            param.check(frame, tensor, self.name)
-        self._watch(frame)
+        frame = self.bound(tensors, shared or Shared())
         left = _LAST_KERNEL.copy()
         _LAST_KERNEL.clear()
         if self.compiler.launches[:1] == [True]:
@@ -168,11 +166,25 @@ class Program:
         with np.errstate(all='ignore'):
             self.body(frame)
         self._leave(frame, tensors)
+        self.require_written(frame)
+        return time.perf_counter() - started
+
+    def bound(self, tensors: tuple[Any, ...], shared: Shared) -> Frame:
+        """The frame of the host code, with the arguments."""
+        frame = Frame(self.compiler.num_slots, self.compiler.num_memories, shared)
+        for param, tensor in zip(self.params, tensors, strict=True):
+            param.bind(frame, tensor, self.name)
+        for param, tensor in zip(self.params, tensors, strict=True):
+            param.check(frame, tensor, self.name)
+        self._watch(frame)
+        return frame
+
+    def require_written(self, frame: Frame) -> None:
+        """Report the elements of outputs that no thread wrote."""
         if self.options.checks == 'all':
             for position, param in enumerate(self.params):
                 if position in self.outputs:
                     param.require_written(frame, self.name)
-        return time.perf_counter() - started
 
     def _watch(self, frame: Frame) -> None:
         """Set up the state that the checks need for the tensors."""
@@ -548,7 +560,7 @@ def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
                 host.shared.waiting = start + count
             frame = host.batch_for(compiler.num_slots, compiler.num_memories)
             frame.blocks, frame.threads, frame.barriers = count, threads, {}
-            frame.first_block, frame.grid = start, grid
+            frame.first_block, frame.grid = host.first_block + start, grid
             frame.block_ids = _coordinates(start, count, grid)
             frame.clock = Clock(frame, compiler.cluster_dims) if compiler.options.races else None
             if frame.clock is not None:
@@ -581,6 +593,11 @@ def launch(compiler: Compiler, node: Any) -> Callable[[Frame], None]:
         grid = [int(extents[tag](host)) for tag in tags]
         total = int(np.prod(grid))
         unit = smallest(grid)
+        if host.shared.world is not None:
+            if whole_grid:
+                raise compiler.unsupported('a grid barrier in a simulation of several devices')
+            host.shared.world.add(body, list(batches(host, grid, unit)), site)
+            return
         for marks in host.shared.marks:
             marks.keep_for_next_kernel()
         host.shared.grid_sync()

@@ -85,13 +85,13 @@ def run_roles(frame: Frame, roles: list[tuple[Run, Mask]]) -> Generator[Waiting,
     outer, looping = frame.mask, frame.looping
     tasks = [_Role(frame, run, mask) for run, mask in roles]
     while any(not task.done for task in tasks):
-        before = frame.shared.events
+        before, frame.shared.spun = frame.shared.events, False
         blocked: Waiting | None = None
         for position, task in enumerate(tasks):
             if task.done or any(not other.done and task.meets(other) for other in tasks[:position]):
                 continue
             blocked = task.advance(frame, looping) or blocked
-        if frame.shared.events == before and blocked is not None:
+        if blocked is not None and (frame.shared.events == before or frame.shared.spun):
             yield blocked
     frame.mask, frame.looping = outer, looping
 

@@ -30,6 +30,7 @@ Closure = Callable[[Frame], Any]
 EXPRESSIONS: dict[str, Callable[[Any, Any], Closure]] = {}
 STATEMENTS: dict[str, Callable[[Any, Any], Closure]] = {}
 OPS: dict[str, Callable[[Any, Any], Closure]] = {}  # calls used for their value or their effect, by operator name
+EXTERN_CONSTRUCTS: dict[str, Callable[[Any, Any], Closure]] = {}  # external functions that may wait or order blocks
 
 SCOPES = {
     'global': 'global',
@@ -82,6 +83,11 @@ def statement(*names: str) -> Callable[[Any], Any]:
 def op(*names: str) -> Callable[[Any], Any]:
     """Register the meaning of calls to the named operators."""
     return _register(OPS, names)
+
+
+def extern_construct(*names: str) -> Callable[[Any], Any]:
+    """Register the meaning of calls to the named external functions."""
+    return _register(EXTERN_CONSTRUCTS, names)
 
 
 def _register(table: dict[str, Any], names: tuple[str, ...]) -> Callable[[Any], Any]:

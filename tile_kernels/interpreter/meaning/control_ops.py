@@ -12,7 +12,7 @@ import numpy as np
 
 from tile_kernels.interpreter.engine.frame import Frame, active_threads
 from tile_kernels.interpreter.engine.lanes import both, expand, lane_of
-from tile_kernels.interpreter.engine.translate import Closure, Compiler, op
+from tile_kernels.interpreter.engine.translate import EXTERN_CONSTRUCTS, Closure, Compiler, op
 from tile_kernels.interpreter.errors import AssertionFailed, Site
 from tile_kernels.interpreter.meaning.element_ops import pointed
 from tile_kernels.interpreter.meaning.extern import Pointer, RemoteBarrier, model_of
@@ -144,6 +144,8 @@ def _call_extern(compiler: Compiler, call: Any) -> Closure:
     name = str(call.args[0].value)
     if name.startswith('debug_print'):
         return _print(compiler, name, call)
+    if name in EXTERN_CONSTRUCTS:
+        return EXTERN_CONSTRUCTS[name](compiler, call)
     model = model_of(name)
     if model is None:
         raise compiler.unsupported(f'external function {name} (register a model with tile_kernels.interpreter.extern)')

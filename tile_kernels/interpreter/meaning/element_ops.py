@@ -78,7 +78,7 @@ def _atomic_load(compiler: Compiler, call: Any) -> Closure:
     order = _order(call, 1)
 
     def run(frame: Frame) -> Any:
-        note_order(frame, access, order)
+        note_order(frame, access, order, stores=False)
         return access.load(frame, frame.mask)
 
     return run
@@ -101,7 +101,7 @@ def _atomic_store(compiler: Compiler, call: Any) -> Closure:
     order = _order(call, 2)
 
     def run(frame: Frame) -> None:
-        note_order(frame, access, order)
+        note_order(frame, access, order, loads=False)
         access.store(frame, convert(value(frame)), frame.mask)
 
     return run

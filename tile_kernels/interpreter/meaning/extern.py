@@ -221,7 +221,6 @@ _CUDA_FUNCTIONS: dict[str, Callable[..., Any]] = {
     'TL_IKET_EVENT_PAYLOAD_F32': _nothing,
     '__threadfence': _nothing,
     '__threadfence_block': _nothing,
-    '__threadfence_system': _nothing,
     'decode_i4u_to_f16': _decode_int4(0),
     'decode_i4s_to_f16': _decode_int4(8),
     'decode_i2u_to_i8s': _decode_int2(0),

@@ -513,6 +513,7 @@ def _while(compiler: Compiler, node: Any) -> Run:
         for rounds, _ in enumerate(plan(frame)):
             yield from drive(body, frame)
             frame.shared.events += rounds < frame.shared.patience
+            frame.shared.spun = True
             mask, looping = frame.mask, frame.looping
             yield site, lambda: 'the condition of a while loop'
             frame.mask, frame.looping = mask, looping

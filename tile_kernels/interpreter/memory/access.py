@@ -17,6 +17,7 @@ from tile_kernels.interpreter.errors import (
     MisalignedAccess,
     OutOfBounds,
     ReducerMisuse,
+    RemoteOutOfBounds,
     Site,
     UninitializedRead,
     UnsupportedConstruct,
@@ -106,10 +107,13 @@ class Access:
     def memory(self, frame: Frame) -> Any:
         """The memory behind the buffer."""
         if self.buffer.pointer is not None:
-            lowest, highest = self._addresses(frame)[1:]
+            address, lowest, highest = self._addresses(frame)
             shape, strides = self.buffer.layout(frame)
             reach = 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
-            return memory_at(lowest, highest - lowest + reach * self.buffer.dtype.storage.itemsize)
+            size = reach * self.buffer.dtype.storage.itemsize
+            if frame.shared.world is not None:
+                return frame.shared.world.memory(frame, self, address, size)
+            return memory_at(lowest, highest - lowest + size)
         memory = frame.memory[self.buffer.slot]
         if memory is None:
             raise frame.error(
@@ -149,6 +153,8 @@ class Access:
         base: Any = 0 if self.buffer.offset is None else self.buffer.offset(frame)
         if self.buffer.pointer is not None:
             address, lowest, _ = self._addresses(frame)
+            if frame.shared.world is not None:
+                lowest = self.memory(frame).data.ctypes.data
             base = base + (address - lowest) // self.buffer.dtype.storage.itemsize
         steps = [0] * len(extents)
         ok: Mask = None
@@ -356,7 +362,7 @@ class Access:
                 frame.shared.session.found(self.outside_error(frame, bad))
         if dim.guard != 'none' and (mask is None or (~inside & mask).any()):
             frame.shared.note_guarded(self.site, self.buffer.name)
-            if frame.shared.session.strict:
+            if frame.shared.session.strict or self.is_remote(frame):
                 frame.shared.session.found(self.outside_error(frame, ~inside if mask is None else ~inside & mask))
         return np.where(inside, index, 0), inside
 
@@ -365,15 +371,18 @@ class Access:
         lane = lane_of(bad)
         index = self.index_at(frame, lane)
         shape, _ = self.buffer.layout(frame)
-        return frame.error(
-            OutOfBounds,
-            f'index {_tuple(index)} of {self.buffer.scope} buffer {self.buffer.name} is outside its '
-            f'shape {_tuple(shape)}',
-            self.site,
-            _thread_lane(bad, lane),
-            self.buffer.name,
-            index,
-        )
+        kind: type[InterpreterError] = OutOfBounds
+        name, what = self.buffer.name, f'{self.buffer.scope} buffer {self.buffer.name}'
+        if self.is_remote(frame):
+            kind = RemoteOutOfBounds
+            name, what = frame.shared.world.describe(frame, self, lane)
+        text = f'index {_tuple(index)} of {what} is outside its shape {_tuple(shape)}'
+        return frame.error(kind, text, self.site, _thread_lane(bad, lane), name, index)
+
+    def is_remote(self, frame: Frame) -> bool:
+        """Whether the access is to a symmetric tensor of a device, or to the table of their addresses."""
+        world = frame.shared.world
+        return world is not None and (self.buffer.pointer is not None or self.buffer.slot in world.tables)
 
     def _check_written(self, frame: Frame, memory: Any, place: Place, mask: Mask) -> None:
         missing = memory.unwritten(place, self.buffer.dtype)
