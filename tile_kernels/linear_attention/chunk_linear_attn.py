@@ -47,7 +47,9 @@ def chunk_linear_attn(
         o (batch, tokens, heads, value_dim), and the final state in float32 or None.
     """
     options: dict[str, Any] = dict(scale=scale, cu_seqlens=cu_seqlens, **foreign)
-    stateful = dict(initial_state=initial_state, output_final_state=output_final_state, state_v_first=state_v_first)
+    stateful: dict[str, Any] = dict(
+        initial_state=initial_state, output_final_state=output_final_state, state_v_first=state_v_first
+    )
     if not normalize:
         return chunk_simple_gla(q, k, v, **stateful, **options)
     *_, value_dim = check.shape(v, 'v', 'batch tokens heads dim')
