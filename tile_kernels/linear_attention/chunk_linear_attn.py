@@ -37,8 +37,8 @@ def chunk_linear_attn(
         scale: as there.
         initial_state: as there.
         output_final_state: as there.
-        normalize: divide o by scale * q . (sum of the keys so far), without those of the initial state. The sum is that
-            of the same kernel for values of 1.
+        normalize: divide o by scale * q . (sum of the keys so far), without those of the initial state. The sum comes
+            from the same kernel, for values of about 1.
         cu_seqlens: as there.
         state_v_first: as there.
         foreign: as there, and chunk_size.
@@ -54,7 +54,8 @@ def chunk_linear_attn(
         return chunk_simple_gla(q, k, v, **stateful, **options)
     *_, value_dim = check.shape(v, 'v', 'batch tokens heads dim')
     check_dim(value_dim, 'the last extent of v')
-    ones = v.new_ones(*v.shape[:-1], COLUMNS)
+    factors = 1 + torch.arange(COLUMNS, device=v.device) / COLUMNS  # exact; a mean of unlike multiples rounds less
+    ones = factors.to(v.dtype).expand(*v.shape[:-1], COLUMNS).contiguous()
     if value_dim + COLUMNS > MAX_DIM:
         o, final = chunk_simple_gla(q, k, v, **stateful, **options)
         total = chunk_simple_gla(q, k, ones, **options)[0]
@@ -63,7 +64,8 @@ def chunk_linear_attn(
         both, final = chunk_simple_gla(q, k, torch.cat((v, ones), -1), **stateful, **options)
         o, total = both.split((value_dim, COLUMNS), -1)
         final = None if final is None else final.narrow(-2 if state_v_first else -1, 0, value_dim).contiguous()
-    return (o.float() / (total[..., :1].float() + EPSILON)).to(o.dtype), final
+    mean = total.float().sum(-1, keepdim=True) / factors.sum()
+    return (o.float() / (mean + EPSILON)).to(o.dtype), final
 
 
 def _widened(state: Tensor | None, value_dim: int, v_first: bool) -> Tensor | None:
