@@ -234,9 +234,11 @@ def recurrent_delta_kernel(
                         if after_dtype is not None:
                             for a, b in T.Parallel(rows, columns):
                                 d, e = (b, a) if v_first else (a, b)
-                                first, second = (column + e, d) if v_first else (d, column + e)
                                 if T.And(d < dim, column + e < value_dim):
-                                    after[own.batch, token, value_head, first, second] = state[a, b]
+                                    if v_first:
+                                        after[own.batch, token, value_head, column + e, d] = state[a, b]
+                                    else:
+                                        after[own.batch, token, value_head, d, column + e] = state[a, b]
                         T.sync_threads()
                     if stores:
                         for a, b in T.Parallel(rows, columns):
