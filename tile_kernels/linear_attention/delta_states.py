@@ -100,7 +100,7 @@ def _make(**case: Any) -> dict:
 delta_states.cases(
     make=_make,
     match=dict(rtol=2e-2, rms=5e-2),
-    smoke=grid(tokens=[0, 40], heads=[(1, 3)], dims=[(16, 48)], batch=[2], dtype=[F16], form=[2], state=[F32])
+    smoke=grid(tokens=[0, 20], heads=[(1, 2)], dims=[(16, 48)], dtype=[F16], form=[2], state=[F32])
     + grid(tokens=[(0, 1, 0, 35)], channels=[True], chunk=[32], state=[BF16], v_first=[True], behind=[3]),
     full=grid(tokens=[(0, 1, 0, 130)], heads=[(2, 6)], dims=[(128, 128)], chunk=[64], channels=[False, True]),
     bench=grid(tokens=[8192], heads=[(96, 96)], dims=[(128, 128)], chunk=[64], channels=[True]),
