@@ -11,7 +11,7 @@ Without g nothing decays. The gradient uses the same sums:
     dweight[t] = k[t]^T D[t] v[t]
 
 Nothing but the inputs is saved: states are computed again. The kernels are in `chunk_simple_gla_kernels`; they run on
-every GPU by mma, and none has run them yet. Compute bound for long sequences.
+every GPU by mma. Compute bound for long sequences.
 """
 
 from typing import Any

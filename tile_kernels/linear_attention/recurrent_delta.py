@@ -5,8 +5,7 @@
 
 A thread block owns a tile of the values of a head of a sequence and keeps its part of the state in registers. Both sums
 over k are taken from the decayed state before the update, so the update delays nothing. Norm, gate and sigmoid are
-computed in the same kernel. Memory bound: the floor is reading and writing the states once. The kernel has not run on a
-GPU yet.
+computed in the same kernel. Memory bound: the floor is reading and writing the states once.
 """
 
 from typing import Any
