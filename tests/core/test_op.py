@@ -123,6 +123,13 @@ def test_one_graph_for_several_token_counts(sample):
     assert counter.frame_count == 1
 
 
+def test_ops_that_are_compiled_directly_do_not_share_a_limit_of_recompilations(sample):
+    x = torch.randn(4, 32)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for op in (sample.spread, sample.through, sample.doubled):
+            assert torch.equal(torch.compile(op, fullgraph=True, backend='eager')(x), op(x))
+
+
 def test_compiled_gradients_equal_eager_ones(sample):
     x = torch.randn(5, 32, requires_grad=True)
     y = x.detach().clone().requires_grad_()

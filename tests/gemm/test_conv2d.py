@@ -24,6 +24,19 @@ def test_equals_pytorch_with_gradients():
     assert torch.equal(bias.grad.float(), torch.full((8,), float(y.shape[0] * y.shape[1] * y.shape[2])))
 
 
+def test_slices_and_autocast():
+    wide = torch.randn(1, 4, 4, 24, dtype=BF16)
+    weight = torch.randn(8, 3, 3, 16, dtype=BF16)
+    x = wide[..., 8:].requires_grad_()
+    y = conv2d(x, weight)
+    assert torch.equal(y, conv2d(x.contiguous(), weight))
+    assert torch.autograd.grad(y.sum(), x)[0].shape == x.shape
+    with torch.autocast('cpu', BF16):
+        assert torch.equal(conv2d(x.float(), weight.float()), y)
+    with pytest.raises(ArgumentError, match='x must have a base and strides that are multiples of 16 bytes'):
+        conv2d(wide[..., 4:20], weight)
+
+
 @pytest.mark.parametrize(
     ('change', 'sentence'),
     [
@@ -35,7 +48,10 @@ def test_equals_pytorch_with_gradients():
         (dict(weight=torch.zeros(8, 5, 5, 8, dtype=BF16)), 'the height of the result must be at least 1'),
         (dict(stride=0), 'stride must be two integers of at least 1'),
         (dict(padding='same'), 'padding must be an integer or two'),
-        (dict(x=torch.zeros(1, 8, 4, 4, dtype=BF16).permute(0, 2, 3, 1)), 'x must be contiguous'),
+        (
+            dict(x=torch.zeros(1, 8, 4, 4, dtype=BF16).permute(0, 2, 3, 1)),
+            'x must have stride 1 in the last dimension, .*; pass x.contiguous',
+        ),
         (dict(bias=torch.zeros(7, dtype=BF16)), 'bias must be .n. with n = 8'),
     ],
 )

@@ -5,7 +5,7 @@ import torch
 
 from tile_kernels import ArgumentError, knobs
 from tile_kernels.core.launch import tracing
-from tile_kernels.gemm import gemm_dequant, pack_weight, quantize_weight
+from tile_kernels.gemm import gemm_dequant, grouped_gemm_dequant, pack_weight, quantize_weight
 from tile_kernels.gemm.gemm_dequant_kernels import row_splits
 from tile_kernels.gemm.packed_weight import FORMATS
 
@@ -113,6 +113,17 @@ def test_compiles_with_a_packed_weight():
     compiled = torch.compile(lambda x: gemm_dequant(x, weight), fullgraph=True, backend='aot_eager')
     with knobs(interpret=False):
         assert torch.equal(compiled(a), gemm_dequant(a, weight))
+
+
+def test_autocast_rounds_the_input_to_its_dtype():
+    a, weight = made('u4_1x64')
+    bias = torch.randn(24, device=DEVICE, dtype=BF16)
+    several = quantize_weight(torch.randn(2, 24, 256, device=DEVICE).to(BF16), 'u4_1x64')
+    ends = torch.tensor([2, 5], device=DEVICE, dtype=torch.int32)
+    with torch.autocast(DEVICE, BF16):
+        d, grouped = gemm_dequant(a.float(), weight, bias.float()), grouped_gemm_dequant(a.float(), several, ends)
+    assert torch.equal(d, gemm_dequant(a, weight, bias))
+    assert torch.equal(grouped, grouped_gemm_dequant(a, several, ends))
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,18 @@ def test_equals_the_dense_product_with_its_gradient():
     assert isinstance(torch.utils._pytree.tree_unflatten(leaves, spec), Sparse24)
 
 
+def test_slices_and_autocast():
+    a = torch.randn(5, 72, dtype=BF16)[:, 8:].requires_grad_()
+    b = compress24(torch.randn(24, 64).to(BF16), prune=True)
+    d = gemm_sparse24(a, b)
+    assert torch.equal(d, gemm_sparse24(a.contiguous(), b))
+    assert torch.autograd.grad(d.sum(), a)[0].shape == a.shape
+    codes, kept = a.to(FP8), compress24(b.dense().to(FP8))
+    with torch.autocast('cpu', BF16):
+        assert torch.equal(gemm_sparse24(a.float(), b), d)
+        assert gemm_sparse24(codes.contiguous(), kept).dtype is BF16
+
+
 @pytest.mark.parametrize(
     ('call', 'sentence'),
     [

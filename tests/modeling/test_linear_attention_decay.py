@@ -114,6 +114,15 @@ def test_packed_sequences_equal_dense_ones(name):
         assert torch.equal(own[2:], other)
 
 
+@pytest.mark.parametrize('name', ['mamba', 'retention'])
+def test_nothing_in_is_nothing_out(name):
+    layer, _ = make(name)
+    for shape in ((0, 3, 32), (2, 0, 32)):
+        x = torch.zeros(shape, device=DEVICE, dtype=BF16)
+        y, state = layer(x, return_state=True)
+        assert y.shape == shape and layer(x, state=state)[0].shape == shape
+
+
 def test_bad_arguments_are_told():
     with pytest.raises(ArgumentError, match='Mamba2: d_state must be a multiple of 16, got 24'):
         Mamba2(32, d_state=24)

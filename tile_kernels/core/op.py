@@ -142,7 +142,20 @@ class Op(Generic[Args, Result]):
         self.calls = Calls(self)
         call = write_call(self)
         self.__class__ = type('Op', (Op,), {'call': call, '__call__': call})
+        self._give_own_frame()
         ops[self.name] = self
+
+    def _give_own_frame(self) -> None:
+        """What `torch.compile(op)` compiles: a function with its own code.
+
+        Otherwise all ops would share the code of a wrapper of PyTorch, and its limit of recompilations.
+        """
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self(*args, **kwargs)
+
+        call.__code__ = call.__code__.replace(co_name=self.__name__)
+        self._torchdynamo_orig_callable, self._torchdynamo_wrapper_id = call, id(self)
 
     # Calling --------------------------------------------------------------------------------
 

@@ -24,6 +24,17 @@ def check_operands(extents: tuple[int, ...], **operands: Tensor) -> None:
     check.same_device(**operands)
 
 
+def gathered(x: Tensor, name: str) -> Tensor:
+    """The operand, copied if it is a slice; its vectors must be dense and begin at multiples of 16 bytes."""
+    if x.is_contiguous():
+        return x
+    check.unit_stride(x, name)
+    if check.vector_bytes(x) < 16:
+        rule = 'must have a base and strides that are multiples of 16 bytes'
+        check.fail(name, rule, check.describe(x), hint=f'pass {name}.clone()')
+    return x.contiguous()
+
+
 def check_groups(group_end: Tensor, num_groups: int, a: Tensor) -> None:
     """Check the ends of the groups of the rows of `a`."""
     check.at_most(num_groups, MAX_GROUPS, 'num_groups')

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from tile_kernels.core import check
+from tile_kernels.core.autograd import autocast
 from tile_kernels.core.cases import grid
 from tile_kernels.core.gpus import SUM_SMS
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
-from tile_kernels.gemm._checks import HALVES
+from tile_kernels.gemm._checks import HALVES, gathered
 from tile_kernels.gemm._samples import SUMS
 from tile_kernels.gemm.conv2d_kernels import (
     BLOCK_K,
@@ -187,8 +188,8 @@ def conv2d(
     """The convolution of NHWC images by implicit GEMM, summed in float32; groups are not offered.
 
     Args:
-        x: (batch, height, width, channels) bfloat16 or float16, contiguous, channels a multiple of 8.
-        weight: (n, kh, kw, channels) of x's dtype, contiguous, n a multiple of 8.
+        x: (batch, height, width, channels) bfloat16 or float16, channels a multiple of 8; slices are copied.
+        weight: (n, kh, kw, channels) of x's dtype, n a multiple of 8; slices are copied.
         bias: (n,) of x's dtype or float32.
         stride: of both dimensions, or of each.
         padding: zeros around the image.
@@ -198,6 +199,8 @@ def conv2d(
         (batch, out_h, out_w, n) of x's dtype.
     """
     options = both(stride, 'stride'), both(padding, 'padding'), both(dilation, 'dilation')
+    x, weight, bias = autocast(check.tensor(x, 'x'), check.tensor(weight, 'weight'), bias)
+    x, weight = gathered(x, 'x'), gathered(weight, 'weight')
     if bias is not None and check.tensor(bias, 'bias').requires_grad and torch.is_grad_enabled():
         return conv2d.call(x, weight, None, *options) + bias
     return conv2d.call(x, weight, bias, *options)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.core import check
+from tile_kernels.core.autograd import autocast
 from tile_kernels.core.cases import grid
 from tile_kernels.core.launch import launch, num_workers
 from tile_kernels.core.op import empty, op
@@ -217,6 +218,7 @@ def gemm_dequant(a: Tensor, weight: PackedWeight, bias: Tensor | None = None, *,
         check.fail('weight', 'must be one matrix', repr(weight), hint='grouped_gemm_dequant takes several')
     if check.tensor(a, 'a').dim() != 2 or a.shape[1] != weight.k:
         check.fail('a', f'must be (m, {weight.k})', check.describe(a))
+    a, bias = autocast(a, bias)
     if weight.perm is not None:
         a = a.index_select(1, weight.perm)
     given = (weight.codes, weight.scale, weight.zero, weight.global_scale)

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from tile_kernels.core import check
+from tile_kernels.core.autograd import autocast
 from tile_kernels.core.cases import grid
 from tile_kernels.core.launch import launch, num_workers
 from tile_kernels.core.op import op
-from tile_kernels.gemm._checks import HALVES, check_operands
+from tile_kernels.gemm._checks import HALVES, check_operands, gathered
 from tile_kernels.gemm._macros import DENSE, FP8
 from tile_kernels.gemm._samples import SUMS
 from tile_kernels.gemm.gemm_sparse24_kernels import expand24_kernel, sparse24_kernel
@@ -167,7 +168,7 @@ def gemm_sparse24(a: Tensor, b: Sparse24) -> Tensor:
     """The product a @ b.T with a matrix of which two of four neighboring channels are kept, summed in float32.
 
     Args:
-        a: (m, k) bfloat16, float16 or float8_e4m3fn, contiguous.
+        a: (m, k) bfloat16, float16 or float8_e4m3fn; strided rows are copied.
         b: a `Sparse24` of (n, k) of a's dtype, n a multiple of 8; see `compress24`. It has no gradient.
 
     Returns:
@@ -177,7 +178,9 @@ def gemm_sparse24(a: Tensor, b: Sparse24) -> Tensor:
         check.fail('b', 'must be a Sparse24', check.describe(b), hint='compress24 makes one')
     if check.tensor(a, 'a').dim() != 2 or a.shape[1] != b.shape[1]:
         check.fail('a', f'must be (m, {b.shape[1]})', check.describe(a))
-    return gemm_sparse24.call(a, b.values, b.index)
+    if a.dtype is not FP8:
+        (a,) = autocast(a)
+    return gemm_sparse24.call(gathered(a, 'a'), b.values, b.index)
 
 
 # Cases --------------------------------------------------------------------------------------

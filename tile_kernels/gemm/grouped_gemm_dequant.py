@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.core import check
+from tile_kernels.core.autograd import autocast
 from tile_kernels.core.cases import grid
 from tile_kernels.core.op import op
 from tile_kernels.gemm._checks import HALVES, check_groups
@@ -121,6 +122,7 @@ def grouped_gemm_dequant(a: Tensor, weight: PackedWeight, group_end: Tensor) -> 
         check.fail('weight', 'must have no perm', 'one')
     if check.tensor(a, 'a').dim() != 2 or a.shape[1] != weight.k:
         check.fail('a', f'must be (num_rows, {weight.k})', check.describe(a))
+    (a,) = autocast(a)
     parts = (weight.codes, weight.scale, weight.zero, weight.global_scale)
     return grouped_gemm_dequant.call(a, *parts, group_end, weight.fmt, weight.n)
 

@@ -16,6 +16,7 @@ from tile_kernels.linear_attention.delta_rule import (
     delta_rule,
     delta_rule_bwd,
 )
+from tile_kernels.linear_attention.delta_states import delta_states
 from tile_kernels.linear_attention.fused_recurrent import fused_recurrent_gated_delta_rule
 from tile_kernels.linear_attention.fused_recurrent_gla import fused_recurrent_gla
 from tile_kernels.linear_attention.fused_recurrent_simple_gla import fused_recurrent_simple_gla
@@ -44,6 +45,7 @@ __all__ = [
     'chunk_simple_gla_bwd',
     'delta_rule',
     'delta_rule_bwd',
+    'delta_states',
     'fused_recurrent_gated_delta_rule',
     'fused_recurrent_gla',
     'fused_recurrent_kda',

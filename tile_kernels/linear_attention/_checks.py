@@ -88,6 +88,14 @@ def check_state(
     check.packed(state, name, f'{first} heads {rows} {columns}', STATES, **known)
 
 
+def check_snapshots(states: Tensor | None, o_shape: torch.Size, dim: int, v_first: bool, like: Tensor) -> None:
+    """Room for the state after every token of a result of this shape, in the layout of other states."""
+    rows, columns = ('value_dim', 'dim') if v_first else ('dim', 'value_dim')
+    known = dict(zip(('batch', 'tokens', 'heads', 'value_dim'), o_shape, strict=True), dim=dim)
+    check.packed(states, 'intermediate_states', f'batch tokens heads {rows} {columns}', STATES, **known)
+    check.same_device(q=like, intermediate_states=states)
+
+
 # Fronts -------------------------------------------------------------------------------------
 
 
@@ -96,7 +104,17 @@ def lengths_int32(x: Tensor | None, name: str) -> Tensor | None:
     if x is None:
         return None
     check.dtype(x, name, (torch.int32, torch.int64))
-    return x.to(torch.int32)
+    return x.to(torch.int32).contiguous()
+
+
+def dense(state: Tensor | None, name: str = 'initial_state') -> Tensor | None:
+    """States as kernels take them: contiguous. They are small beside what is computed from them."""
+    return None if state is None else check.tensor(state, name).contiguous()
+
+
+def single(g: Any, name: str) -> Any:
+    """A gate, or None, as kernels take it: they compute in float32, so float64 has no more to offer."""
+    return g.float() if g is not None and check.tensor(g, name).dtype is torch.float64 else g
 
 
 def scale_of(scale: float | None, dim: int) -> float:
@@ -135,7 +153,7 @@ _NEUTRAL: dict[str, tuple | None] = {
     'reverse': (False,),
     'gk': (None,),
     'gv': (None,),
-    'intermediate_states': (None,),
+    'chunk_size': (None, *CHUNK_SIZES),
 }
 
 

@@ -166,6 +166,7 @@ def random_recurrent(
     v_first: bool = False,
     behind: int = 0,
     indexed: bool = True,
+    after: torch.dtype | None = None,
 ) -> dict:
     """Arguments of `fused_recurrent_gla.call`; every second sequence is not in the pool, and slots are shuffled."""
     made = random_decay(
@@ -187,6 +188,8 @@ def random_recurrent(
     number = len(tokens) if isinstance(tokens, tuple) else batch
     rows = (dims[1], dims[0]) if v_first else dims
     made |= dict(pool=None, state_indices=None)
+    if after is not None:
+        made['intermediate_states'] = torch.randn(*made['v'].shape[:3], *rows).to(after)
     if pool is not None:
         made['pool'] = torch.randn(number + 2, heads[1], *rows).to(pool)
         indices = torch.arange(number).flip(0) + 1

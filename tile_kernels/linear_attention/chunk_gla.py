@@ -30,9 +30,11 @@ from tile_kernels.linear_attention._checks import (
     check_qkv,
     check_state,
     check_vectors,
+    dense,
     lengths_int32,
     refuse,
     scale_of,
+    single,
 )
 from tile_kernels.linear_attention._samples import DECAY_BWD, DECAY_SUMS, decay_flops, random_decay
 from tile_kernels.linear_attention.chunk_gla_kernels import (
@@ -294,11 +296,11 @@ def chunk_gla(
         check.one_of(chunk_size, CHUNK_SIZES, 'chunk_size')
     q, k, v = autocast(q, k, v)
     batch, tokens, heads, dim = check.shape(q, 'q', 'batch tokens heads dim')
-    check.tensor(g, 'g')
+    g = single(check.tensor(g, 'g'), 'g')
     check_gate(g, 'g', 'batch tokens heads dim', q, batch=batch, tokens=tokens, heads=heads, dim=dim)
     cuts = lengths_int32(cu_seqlens, 'cu_seqlens')
     options = (cuts, scale_of(scale, dim), output_final_state, state_v_first)
-    o, final = chunk_gla.call(q, k, v, g.float(), initial_state, *options)
+    o, final = chunk_gla.call(q, k, v, g.float(), dense(initial_state), *options)
     return o, final if output_final_state else None
 
 

@@ -11,7 +11,7 @@ Without g nothing decays. The gradient uses the same sums:
     dweight[t] = k[t]^T D[t] v[t]
 
 Nothing but the inputs is saved: states are computed again. The kernels are in `chunk_simple_gla_kernels`; they run on
-every GPU by mma, and none has run them yet. Compute bound for long sequences.
+every GPU by mma. Compute bound for long sequences.
 """
 
 from typing import Any
@@ -32,9 +32,11 @@ from tile_kernels.linear_attention._checks import (
     check_qkv,
     check_state,
     check_vectors,
+    dense,
     lengths_int32,
     refuse,
     scale_of,
+    single,
 )
 from tile_kernels.linear_attention._samples import DECAY_BWD, DECAY_SUMS, decay_flops, random_decay
 from tile_kernels.linear_attention.chunk_simple_gla_kernels import (
@@ -372,6 +374,7 @@ def chunk_simple_gla(
     q, k, v = autocast(q, k, v)
     dim = check.shape(q, 'q', 'batch tokens heads dim')[3]
     batch, tokens, heads, _ = check.shape(v, 'v', 'batch tokens heads dim')
+    g, g_gamma = single(g, 'g'), single(g_gamma, 'g_gamma')
     check_gate(g, 'g', 'batch tokens heads', q, batch=batch, tokens=tokens, heads=heads)
     if g_gamma is not None:
         if g is not None:
@@ -382,7 +385,8 @@ def chunk_simple_gla(
         g = g.float()
     cuts = lengths_int32(cu_seqlens, 'cu_seqlens')
     factor = scale_of(scale, dim)
-    o, final = chunk_simple_gla.call(q, k, v, g, None, initial_state, cuts, factor, output_final_state, state_v_first)
+    begin = dense(initial_state)
+    o, final = chunk_simple_gla.call(q, k, v, g, None, begin, cuts, factor, output_final_state, state_v_first)
     return o, final if output_final_state else None
 
 

@@ -21,6 +21,8 @@ from torch import Tensor
 from tile_kernels.core import check
 from tile_kernels.core.autograd import autocast
 from tile_kernels.core.cases import grid
+from tile_kernels.core.gpus import SUM_SMS
+from tile_kernels.core.knobs import knobs
 from tile_kernels.core.launch import gpu_of, launch, variant_for
 from tile_kernels.core.op import op
 from tile_kernels.linear_attention._checks import (
@@ -30,9 +32,11 @@ from tile_kernels.linear_attention._checks import (
     check_state,
     check_vectors,
     chunk_of,
+    dense,
     lengths_int32,
     refuse,
     scale_of,
+    single,
 )
 from tile_kernels.linear_attention._samples import delta_products, random_delta
 from tile_kernels.linear_attention.delta_rule_bwd_kernels import (
@@ -48,8 +52,11 @@ from tile_kernels.linear_attention.delta_rule_kernels import (
     delta_channel_scores_kernel,
     delta_scores_kernel,
     delta_states_kernel,
+    padded,
 )
 from tile_kernels.linear_attention.delta_rule_sm90_kernels import (
+    JOINED,
+    MAPS,
     WHOLE,
     delta_channel_scores_sm90_kernel,
     delta_scores_sm90_kernel,
@@ -61,6 +68,8 @@ from tile_kernels.linear_attention.l2norm import l2norm
 SCORES = (delta_scores_sm90_kernel, delta_scores_kernel)
 CHANNEL_SCORES = (delta_channel_scores_sm90_kernel, delta_channel_scores_kernel)
 STATES = (delta_states_sm90_kernel, delta_states_kernel)
+#: A piece of a sequence has at least so many chunks.
+LEAST_CHUNKS = 8
 FORMS = (PLAIN, SIGMOID, TWICE_SIGMOID)
 
 
@@ -69,7 +78,7 @@ def count_chunks(tokens: int, number: int, chunk: int, packed: bool) -> int:
     return tokens // chunk + number + 1 if packed else -(-tokens // chunk) * number
 
 
-def _check(
+def check_delta(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -102,6 +111,14 @@ def _unchanged(final_state: Tensor, initial_state: Tensor | None) -> Tensor:
     if initial_state is None or final_state.numel() == 0:
         return final_state.zero_()
     return final_state.copy_(initial_state)
+
+
+def count_pieces(chunks: int, blocks: int) -> int:
+    """Pieces of every sequence, when the thread blocks of whole sequences leave SMs idle.
+
+    Pieces cost three times the work. The number depends on the shapes alone, since it changes the rounding.
+    """
+    return max(1, min(SUM_SMS // max(blocks, 1), chunks // LEAST_CHUNKS)) if 4 * blocks <= SUM_SMS else 1
 
 
 def _bits(number: int) -> int:
@@ -149,7 +166,7 @@ def delta_rule_bwd(
     Returns:
         Gradients of q, k, v, g, beta and initial_state; the last has extent 0 without an initial state.
     """
-    number = _check(q, k, v, g_sum, beta, initial_state, cu_seqlens, chunk_size, form, v_first, 'g_sum')
+    number = check_delta(q, k, v, g_sum, beta, initial_state, cu_seqlens, chunk_size, form, v_first, 'g_sum')
     (batch, tokens, heads, dim), (value_heads, value_dim) = q.shape, v.shape[2:]
     packed, channels, grouped = cu_seqlens is not None, g_sum.dim() == 4, value_heads != heads
     chunks = count_chunks(tokens, number, chunk_size, packed)
@@ -262,7 +279,7 @@ def delta_rule(
     Returns:
         o like v, final_state float32, and what the gradient needs: sums of gates in chunks, and inverses.
     """
-    number = _check(q, k, v, g, beta, initial_state, cu_seqlens, chunk_size, form, v_first)
+    number = check_delta(q, k, v, g, beta, initial_state, cu_seqlens, chunk_size, form, v_first)
     tokens, (value_heads, value_dim), dim = q.shape[1], v.shape[2:], q.shape[3]
     packed, channels = cu_seqlens is not None, g.dim() == 4
     chunks = count_chunks(tokens, number, chunk_size, packed)
@@ -293,7 +310,17 @@ def delta_rule(
     operands = (*operands[:2], v, g_sum, beta, scores, inverse, initial_state, cu_seqlens, o, final, None, None)
     operands += (number, scale)
     size = number * value_heads
-    launch(STATES, (*whole, WHOLE), *operands, until, None, None, 1, size=size)
+    pieces = 1
+    if knobs.delta_pieces and on_hopper and not packed and isinstance(size * tokens, int):
+        pieces = count_pieces(tokens // chunk_size, size * -(-value_dim // 64))
+    if pieces == 1:
+        launch(STATES, (*whole, WHOLE), *operands, until, None, None, 1, size=size)
+        return o, final_state, g_sum, inverse
+    wide = padded(dim)
+    maps = torch.empty(number * (pieces - 1), value_heads, wide, wide, dtype=q.dtype, device=q.device)
+    offsets = torch.empty(number * (pieces - 1), value_heads, value_dim, wide, device=q.device)
+    for mode in (MAPS, JOINED):
+        launch(STATES, (*whole, mode), *operands, until, maps, offsets, pieces, size=size)
     return o, final_state, g_sum, inverse
 
 
@@ -312,7 +339,9 @@ def prepare_gate(g: Tensor, use_gate: bool, A_log: Tensor | None, dt_bias: Tenso
             check.fail('A_log and dt_bias', 'must come with use_gate_in_kernel', 'no use_gate_in_kernel')
         return g.float().contiguous()
     a_log = check.tensor(A_log, 'A_log').float().flatten().contiguous()
-    return gate(g.contiguous(), a_log, None if dt_bias is None else dt_bias.float().flatten().contiguous(), bound)
+    return gate(
+        single(g, 'g').contiguous(), a_log, None if dt_bias is None else dt_bias.float().flatten().contiguous(), bound
+    )
 
 
 def chunk_gated_delta_rule(
@@ -372,7 +401,7 @@ def chunk_gated_delta_rule(
     given = (q, k, v, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel)
     form = beta_form(use_beta_sigmoid_in_kernel, allow_neg_eigval)
     gates = prepare_gate(g, use_gate_in_kernel, A_log, dt_bias, 0.0)
-    return run_chunked(*given, form, state_v_first, cu_seqlens, chunk_size, gates)
+    return run_chunked(*given, form, state_v_first, cu_seqlens, chunk_size, gates)[:2]
 
 
 chunk_gdn = chunk_gated_delta_rule
@@ -439,27 +468,17 @@ def run_chunked(
     cu_seqlens: Tensor | None,
     chunk_size: int | None,
     gates: Tensor,
-) -> tuple[Tensor, Tensor | None]:
-    """What the public functions share; `gates` are logarithms in float32."""
+) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
+    """What the public functions share; `gates` are logarithms in float32. The third result is for `delta_states`."""
     check.tensor(beta, 'beta')
     q, k, v = autocast(check.tensor(q, 'q'), check.tensor(k, 'k'), check.tensor(v, 'v'))
     if normalize:
         q, k = l2norm(q)[0], l2norm(k)[0]
-    o, final_state, _, _ = delta_rule(
-        q,
-        k,
-        v,
-        gates,
-        beta.float().contiguous(),
-        initial_state,
-        lengths_int32(cu_seqlens, 'cu_seqlens'),
-        scale_of(scale, q.shape[-1]),
-        chunk_of(chunk_size, q.shape[-1]),
-        form,
-        v_first,
-        output_final_state,
-    )
-    return o, final_state if output_final_state else None
+    given: dict[str, Any] = dict(k=k, v=v, beta=beta.float().contiguous(), initial_state=dense(initial_state))
+    given |= dict(cu_seqlens=lengths_int32(cu_seqlens, 'cu_seqlens'), form=form, v_first=v_first)
+    numbers: dict[str, Any] = dict(scale=scale_of(scale, q.shape[-1]), chunk_size=chunk_of(chunk_size, q.shape[-1]))
+    o, final, g_sum, inverse = delta_rule(q=q, g=gates, output_final_state=output_final_state, **numbers, **given)
+    return o, final if output_final_state else None, dict(g_sum=g_sum, inverse=inverse, **given)
 
 
 # Cases --------------------------------------------------------------------------------------
@@ -522,7 +541,7 @@ def _make(output_final_state: bool = False, **case: Any) -> dict:
 delta_rule.cases(make=_make, match=BOUNDS, smoke=SMOKE + PIECES, full=FULL, bench=BENCH, flops=delta_products)
 
 
-def _make_bwd(output_final_state: bool = False, **case: Any) -> dict:
+def make_bwd(output_final_state: bool = False, **case: Any) -> dict:
     """Results and gradients beside the arguments; the results are those of the twin."""
     given = random_delta(**case)
     small = given['v'].numel() < 1 << 20
@@ -546,7 +565,7 @@ def _make_bwd(output_final_state: bool = False, **case: Any) -> dict:
 
 
 delta_rule_bwd.cases(
-    make=_make_bwd,
+    make=make_bwd,
     match=dict(rtol=4e-2, rms=8e-2, atol=1e-5),
     smoke=SMOKE,
     full=FULL,

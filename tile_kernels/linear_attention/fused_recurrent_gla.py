@@ -23,11 +23,14 @@ from tile_kernels.linear_attention._checks import (
     check_cu_seqlens,
     check_gate,
     check_qkv,
+    check_snapshots,
     check_state,
+    dense,
     lengths_int32,
     refuse,
     refuse_gradient,
     scale_of,
+    single,
 )
 from tile_kernels.linear_attention._samples import random_recurrent
 from tile_kernels.linear_attention.chunk_simple_gla_kernels import LOG2E, strided
@@ -55,8 +58,12 @@ def recurrent_gla_kernel(
     pooled: bool,
     indexed: bool,
     v_first: bool,
+    after_dtype: torch.dtype | None,
 ):
-    """`gate_dims` is 0 without a gate, 3 for one of each head, 4 for one of each channel. A pool is `end`."""
+    """`gate_dims` is 0 without a gate, 3 for one of each head, 4 for one of each channel. A pool is `end`.
+
+    With `after_dtype` the state after every token goes to `after`.
+    """
     batches, num_tokens, num_heads = T.dynamic('batches'), T.dynamic('num_tokens'), T.dynamic('num_heads')
     q_heads, num_cuts, num_begin, num_end = (T.dynamic(n) for n in ('q_heads', 'num_cuts', 'n_begin', 'n_end'))
     elem, wide = T.dtype(dtype), power_of_two(dim)
@@ -69,6 +76,7 @@ def recurrent_gla_kernel(
     rows = (value_dim, dim) if v_first else (dim, value_dim)
     begin_type = T.Tensor((num_begin, num_heads, *rows), T.dtype(begin_dtype or torch.float32))
     end_type = T.Tensor((num_end, num_heads, *rows), T.dtype(end_dtype or torch.float32))
+    after_type = T.Tensor((batches, num_tokens, num_heads, *rows), T.dtype(after_dtype or torch.float32))
     shape = (COLUMNS, wide) if v_first else (wide, COLUMNS)
 
     @T.prim_func
@@ -85,6 +93,7 @@ def recurrent_gla_kernel(
         o: T.Tensor((batches, num_tokens, num_heads, value_dim), elem),
         num_sequences: T.int32,
         scale: T.float32,
+        after: after_type,
     ):
         with T.Kernel(num_sequences + (1 if packed else 0), num_heads, -(-value_dim // COLUMNS), threads=THREADS) as (
             sequence,
@@ -162,6 +171,12 @@ def recurrent_gla_kernel(
                     for e in T.Parallel(COLUMNS):
                         if column + e < value_dim:
                             o[batch, token, head, column + e] = T.cast(sums[e], elem)
+                    if after_dtype is not None:
+                        for a, b in T.Parallel(*shape):
+                            d, e = (b, a) if v_first else (a, b)
+                            first, second = (column + e, d) if v_first else (d, column + e)
+                            if T.And(d < dim, column + e < value_dim):
+                                after[batch, token, head, first, second] = state[a, b]  # type: ignore[index]
                     T.sync_threads()
                 if end_dtype is not None:
                     for a, b in T.Parallel(*shape):
@@ -187,6 +202,7 @@ def _fused_recurrent_gla(
     scale: float = 1.0,
     output_final_state: bool = False,
     state_v_first: bool = False,
+    intermediate_states: Mut | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A few tokens of linear attention with a decay; see the public function.
 
@@ -204,6 +220,8 @@ def _fused_recurrent_gla(
         scale: factor of o.
         output_final_state: whether to return the final state; not with a pool.
         state_v_first: whether states are (sequences, value_heads, value_dim, dim).
+        intermediate_states: (batch, tokens, value_heads, dim, value_dim) float32 or bfloat16, where the state after
+            every token goes; not those of sequences that are skipped.
 
     Returns:
         o, contiguous with the dtype of q, and the final state in float32, (0,) unless it is wanted.
@@ -229,6 +247,7 @@ def _fused_recurrent_gla(
         if initial_state is not None or output_final_state:
             check.fail('pool', 'must come without initial_state and output_final_state', 'both')
     check.same_device(q=q, initial_state=initial_state, pool=pool, state_indices=state_indices)
+    check_snapshots(intermediate_states, v.shape, dim, state_v_first, q)
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     rows = (value_dim, dim) if state_v_first else (dim, value_dim)
     shape = (number, heads, *rows) if output_final_state else (0,)
@@ -241,8 +260,9 @@ def _fused_recurrent_gla(
     static: tuple = (dim, value_dim, q.dtype, 0 if g is None else g.dim(), torch.float32 if g is None else g.dtype)
     static += (weight is not None, cu_seqlens is not None, None if initial_state is None else initial_state.dtype)
     static += (None if end is None else end.dtype, pool is not None, state_indices is not None, state_v_first)
-    operands = (q, k, v, g, weight, cu_seqlens, initial_state, state_indices, end, o)
-    launch(recurrent_gla_kernel, static, *operands, number, scale, size=batch * tokens * heads)
+    static += (None if intermediate_states is None else intermediate_states.dtype,)
+    operands = (q, k, v, g, weight, cu_seqlens, initial_state, state_indices, end, o, number, scale)
+    launch(recurrent_gla_kernel, static, *operands, intermediate_states, size=batch * tokens * heads)
     return o, final
 
 
@@ -262,6 +282,7 @@ def fused_recurrent_gla(
     g: Tensor | None = None,
     state_v_first: bool = False,
     state_indices: Tensor | None = None,
+    intermediate_states: Tensor | None = None,
     **foreign: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """A few tokens of linear attention with a decay for each channel of k; no gradient. Takes the calls of fla.
@@ -281,19 +302,22 @@ def fused_recurrent_gla(
         state_v_first: whether states are (sequences, value_heads, value_dim, dim).
         state_indices: (sequences,) int32, slots of a pool of states. The pool is `initial_state`; its states are read
             and written in place. -1 skips a sequence, whose o is 0.
+        intermediate_states: (batch, tokens, value_heads, dim, value_dim) float32 or bfloat16: the state after every
+            token is written to it, but for sequences that are skipped. With `state_v_first` the last two are swapped.
         foreign: arguments of fla that have no meaning here, at their neutral value.
 
     Returns:
-        o (batch, tokens, value_heads, value_dim), and the final state in float32, or None: with `state_indices` the
-        pool has it.
+        o (batch, tokens, value_heads, value_dim), and the final state in float32 or None; with `state_indices` the
+        pool instead of it.
     """
     refuse(dict(foreign, gv=gv, reverse=reverse))
     if gk is not None and g is not None:
         check.fail('g', 'must not come with another name of the same argument', 'both')
-    gk = g if gk is None else gk
+    gk = single(g if gk is None else gk, 'gk')
     if gk is not None:
         check.shape(gk, 'gk', 'batch tokens heads dim')
-    return recur(q, k, v, gk, None, scale, initial_state, output_final_state, state_v_first, state_indices, cu_seqlens)
+    states = (initial_state, output_final_state, state_v_first, state_indices, intermediate_states)
+    return recur(q, k, v, gk, scale, *states, cu_seqlens)
 
 
 def recur(
@@ -301,27 +325,26 @@ def recur(
     k: Tensor,
     v: Tensor,
     g: Tensor | None,
-    weight: Tensor | None,
     scale: float | None,
     initial_state: Tensor | None,
     output_final_state: bool,
     state_v_first: bool,
     state_indices: Tensor | None,
+    intermediate_states: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Call the op for the public functions, which have checked g."""
-    refuse_gradient(q=q, k=k, v=v, g=g, weight=weight, initial_state=initial_state)
+    refuse_gradient(q=q, k=k, v=v, g=g, initial_state=initial_state, intermediate_states=intermediate_states)
     q, k, v = autocast(q, k, v)
     dim = check.shape(q, 'q', 'batch tokens heads dim')[3]
     cuts, indices = lengths_int32(cu_seqlens, 'cu_seqlens'), lengths_int32(state_indices, 'state_indices')
     pooled = indices is not None
     if pooled and initial_state is None:
         check.fail('initial_state', 'must be a pool of states with state_indices', 'None')
-    begin, pool = (None, initial_state) if pooled else (initial_state, None)
-    final_wanted = output_final_state and not pooled
-    options = (cuts, scale_of(scale, dim), final_wanted, state_v_first)
-    o, final = fused_recurrent_gla.call(q, k, v, g, weight, begin, pool, indices, *options)
-    return o, final if final_wanted else None
+    begin, pool = (None, initial_state) if pooled else (dense(initial_state), None)
+    options = (cuts, scale_of(scale, dim), output_final_state and not pooled, state_v_first, intermediate_states)
+    o, final = fused_recurrent_gla.call(q, k, v, g, None, begin, pool, indices, *options)
+    return o, (initial_state if pooled else final) if output_final_state else None
 
 
 # Cases --------------------------------------------------------------------------------------
@@ -332,11 +355,27 @@ fused_recurrent_gla.cases(
     match=dict(rtol=8e-3, atol=1e-4, rms=1e-3),
     smoke=grid(tokens=[0, 1], heads=[(1, 1)], dims=[(16, 16)], gate=[''])
     + grid(tokens=[3], heads=[(1, 2)], dims=[(48, 80)], gate=['head', 'channel'], batch=[2], state=[F32], final=[True])
-    + grid(tokens=[2], heads=[(2, 2)], dims=[(32, 16)], gate=['channel'], dtype=[F16], state=[BF16], v_first=[True])
+    + grid(
+        tokens=[2],
+        heads=[(2, 2)],
+        dims=[(32, 16)],
+        gate=['channel'],
+        dtype=[F16],
+        state=[BF16],
+        v_first=[True],
+        after=[F32],
+    )
     + grid(tokens=[1], heads=[(1, 2)], dims=[(16, 48)], gate=['head'], batch=[4], pool=[F32, BF16], weighted=[True])
     + grid(tokens=[1], heads=[(1, 1)], dims=[(16, 16)], gate=['head'], batch=[2], pool=[F32], indexed=[False])
     + grid(
-        tokens=[(0, 2, 0, 1)], heads=[(1, 1)], dims=[(16, 32)], gate=['head'], pool=[F32], v_first=[True], behind=[2]
+        tokens=[(0, 2, 0, 1)],
+        heads=[(1, 1)],
+        dims=[(16, 32)],
+        gate=['head'],
+        pool=[F32],
+        v_first=[True],
+        behind=[2],
+        after=[BF16],
     )
     + grid(tokens=[(1, 0)], heads=[(1, 1)], dims=[(16, 16)], gate=['channel'], state=[F32], final=[True], behind=[1]),
     full=grid(tokens=[1, 8, 65], heads=[(2, 4)], dims=[(128, 128), (256, 64)], gate=['head', 'channel'], batch=[3])

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from tile_kernels.core import check
-from tile_kernels.linear_attention._checks import check_gate, refuse
+from tile_kernels.linear_attention._checks import check_gate, refuse, single
 from tile_kernels.linear_attention.fused_recurrent_gla import recur
 
 
@@ -23,6 +23,7 @@ def fused_recurrent_simple_gla(
     *,
     state_v_first: bool = False,
     state_indices: Tensor | None = None,
+    intermediate_states: Tensor | None = None,
     **foreign: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """A few tokens of linear attention with one decay for each token and head; no gradient. Takes the calls of fla.
@@ -40,6 +41,7 @@ def fused_recurrent_simple_gla(
         cu_seqlens: as there.
         state_v_first: as there.
         state_indices: as there.
+        intermediate_states: as there.
         foreign: arguments of fla that have no meaning here, at their neutral value.
 
     Returns:
@@ -47,6 +49,7 @@ def fused_recurrent_simple_gla(
     """
     refuse(dict(foreign, reverse=reverse))
     check.shape(v, 'v', 'batch tokens heads dim')
+    g, g_gamma = single(g, 'g'), single(g_gamma, 'g_gamma')
     if g_gamma is not None:
         if g is not None:
             check.fail('g_gamma', 'must not come with g', check.describe(g_gamma))
@@ -54,4 +57,5 @@ def fused_recurrent_simple_gla(
         g = g_gamma.expand(v.shape[:3])
     elif g is not None:
         check.shape(g, 'g', 'batch tokens heads')
-    return recur(q, k, v, g, None, scale, initial_state, output_final_state, state_v_first, state_indices, cu_seqlens)
+    states = (initial_state, output_final_state, state_v_first, state_indices, intermediate_states)
+    return recur(q, k, v, g, scale, *states, cu_seqlens)

@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tile_kernels.core import check
 from tile_kernels.linear_attention._checks import refuse
 from tile_kernels.linear_attention.delta_rule import beta_form, prepare_gate, run_chunked
+from tile_kernels.linear_attention.delta_states import delta_states, states_of_chunks
 from tile_kernels.linear_attention.fused_recurrent import check_gate_options, run_front
 from tile_kernels.linear_attention.gate import LEAST_BOUND
 
@@ -44,13 +46,14 @@ def chunk_kda(
     *,
     safe_gate: bool = False,
     lower_bound: float | None = None,
+    return_intermediate_states: bool = False,
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
     chunk_size: int | None = None,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     **foreign: Any,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Kimi delta attention, differentiable in all tensors and the initial state; takes the calls of fla.
 
     Args:
@@ -68,6 +71,7 @@ def chunk_kda(
         allow_neg_eigval: as there.
         safe_gate: bound the gate, by -5 unless `lower_bound` is given. No gate overflows in any case.
         lower_bound: the bound, at least -5 and below 0.
+        return_intermediate_states: also return the state before every chunk, without gradient.
         state_v_first: as there.
         cu_seqlens: as there.
         chunk_size: as there.
@@ -76,7 +80,8 @@ def chunk_kda(
         foreign: arguments of fla that have no meaning here, at their neutral value.
 
     Returns:
-        What `chunk_gated_delta_rule` returns.
+        What `chunk_gated_delta_rule` returns; with intermediate states also (batch, chunks, value_heads, dim,
+        value_dim) of the dtype of q. Chunks of packed sequences follow one another, and zeros follow the last.
     """
     refuse(foreign)
     _check_g(g)
@@ -84,7 +89,13 @@ def chunk_kda(
     form = beta_form(use_beta_sigmoid_in_kernel, allow_neg_eigval)
     given = (q, k, v, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel)
     gates = prepare_gate(g, use_gate_in_kernel, A_log, dt_bias, bound)
-    return run_chunked(*given, form, state_v_first, cu_seqlens, chunk_size, gates)
+    o, final, saved = run_chunked(*given, form, state_v_first, cu_seqlens, chunk_size, gates)
+    if not return_intermediate_states:
+        return o, final
+    with torch.no_grad():
+        h, chunk = delta_states(**saved), saved['inverse'].shape[-1]
+        states = states_of_chunks(h, q.shape[0], q.shape[1], chunk, saved['cu_seqlens'], state_v_first)
+    return o, final, states
 
 
 def fused_recurrent_kda(
@@ -108,6 +119,7 @@ def fused_recurrent_kda(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     state_indices: Tensor | None = None,
+    intermediate_states: Tensor | None = None,
     **foreign: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi delta attention for a few tokens; an input that requires a gradient is an error.
@@ -132,6 +144,7 @@ def fused_recurrent_kda(
         A_log: as there.
         dt_bias: as there.
         state_indices: as in `fused_recurrent_gated_delta_rule`.
+        intermediate_states: as there.
         foreign: as there.
 
     Returns:
@@ -143,4 +156,4 @@ def fused_recurrent_kda(
     bound = _bound(use_gate_in_kernel, safe_gate, lower_bound)
     form = beta_form(use_beta_sigmoid_in_kernel, allow_neg_eigval)
     given = (q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, form, state_v_first)
-    return run_front(*given, cu_seqlens, state_indices, A_log, dt_bias, bound)
+    return run_front(*given, cu_seqlens, state_indices, A_log, dt_bias, bound, intermediate_states)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from tile_kernels.core import check
 from tile_kernels.core.autograd import autocast
-from tile_kernels.linear_attention._checks import FLOATS, lengths_int32
+from tile_kernels.linear_attention._checks import FLOATS, dense, lengths_int32
 from tile_kernels.linear_attention.chunk_simple_gla import chunk_simple_gla
 
 #: A logarithm of a decay that forgets everything.
@@ -65,7 +65,7 @@ def mamba_chunk_scan_combined(
     dt_limit: tuple[float, float] = (0.0, math.inf),
     return_final_states: bool = False,
     return_varlen_states: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """The scan of Mamba-2, differentiable in all tensors; takes the calls of mamba_ssm.
 
     Args:
@@ -83,11 +83,12 @@ def mamba_chunk_scan_combined(
         cu_seqlens: (sequences + 1,) int32 or int64: 0, and where every packed sequence ends; batch is then 1.
         dt_softplus: whether dt passes softplus after its bias.
         dt_limit: least and largest step.
-        return_final_states: also return the states behind the last token.
-        return_varlen_states: the same for `cu_seqlens`, which it needs.
+        return_final_states: also return the states behind the last token of every sequence.
+        return_varlen_states: the same, once more; it needs `cu_seqlens`.
 
     Returns:
-        out (batch, tokens, heads, headdim); with final states also (sequences, heads, headdim, d_state) float32.
+        out (batch, tokens, heads, headdim); then, as asked, final states and those of packed sequences. Both are
+        (sequences, heads, headdim, d_state) float32.
     """
     if chunk_size is not None:
         check.integer(chunk_size, 'chunk_size', least=1)
@@ -118,6 +119,7 @@ def mamba_chunk_scan_combined(
         g = torch.where(changes.unsqueeze(-1), FORGET, g)
     wanted = return_final_states or return_varlen_states
     cuts = lengths_int32(cu_seqlens, 'cu_seqlens')
-    o, final = chunk_simple_gla.call(C, B, x, g, weight, initial_states, cuts, 1.0, wanted, True)
+    begin = dense(initial_states, 'initial_states')
+    o, final = chunk_simple_gla.call(C, B, x, g, weight, begin, cuts, 1.0, wanted, True)
     out = finish(o, x, D, z)
-    return (out, final) if wanted else out
+    return (out, *[final] * (return_final_states + return_varlen_states)) if wanted else out

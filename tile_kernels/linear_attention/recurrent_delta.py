@@ -5,8 +5,7 @@
 
 A thread block owns a tile of the values of a head of a sequence and keeps its part of the state in registers. Both sums
 over k are taken from the decayed state before the update, so the update delays nothing. Norm, gate and sigmoid are
-computed in the same kernel. Memory bound: the floor is reading and writing the states once. The kernel has not run on a
-GPU yet.
+computed in the same kernel. Memory bound: the floor is reading and writing the states once.
 """
 
 from typing import Any
@@ -19,11 +18,12 @@ from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, macro
 from tile_kernels.core.launch import launch
-from tile_kernels.core.op import op
+from tile_kernels.core.op import Mut, op
 from tile_kernels.linear_attention._checks import (
     FLOATS,
     check_cu_seqlens,
     check_qkv,
+    check_snapshots,
     check_state,
 )
 from tile_kernels.linear_attention._samples import random_delta
@@ -89,8 +89,12 @@ def recurrent_delta_kernel(
     indexed: bool,
     final: bool,
     v_first: bool,
+    after_dtype: torch.dtype | None,
 ):
-    """`indexed`: states are those of a pool, which are written back; otherwise they go to `final_state`."""
+    """`indexed`: states are those of a pool, which are written back; otherwise they go to `final_state`.
+
+    With `after_dtype` the state after every token goes to `after`.
+    """
     batch_size, num_tokens = T.dynamic('batch_size'), T.dynamic('num_tokens')
     heads, value_heads = T.dynamic('heads'), T.dynamic('value_heads')
     num_starts, number, num_states = T.dynamic('num_starts'), T.dynamic('number'), T.dynamic('num_states')
@@ -106,6 +110,7 @@ def recurrent_delta_kernel(
     rows, columns = (tile, wide) if v_first else (wide, tile)
     over = 1 if v_first else 0  # the dimension of the state that k owns
     stores = indexed or final
+    after_shape = (batch_size, num_tokens, value_heads, *final_shape[2:])
 
     @T.prim_func
     def recurrent_delta(
@@ -124,6 +129,7 @@ def recurrent_delta_kernel(
         num_sequences: T.int32,
         scale: T.float32,
         bound: T.float32,
+        after: T.Tensor(after_shape, T.dtype(after_dtype or torch.float32)),
     ):
         with T.Kernel(-(-value_dim // tile), value_heads, num_sequences + (1 if packed else 0), threads=THREADS) as (
             part,
@@ -224,6 +230,14 @@ def recurrent_delta_kernel(
                         T.sync_threads()
                         for a, b in T.Parallel(rows, columns):
                             state[a, b] = state[a, b] + k_shared[b if v_first else a] * u_shared[a if v_first else b]
+                        if after_dtype is not None:
+                            for a, b in T.Parallel(rows, columns):
+                                d, e = (b, a) if v_first else (a, b)
+                                if T.And(d < dim, column + e < value_dim):
+                                    if v_first:
+                                        after[own.batch, token, value_head, column + e, d] = state[a, b]
+                                    else:
+                                        after[own.batch, token, value_head, d, column + e] = state[a, b]
                         T.sync_threads()
                     if stores:
                         for a, b in T.Parallel(rows, columns):
@@ -277,6 +291,7 @@ def run_recurrent(
     lower_bound: float,
     v_first: bool,
     final: bool,
+    after: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Check the arguments, then run the kernel."""
     batch, tokens, _, value_heads, dim, value_dim = check_qkv(q, k, v)
@@ -300,6 +315,7 @@ def run_recurrent(
         check_state(pool, rows, value_heads, dim, value_dim, v_first, 'pool', 'states')
     small = dict(g=g, beta=beta, a_log=a_log, dt_bias=dt_bias, pool=pool, state_indices=state_indices)
     check.same_device(q=q, **small)
+    check_snapshots(after, v.shape, dim, v_first, q)
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     shape = (number if final else 0, value_heads, *((value_dim, dim) if v_first else (dim, value_dim)))
     final_state = torch.empty(shape, dtype=torch.float32, device=v.device)
@@ -310,9 +326,9 @@ def run_recurrent(
     gate = AS_IS if a_log is None else BOUNDED if lower_bound < 0 else SOFTPLUS
     state_dtype, indexed = None if pool is None else pool.dtype, state_indices is not None
     static: tuple = (dim, value_dim, q.dtype, g.dtype, cu_seqlens is not None, channels, form, gate, normalize)
-    static += (dt_bias is not None, state_dtype, indexed, final, v_first)
+    static += (dt_bias is not None, state_dtype, indexed, final, v_first, None if after is None else after.dtype)
     operands: tuple = (q, k, v, g, beta, a_log, dt_bias, pool, state_indices, cu_seqlens, o)
-    operands += (final_state if final else None, number, scale, lower_bound)
+    operands += (final_state if final else None, number, scale, lower_bound, after)
     launch(recurrent_delta_kernel, static, *operands, size=v.numel())
     return o, final_state
 
@@ -334,6 +350,7 @@ def recurrent_delta(
     lower_bound: float = 0.0,
     v_first: bool = False,
     output_final_state: bool = False,
+    intermediate_states: Mut | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The delta rule token by token; see `fused_recurrent_gated_delta_rule`. There is no gradient.
 
@@ -353,11 +370,13 @@ def recurrent_delta(
         lower_bound: 0 for the softplus form of the gate, else the bound of the sigmoid form.
         v_first: states are (sequences, value_heads, value_dim, dim).
         output_final_state: whether final_state is computed; otherwise it has no sequences.
+        intermediate_states: (batch, tokens, value_heads, dim, value_dim) float32 or bfloat16, where the state after
+            every token goes.
 
     Returns:
         o like v, and final_state float32.
     """
-    options = (scale, form, normalize, lower_bound, v_first, output_final_state)
+    options = (scale, form, normalize, lower_bound, v_first, output_final_state, intermediate_states)
     return run_recurrent(q, k, v, g, beta, a_log, dt_bias, initial_state, None, cu_seqlens, *options)
 
 
@@ -367,6 +386,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 BOUNDS = dict(
     o=dict(rtol=8e-3, rms=2e-3),
     final_state=dict(rtol=1e-5, atol=1e-5),
+    intermediate_states=dict(rtol=8e-3, rms=1e-5),
     pool=dict(rtol=8e-3, rms=1e-5),
     rtol=1e-2,
 )
@@ -378,6 +398,7 @@ def make_recurrent(
     bias: bool = False,
     normalize: bool = False,
     output_final_state: bool = False,
+    after: torch.dtype | None = None,
     **case: Any,
 ) -> dict:
     """Arguments of `recurrent_delta`."""
@@ -388,13 +409,17 @@ def make_recurrent(
         heads, columns = made['v'].shape[2], made['g'].shape[2:].numel()
         made |= dict(a_log=torch.randn(heads), dt_bias=torch.randn(columns) if bias else None)
         made['lower_bound'] = -5.0 if gate_form == BOUNDED else 0.0
+    if after is not None:
+        extents = (made['v'].shape[3], made['q'].shape[3])
+        extents = extents if made['v_first'] else extents[::-1]
+        made['intermediate_states'] = torch.randn(*made['v'].shape[:3], *extents).to(after)
     return made | dict(normalize=normalize, output_final_state=output_final_state)
 
 
 SMOKE = (
     grid(tokens=[0, 1, 3], output_final_state=[True], state=[F32])
     + grid(tokens=[2], heads=[(1, 3)], dims=[(16, 48)], batch=[2], dtype=[F16], form=[2], normalize=[True])
-    + grid(tokens=[(0, 1, 0, 3)], state=[BF16], v_first=[True], behind=[2], output_final_state=[True])
+    + grid(tokens=[(0, 1, 0, 3)], state=[BF16], v_first=[True], behind=[2], output_final_state=[True], after=[BF16])
     + grid(tokens=[2], gate_form=[SOFTPLUS], gates=[BF16], form=[1], bias=[True])
     + grid(tokens=[2], dims=[(48, 16)], channels=[True], gate_form=[SOFTPLUS, BOUNDED], bias=[True])
 )

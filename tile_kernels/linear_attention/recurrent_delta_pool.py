@@ -27,6 +27,7 @@ def recurrent_delta_pool(
     normalize: bool = False,
     lower_bound: float = 0.0,
     v_first: bool = False,
+    intermediate_states: Mut | None = None,
 ) -> Tensor:
     """`recurrent_delta` on the states of a pool, which move on in place.
 
@@ -47,11 +48,12 @@ def recurrent_delta_pool(
         normalize: as there.
         lower_bound: as there.
         v_first: as there.
+        intermediate_states: as there; those of sequences that are skipped do not change.
 
     Returns:
         o like v.
     """
-    options = (scale, form, normalize, lower_bound, v_first, False)
+    options = (scale, form, normalize, lower_bound, v_first, False, intermediate_states)
     return run_recurrent(q, k, v, g, beta, a_log, dt_bias, pool, state_indices, cu_seqlens, *options)[0]
 
 
@@ -68,7 +70,7 @@ def _make(indices: tuple, **case: Any) -> dict:
 SMOKE = (
     grid(indices=[(3, -1, 0)], tokens=[2], batch=[3], heads=[(1, 2)], dims=[(48, 40 + 8)], state=[F32])
     + grid(indices=[(1, 2)], tokens=[1], batch=[2], state=[BF16], v_first=[True], normalize=[True], gates=[BF16])
-    + grid(indices=[(1, -1, 5)], tokens=[(0, 2, 1)], state=[F32], behind=[2], channels=[True])
+    + grid(indices=[(1, -1, 5)], tokens=[(0, 2, 1)], state=[F32], behind=[2], channels=[True], after=[F32])
 )
 BENCH = grid(indices=[tuple(range(32))], tokens=[1], batch=[32], heads=[(32, 32)], dims=[(128, 128)], state=[F32])
 recurrent_delta_pool.cases(make=_make, match=BOUNDS, smoke=SMOKE, full=BENCH, bench=BENCH)

@@ -252,4 +252,4 @@ class KimiDeltaAttention(_DeltaLayer):
         return decay, self.g_b_proj(self.g_a_proj(x)).view(-1, self.head_v_dim)
 
     def _run(self, recurrent: bool, *operands: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-        return (fused_recurrent_kda if recurrent else chunk_kda)(*operands, **options)
+        return (fused_recurrent_kda if recurrent else chunk_kda)(*operands, **options)[:2]

@@ -119,7 +119,9 @@ class Retention(nn.Module):
         else:
             o, kv = chunk_retention(q, k, v, **options)
         rows = (o.reshape(-1, self.value_dim), gate.reshape(-1, self.value_dim))
-        y = self.o_proj(gated_norm(*rows, self.g_norm.weight, self.eps).view(*x.shape[:2], -1))
+        y = self.o_proj(
+            gated_norm(*rows, self.g_norm.weight, self.eps).view(batch, tokens, self.num_heads * self.value_dim)
+        )
         return (y, RetentionState(cast('Tensor', kv).detach(), lengths)) if wanted else y
 
     def _rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

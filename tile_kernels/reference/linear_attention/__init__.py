@@ -5,6 +5,7 @@ from tile_kernels.reference.linear_attention.causal_conv1d_update import causal_
 from tile_kernels.reference.linear_attention.chunk_gla import chunk_gla, chunk_gla_bwd
 from tile_kernels.reference.linear_attention.chunk_simple_gla import chunk_simple_gla, chunk_simple_gla_bwd
 from tile_kernels.reference.linear_attention.delta_rule import delta_rule, delta_rule_bwd
+from tile_kernels.reference.linear_attention.delta_states import delta_states
 from tile_kernels.reference.linear_attention.fused_recurrent_gla import fused_recurrent_gla
 from tile_kernels.reference.linear_attention.gate import gate, gate_bwd
 from tile_kernels.reference.linear_attention.gated_norm import gated_norm, gated_norm_bwd
@@ -22,6 +23,7 @@ __all__ = [
     'chunk_simple_gla_bwd',
     'delta_rule',
     'delta_rule_bwd',
+    'delta_states',
     'fused_recurrent_gla',
     'gate',
     'gate_bwd',

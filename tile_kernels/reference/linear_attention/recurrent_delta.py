@@ -30,15 +30,31 @@ def prepare(
     return q.repeat_interleave(group, 2), k.repeat_interleave(group, 2), decay, factors
 
 
-def run_sequence(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, factors: Tensor, state: Tensor, scale: float) -> tuple:
-    """Results and final state of one sequence."""
+def run_sequence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    factors: Tensor,
+    state: Tensor,
+    scale: float,
+    after: Tensor | None,
+) -> tuple:
+    """Results and final state of one sequence; the state after every token goes to `after`."""
     o = torch.zeros(v.shape, device=v.device)
     for t in range(v.shape[0]):
         state = decay[t][:, :, None] * state
         u = factors[t][:, None] * (v[t].float() - torch.einsum('hkv,hk->hv', state, k[t]))
         state = state + torch.einsum('hk,hv->hkv', k[t], u)
         o[t] = scale * torch.einsum('hkv,hk->hv', state, q[t])
+        if after is not None:
+            after[t] = state
     return o, state
+
+
+def view_of(states: Tensor | None, v_first: bool) -> Tensor | None:
+    """States whose last dimensions are those of k and v."""
+    return states.transpose(-1, -2) if states is not None and v_first else states
 
 
 def recurrent_delta(
@@ -57,18 +73,21 @@ def recurrent_delta(
     lower_bound: float = 0.0,
     v_first: bool = False,
     output_final_state: bool = False,
+    intermediate_states: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Every sequence from its initial state."""
     heads, dim, value_dim = v.shape[2], q.shape[3], v.shape[3]
     prepared = prepare(q, k, g, beta, a_log, dt_bias, form, normalize, lower_bound, heads)
     o = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
+    snapshots = view_of(intermediate_states, v_first)
     finals = [torch.zeros(0, heads, dim, value_dim, device=v.device)]
     for n, (b, own) in enumerate(sequences_of(cu_seqlens, v)):
         state = torch.zeros(heads, dim, value_dim, device=v.device)
         if initial_state is not None:
             state = (initial_state[n].transpose(1, 2) if v_first else initial_state[n]).float()
         qs, ks, decay, factors = (x[b, own] for x in prepared)
-        results, state = run_sequence(qs, ks, v[b, own], decay, factors, state, scale)
+        after = None if snapshots is None else snapshots[b, own]
+        results, state = run_sequence(qs, ks, v[b, own], decay, factors, state, scale, after)
         o[b, own] = results.to(v.dtype)
         if output_final_state:
             finals.append(state[None])
