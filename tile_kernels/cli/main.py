@@ -8,7 +8,20 @@ import sys
 from collections.abc import Sequence
 
 import tile_kernels
-from tile_kernels.cli import bench, cache, catalog, debug, demo, doctor, explain, precompile, profile, show, tune
+from tile_kernels.cli import (
+    bench,
+    cache,
+    calibrate,
+    catalog,
+    debug,
+    demo,
+    doctor,
+    explain,
+    precompile,
+    profile,
+    show,
+    tune,
+)
 from tile_kernels.core.errors import TileKernelsError
 
 COMMANDS = {
@@ -19,6 +32,7 @@ COMMANDS = {
     'bench': bench,
     'tune': tune,
     'profile': profile,
+    'calibrate': calibrate,
     'debug': debug,
     'precompile': precompile,
     'cache': cache,
