@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, is_dataclass
 from typing import Any
 
 from rich import box
@@ -16,7 +18,7 @@ from rich.text import Text
 from tile_kernels.core.explain import size as size
 from tile_kernels.core.progress import progress_bar as progress
 
-__all__ = ['number', 'output', 'progress', 'size', 'table', 'waiting', 'wide_or_tall']
+__all__ = ['json_out', 'number', 'output', 'progress', 'size', 'table', 'waiting', 'wide_or_tall']
 
 #: Columns of plain text: enough that no table wraps in a log file.
 PLAIN_WIDTH = 1000
@@ -25,6 +27,17 @@ PLAIN_WIDTH = 1000
 def output() -> Console:
     """The console of stdout."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+
+
+def json_out(value: Any) -> None:
+    """Print a value as JSON; what JSON lacks becomes text."""
+    sys.stdout.write(json.dumps(value, default=_plain, indent=1) + '\n')
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return value.item() if hasattr(value, 'item') else str(value)
 
 
 def waiting(text: str) -> Status:

@@ -11,6 +11,7 @@ import tile_kernels
 from tile_kernels.cli import (
     bench,
     cache,
+    calibrate,
     catalog,
     debug,
     demo,
@@ -33,6 +34,7 @@ COMMANDS = {
     'report': report,
     'tune': tune,
     'profile': profile,
+    'calibrate': calibrate,
     'debug': debug,
     'precompile': precompile,
     'cache': cache,

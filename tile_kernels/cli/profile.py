@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tile_kernels.cli import console
 from tile_kernels.core.errors import ArgumentError
 
 #: Device functions that TileLang generates end like this: `matmul_kernel`, `matmul_kernel_1`.
@@ -22,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--trace', metavar='FILE', type=Path, help='write a trace for chrome://tracing or Perfetto')
     parser.add_argument('--sort', default='device', metavar='KEY', help='device, host, calls, mean, gap or name')
     parser.add_argument('--ncu', action='store_true', help='run the script under ncu, or print the command')
+    parser.add_argument('--json', action='store_true', help='print the records as JSON instead of a table')
     parser.add_argument('script', metavar='SCRIPT.py', type=Path, help='the script to run')
     parser.add_argument('args', metavar='ARGS', nargs=argparse.REMAINDER, help='its arguments')
 
@@ -51,10 +53,13 @@ def run(args: argparse.Namespace) -> int:
     finally:
         sys.argv = before
         sys.path.pop(0)
-    found.summary(args.sort)
+    if args.json:
+        console.json_out(found.records)
+    else:
+        found.summary(args.sort)
     if args.trace is not None:
         found.export_chrome_trace(args.trace)
-        sys.stdout.write(f'trace: {args.trace}\n')
+        (sys.stderr if args.json else sys.stdout).write(f'trace: {args.trace}\n')
     return status
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import json
-import runpy
 from pathlib import Path
 from typing import Any
 
-from tile_kernels.cli import console
+from tile_kernels.cli import console, files
 from tile_kernels.cli.bench import check_writable, circumstances, write_records
 from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.gpus import GPUS
@@ -63,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         commit=about['commit'],
     )
     report = Report(args, about)
-    if names and '.py:' in names[0]:
+    if names and files.is_file(names[0]):
         report.add(tune_file(names, values, args, options))
     else:
         tune_ops(names, values, args, options, report)
@@ -76,29 +74,17 @@ def tune_file(names: list[str], values: dict[str, str], args: argparse.Namespace
 
     if len(names) > 1:
         raise ArgumentError(f'tune: give one kernel of a file at a time, got {", ".join(names)}')
-    path, _, name = names[0].rpartition(':')
-    if not Path(path).is_file():
-        raise ArgumentError(f'tune: {path} does not exist')
     if args.space is None:
-        raise ArgumentError(f'tune: {name} needs --space FILE.json with the values of its config entries')
+        raise ArgumentError(
+            f'tune: {names[0].rpartition(":")[2]} needs --space FILE.json with the values of its config entries'
+        )
     try:
         space = json.loads(args.space.read_text())
     except (OSError, ValueError) as error:
         raise ArgumentError(f'tune: --space must be a JSON file that can be read, got {args.space} ({error})') from None
-    defined = runpy.run_path(path, run_name='__tile_kernels__')
-    for wanted in (name, *([args.reference] if args.reference else [])):
-        if wanted not in defined:
-            raise ArgumentError(f'tune: {path} must define {wanted}')
+    name, defined = files.definitions(names[0], [args.reference] if args.reference else [])
     reference = defined[args.reference] if args.reference else None
-    given = {key: _value(text) for key, text in values.items()}
-    return tune(defined[name], space=space, reference=reference, **options, **given)
-
-
-def _value(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
+    return tune(defined[name], space=space, reference=reference, **options, **files.values(values))
 
 
 def tune_ops(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,6 +38,11 @@ class Gpu:
     copy_bandwidth: float  #: measured with a large copy
     #: Peak FLOP/s of dense matrix products on tensor cores by element type; float32 means TF32.
     peaks: Mapping[torch.dtype, float] = field(hash=False)
+    threads_per_sm: int
+    blocks_per_sm: int
+    smem_per_sm: int  #: bytes of shared memory, of which each block takes 1 KB more than it asks for
+    #: Measured numbers, see `SPEEDS`; empty for a GPU that was not measured.
+    speeds: Mapping[str, float] = field(hash=False, default_factory=dict)
 
     @property
     def target(self) -> str:
@@ -60,52 +68,34 @@ class Gpu:
         return f'{self.name} ({self.target})'
 
 
-def _gpu(
-    name: str,
-    arch: int,
-    sms: int,
-    smem_kb: int,
-    l2_mb: int,
-    bandwidth: float,
-    peaks: tuple[float, float, float],
-    copy_bandwidth: float | None = None,
-) -> Gpu:
-    """Arguments are in KB, MB, TB/s and TFLOP/s (TF32, half precision, fp8). The default copy rate is 88 % of peak."""
-    tf32, half, fp8 = (peak * 1e12 for peak in peaks)
+def _gpu(about: Mapping[str, Any]) -> Gpu:
+    """The record of a device file."""
+    numbers = {name: value for name, (value, _) in about['numbers'].items()}
+    peaks = {getattr(torch, name): float(numbers[name]) for name in ('float32', 'bfloat16', 'float8_e4m3fn')}
+    peaks |= {torch.float16: peaks[torch.bfloat16], torch.float8_e5m2: peaks[torch.float8_e4m3fn]}
+    fields = ('sms', 'smem_per_block', 'l2_bytes', 'threads_per_sm', 'blocks_per_sm', 'smem_per_sm')
+    speeds = {name: float(numbers[name]) for name in SPEEDS if name in numbers}
     return Gpu(
-        name,
-        arch,
-        sms,
-        smem_kb << 10,
-        l2_mb << 20,
-        bandwidth * 1e12,
-        (0.88 * bandwidth if copy_bandwidth is None else copy_bandwidth) * 1e12,
-        {
-            torch.float32: tf32,
-            torch.bfloat16: half,
-            torch.float16: half,
-            torch.float8_e4m3fn: fp8,
-            torch.float8_e5m2: fp8,
-        },
+        about['name'],
+        about['arch'],
+        **{name: numbers[name] for name in fields},
+        bandwidth=float(numbers['bandwidth']),
+        copy_bandwidth=float(numbers['copy_bandwidth']),
+        peaks=peaks,
+        speeds=speeds,
     )
 
 
+#: Numbers of a device file that only measurements give; `sight.predict` needs them.
+SPEEDS = ('event_us', 'graph_us', 'next_us', 'stream_bandwidth', 'half_rate', 'alu_rate')
+
+#: The device files, each number with its source.
+DEVICES = Path(__file__).parents[1] / 'sight' / 'devices'
+
 #: Known GPUs. The first GPU of an architecture represents it.
-#:
-#: SMs, L2, bandwidth and peaks come from NVIDIA's datasheets and whitepapers. There are datasheets for H200, H100 SXM5,
-#: HGX B200, A100 80 GB SXM4 and L40S, and whitepapers for GA102, AD102 and Blackwell RTX. Peaks are without sparsity
-#: and with float32 accumulation. Shared memory is from the CUDA programming guide, by compute capability. Ampere has no
-#: fp8 tensor cores: kernels widen the codes, so the peak is that of bfloat16. The copy rate of the H200 is measured
-#: (benchmarks/results). The numbers of the other GPUs were not checked against the documents a second time.
 GPUS: dict[str, Gpu] = {
-    'h200': _gpu('H200', 90, 132, 227, 50, 4.8, (494.7, 989, 1979), copy_bandwidth=4.24),
-    'h100': _gpu('H100', 90, 132, 227, 50, 3.35, (494.7, 989, 1979), copy_bandwidth=2.95),
-    'b200': _gpu('B200', 100, 148, 227, 126, 8.0, (1125, 2250, 4500), copy_bandwidth=7.0),
-    'a100': _gpu('A100', 80, 108, 163, 40, 2.039, (156, 312, 312)),
-    'rtx3090': _gpu('RTX 3090', 86, 82, 99, 6, 0.936, (35.6, 71, 71)),
-    'l40s': _gpu('L40S', 89, 142, 99, 96, 0.864, (183, 362, 733)),
-    'rtx4090': _gpu('RTX 4090', 89, 128, 99, 72, 1.008, (82.6, 165.2, 330.3)),
-    'rtx5090': _gpu('RTX 5090', 120, 170, 99, 96, 1.792, (104.8, 209.5, 419)),
+    name: _gpu(json.loads((DEVICES / f'{name}.json').read_text()))
+    for name in ('h200', 'h100', 'b200', 'a100', 'rtx3090', 'l40s', 'rtx4090', 'rtx5090')
 }
 
 #: AMD architectures for which kernels can be lowered, and the KB of shared memory (LDS) of a block; nothing runs there.
@@ -144,11 +134,11 @@ def gpu_named(name: str) -> Gpu:
     if name in GPUS:
         return GPUS[name]
     if name in AMD_SHARED_KB:
-        return replace(GPUS['a100'], name=name, smem_per_block=AMD_SHARED_KB[name] << 10)
+        return replace(GPUS['a100'], name=name, smem_per_block=AMD_SHARED_KB[name] << 10, speeds={})
     number = arch_number(check_arch(name))
     closest = max(gpu.arch for gpu in GPUS.values() if gpu.arch <= number)
     gpu = next(gpu for gpu in GPUS.values() if gpu.arch == closest)
-    return gpu if closest == number else replace(gpu, name=arch_name(number), arch=number)
+    return gpu if closest == number else replace(gpu, name=arch_name(number), arch=number, speeds={})
 
 
 @functools.cache
@@ -170,7 +160,8 @@ def cuda_gpu(device_index: int) -> Gpu:
     properties = torch.cuda.get_device_properties(device_index)
     arch = arch_of(device_index)
     words = re.sub('[^a-z0-9]', '', properties.name.lower())
-    known = next((gpu for key, gpu in GPUS.items() if key in words and gpu.target == arch), gpu_named(arch))
+    named = next((gpu for key, gpu in GPUS.items() if key in words and gpu.target == arch), None)
+    known = named or gpu_named(arch)
     sms = properties.multi_processor_count
     return replace(
         known,
@@ -181,4 +172,5 @@ def cuda_gpu(device_index: int) -> Gpu:
         bandwidth=known.bandwidth * sms / known.sms,
         copy_bandwidth=known.copy_bandwidth * sms / known.sms,
         peaks={dtype: peak * sms / known.sms for dtype, peak in known.peaks.items()},
+        speeds=known.speeds if named is not None and sms == known.sms else {},
     )

@@ -192,7 +192,7 @@ def load_function(path: Path) -> Callable[..., None]:
 
 def resources(source: str, arch: str) -> dict[str, int]:
     """Registers, spilled bytes, stack and static shared memory that ptxas reports for a CUDA source."""
-    _, report = _nvcc(source, arch, '-cubin', 'cubin')
+    _, report = cubin(source, arch)
     patterns = {
         'registers': r'Used (\d+) registers',
         'spill_stores': r'(\d+) bytes spill stores',
@@ -202,6 +202,11 @@ def resources(source: str, arch: str) -> dict[str, int]:
     }
     # one PrimFunc may hold several kernels: the largest value counts
     return {name: max(map(int, re.findall(pattern, report)), default=0) for name, pattern in patterns.items()}
+
+
+def cubin(source: str, arch: str) -> tuple[bytes, str]:
+    """Machine code of a CUDA source, and the report of ptxas."""
+    return _nvcc(source, arch, '-cubin', 'cubin')
 
 
 def ptx(source: str, arch: str) -> str:

@@ -238,12 +238,12 @@ class Profile:
         config = '; '.join(f'{launch.kernel.name} {config_words(launch.config)}' for launch in launches)
         found = {'config': config, 'bytes': costs.bytes, 'floor us': round(costs.floor_us, 3)}
         if predict and launches:
+            from tile_kernels.sight.model import predict_launch, time_us
             from tile_kernels.sight.subject import of_launch
-            from tile_kernels.tuning.rank import estimate
 
             try:
-                us = sum(estimate([of_launch(launch, self.gpu)]).us for launch in launches)
-                found['predicted us'] = round(us, 3)
+                works = [predict_launch(of_launch(launch, self.gpu), compile=False)[1] for launch in launches]
+                found['predicted us'] = round(time_us(works, self.gpu), 3) if self.gpu.speeds else 'GPU not measured'
             except TileKernelsError as error:
                 found['predicted us'] = str(error)
         return found

@@ -15,6 +15,11 @@ from typing import Any
 _MODULES = {
     'resources': 'limits',
     'fits': 'limits',
+    'predict': 'model',
+    'compare': 'model',
+    'Prediction': 'model',
+    'roofline': 'roofline',
+    'mix': 'sass',
     'layouts': 'layouts',
     'passes': 'passes',
     'plot_layout': 'draw',

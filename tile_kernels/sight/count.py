@@ -23,7 +23,7 @@ from tile_kernels.sight.subject import Subject
 
 #: A loop whose control flow depends on its variable is evaluated at up to this many values.
 MOST_TURNS = 64
-#: The same for one dimension of the grid.
+#: The same for one dimension of the grid, and for a loop where more blocks than that are evaluated.
 MOST_BLOCKS = 17
 
 _DATA = 'data'
@@ -208,6 +208,7 @@ class _Walker:
         self.notes: dict[str, None] = {}
         self.values: dict[str, np.ndarray] = {}
         self.launch: dict[str, Any] = {}
+        self.most_turns = MOST_TURNS
         self.counts = Counts(name, (1, 1, 1), 1, int(func.attrs.get('dyn_shared_memory_buf', 0)))
         self.env = self._parameters()
         self._analyze()
@@ -357,7 +358,9 @@ class _Walker:
         index = np.arange(padded, dtype=np.int64)
         body = self._stmt(self.func.body)
         controls = self._controls(self.func.body)
-        for position, weight in _samples_of_grid(grid, controls, self.launch):
+        sampled = _samples_of_grid(grid, controls, self.launch)
+        self.most_turns = MOST_TURNS if len(sampled) <= MOST_BLOCKS else MOST_BLOCKS
+        for position, weight in sampled:
             state = _State(dict(self.env), index < self.counts.threads, weight)
             state.env.update(
                 {
@@ -493,7 +496,10 @@ class _Walker:
             self.notes[f'`for {var.name} in range({_short(node.extent)})` depends on data: it counts as one turn'] = (
                 None
             )
-        most = MOST_TURNS if var in self._controls(node.body) or self._keeps(node.body, var) else 3
+        decides = var in self._controls(node.body) or self._keeps(node.body, var)
+        for axis, of in zip('xyz', self.counts.grid, strict=True):
+            if of > MOST_BLOCKS and self.launch.get(f'blockIdx.{axis}') in self._depends(node.extent):
+                self.notes[f'loops of a block depend on its number: {MOST_BLOCKS} of {of} blocks were counted'] = None
 
         def run(state: _State) -> None:
             extents = np.broadcast_to(np.asarray(extent(state)), state.mask.shape)
@@ -502,7 +508,7 @@ class _Walker:
             turns = 1 if assumed else int(active.max()) if active.size else 0
             uneven = not assumed and bool((active != turns).any())
             weight, mask = state.weight, state.mask
-            for turn, times in _samples(turns, MOST_TURNS if uneven else most):
+            for turn, times in _samples(turns, self.most_turns if uneven or decides else 3):
                 state.env[var], state.weight = begin + turn, weight * times
                 state.mask = mask & (extents > turn) if uneven else mask
                 body(state)
@@ -1021,16 +1027,24 @@ def _samples(turns: int, most: int) -> Iterator[tuple[int, float]]:
 
 def _samples_of_grid(
     grid: tuple[int, ...], controls: set[Any], launch: dict[str, Any]
-) -> Iterator[tuple[tuple[int, int, int], float]]:
-    """Blocks that stand for the grid, with how many each stands for."""
-    axes = []
-    for axis, extent in zip('xyz', grid, strict=True):
-        var = launch.get(f'blockIdx.{axis}')
-        axes.append(list(_samples(extent, MOST_BLOCKS if var is not None and var in controls else 3)))
-    for x, along_x in axes[0]:
-        for y, along_y in axes[1]:
-            for z, along_z in axes[2]:
-                yield (x, y, z), along_x * along_y * along_z
+) -> list[tuple[tuple[int, ...], float]]:
+    """Blocks that stand for the grid, with how many each stands for.
+
+    Axes that control flow depends on are crossed. The others only shift addresses: they vary together.
+    """
+    variables = [launch.get(f'blockIdx.{axis}') for axis in 'xyz']
+    decides = [variable is not None and variable in controls for variable in variables]
+    others = [extent for extent, decided in zip(grid, decides, strict=True) if not decided]
+    free = max(others, default=1)
+    found: list[tuple[tuple[int, ...], float]] = [
+        (tuple(part * (extent - 1) // max(1, free - 1) for extent in others), times * float(np.prod(others)) / free)
+        for part, times in _samples(free, 3)
+    ]
+    for axis, decided in enumerate(decides):
+        if decided:
+            sampled = list(_samples(grid[axis], MOST_BLOCKS))
+            found = [((*p[:axis], q, *p[axis:]), w * times) for p, w in found for q, times in sampled]
+    return found
 
 
 def _distinct(rows: np.ndarray, valid: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ import numpy as np
 
 from tile_kernels.sight.count import Access, Counts
 from tile_kernels.sight.guards import lost_guards
-from tile_kernels.sight.limits import MAX_THREADS
+from tile_kernels.sight.limits import MAX_THREADS, REGISTERS, occupancy
 from tile_kernels.sight.lines import (
     GENERATED,
     Place,
@@ -24,8 +24,8 @@ from tile_kernels.sight.lines import (
 )
 from tile_kernels.sight.subject import Subject
 
-#: Registers of an SM, and the most of a thread.
-REGISTERS, MOST_REGISTERS = 65536, 255
+#: The most registers of a thread.
+MOST_REGISTERS = 255
 
 #: An access with a smaller share of the bytes, sectors or wavefronts of a kernel is not worth a finding.
 SHARE = 0.02
@@ -231,9 +231,7 @@ def _accumulator(kernel: Kernel) -> Told:
 def _tail(kernel: Kernel) -> Told:
     """Blocks that an SM holds at once are those by threads and shared memory; registers may allow fewer."""
     counts, gpu = kernel.counts, kernel.subject.gpu
-    by_threads = (1536 if gpu.arch in (86, 89, 120) else 2048) // max(32, counts.threads)
-    by_shared = (gpu.smem_per_block + 1024) // (counts.shared + 1024)
-    slots = gpu.sms * max(1, min(by_threads, by_shared, 32))
+    slots = gpu.sms * max(1, occupancy(counts, gpu).blocks)
     idle = 1 - counts.blocks / (gpu.sms if counts.blocks <= slots else 2 * slots)
     if idle > 0.3:
         where = 'SMs idle' if counts.blocks <= slots else 'slots idle in two waves'

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from tile_kernels.core import nvcc
+from tile_kernels.core import nvcc, tuned
 from tile_kernels.core.errors import ArgumentError, CompileError, TileKernelsError
-from tile_kernels.core.gpus import GPUS, Gpu
+from tile_kernels.core.gpus import GPUS, SPEEDS, Gpu
+from tile_kernels.core.knobs import cache_dir
 from tile_kernels.core.launch import Launch, on_gpu
 from tile_kernels.core.op import Op
 from tile_kernels.core.registry import find_op, launches_of, typical_case
@@ -43,10 +46,20 @@ class Subject:
 
 
 def gpu_for(device: str) -> Gpu:
-    """The known GPU of this name."""
+    """The known GPU of this name, with the speeds that `tile-kernels calibrate` measured, if it ran for such a GPU."""
     if device not in GPUS:
         raise ArgumentError(f'sight: device must be one of {", ".join(GPUS)}, got {device!r}')
-    return GPUS[device]
+    gpu = GPUS[device]
+    try:
+        numbers = json.loads(calibrated(gpu).read_text())['numbers']
+        return replace(gpu, speeds={name: float(numbers[name][0]) for name in SPEEDS})
+    except (OSError, ValueError, KeyError, TypeError):
+        return gpu
+
+
+def calibrated(gpu: Gpu) -> Path:
+    """The device file that `tile-kernels calibrate` writes for a GPU."""
+    return cache_dir() / 'devices' / f'{tuned.device_name(gpu)}.json'
 
 
 def resolve(
