@@ -296,10 +296,12 @@ def calls() -> list[tuple]:
     lists = torch.randint(-1, 3, (1, 40, 2, 2), device=DEVICE)
     counts = torch.randint(0, 3, (1, 40, 2), device=DEVICE)
     paged_rows = rows[0][:, None], indexed, rows[2], bounds[1][[0, 1, 2, 0]], ints(1, 1, 1, 1)[:, None]
+    blocks = torch.ones(2, 4, 1, 2, device=DEVICE, dtype=torch.int32) - ints(1, 0)
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
     return [
         ('flash_attn_func', (q, k, v), dict(return_attn_probs=True, **band)),
         ('flash_attn_func', codes, dict(q_descale=ones, k_descale=ones, v_descale=ones, return_lse=True)),
+        ('block_sparse_attn_func', (q, k, v, blocks, blocks[..., 0]), dict(block=(64, 64), return_lse=True, **band)),
         ('flash_attn_varlen_func', (*flat, *cuts, 3, 20), dict(return_lse=True, seqused_k=ints(20, 7), **band)),
         ('flash_attn_varlen_func', (flat[0], pages, pages, cuts[0], None, 3, 20), paged),
         ('flash_attn_varlen_func', [x.flatten(0, 1) for x in codes] + [*cuts, 3, 20], dict(k_descale=ones)),

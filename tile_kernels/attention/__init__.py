@@ -5,6 +5,7 @@ Smoke cases agree on an H200; `docs/notes/first-gpu-run.md` has times and gaps.
 
 from tile_kernels.attention.append import append
 from tile_kernels.attention.attend import attend, attend_bwd, flash_attn_func, flash_attn_varlen_func
+from tile_kernels.attention.block_sparse import block_sparse, block_sparse_attn_func, block_sparse_bwd
 from tile_kernels.attention.combine import combine, flash_attn_combine
 from tile_kernels.attention.decode import decode, flash_attn_with_kvcache
 from tile_kernels.attention.fp8_mqa_logits import fp8_mqa_logits
@@ -31,6 +32,9 @@ __all__ = [
     'append',
     'attend',
     'attend_bwd',
+    'block_sparse',
+    'block_sparse_attn_func',
+    'block_sparse_bwd',
     'combine',
     'decode',
     'flash_attn_combine',

@@ -8,6 +8,7 @@ from tile_kernels.reference.activation import fused_swiglu_quant_fp8, get_mappin
 from tile_kernels.reference.activation.swiglu_backward import swiglu_backward_reference as swiglu_backward
 from tile_kernels.reference.activation.swiglu_forward import swiglu_forward_reference as swiglu_forward
 from tile_kernels.reference.attention.fronts import (
+    block_sparse_attn_func,
     flash_attn_combine,
     flash_attn_func,
     flash_attn_varlen_func,
@@ -101,6 +102,7 @@ __all__ = [
     'aux_fi',
     'batched_transpose',
     'batched_transpose_weight_sf',
+    'block_sparse_attn_func',
     'cast',
     'cast_back',
     'cast_back_from_e5m6',

@@ -2,6 +2,7 @@
 
 from tile_kernels.reference.attention.append import append
 from tile_kernels.reference.attention.attend import attend, attend_bwd
+from tile_kernels.reference.attention.block_sparse import block_sparse, block_sparse_bwd
 from tile_kernels.reference.attention.combine import combine
 from tile_kernels.reference.attention.decode import decode
 from tile_kernels.reference.attention.fp8_mqa_logits import fp8_mqa_logits
@@ -21,6 +22,8 @@ __all__ = [
     'append',
     'attend',
     'attend_bwd',
+    'block_sparse',
+    'block_sparse_bwd',
     'combine',
     'decode',
     'fp8_mqa_logits',

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tile_kernels.reference.attention import append as append_twin
 from tile_kernels.reference.attention import attend as attend_twin
+from tile_kernels.reference.attention import block_sparse as block_sparse_twin
 from tile_kernels.reference.attention import combine as combine_twin
 from tile_kernels.reference.attention import decode as decode_twin
 from tile_kernels.reference.attention import fp8_mqa_logits as fp8_mqa_logits_twin
@@ -309,6 +310,32 @@ def index_topk(q: Tensor, kv: tuple[Tensor, Tensor], weights: Tensor, start: Ten
     return index_topk_twin(q, *kv, weights, start, end, k)
 
 
+# Blocks of keys -----------------------------------------------------------------------------
+
+
+def block_sparse_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    counts: Tensor,
+    *,
+    block: tuple[int, int] = (128, 128),
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Any = (-1, -1),
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    **foreign: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention to listed blocks of keys."""
+    options = _formula(q, softmax_scale, causal, window_size, softcap)
+    o, lse = block_sparse_twin(q, k, v, indices, counts, _sink(foreign, sink), block[0], **options)
+    return (o, lse) if return_lse or foreign.get('return_attn_probs') else o
+
+
 # Native sparse attention --------------------------------------------------------------------
 
 
@@ -371,6 +398,7 @@ def parallel_nsa(
 
 
 __all__ = [
+    'block_sparse_attn_func',
     'flash_attn_combine',
     'flash_attn_func',
     'flash_attn_varlen_func',
