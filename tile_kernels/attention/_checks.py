@@ -39,6 +39,13 @@ def check_extents(
     return extents
 
 
+def check_tensors(**tensors: Tensor | None) -> None:
+    """They must be tensors or None; for fronts that look at them before an op checks them."""
+    for name, x in tensors.items():
+        if x is not None or name != 'sink':
+            check.tensor(x, name)
+
+
 def check_dim(extent: int, name: str) -> None:
     """A head dimension."""
     if extent < 8 or extent > MAX_DIM or extent % 8:
@@ -84,6 +91,18 @@ def lengths_int32(x: Tensor | None, name: str) -> Tensor | None:
     return x.to(torch.int32)
 
 
+def table_int32(x: Tensor | None, name: str) -> Tensor | None:
+    """A table of pages or a list of keys as kernels of latent attention take it; slices of longer rows are copied."""
+    found = lengths_int32(x, name)
+    return None if found is None else found.contiguous()
+
+
+def dense(x: Tensor, name: str) -> Tensor:
+    """The tensor without gaps, for kernels that view it as rows; only its last dimension must be dense."""
+    check.unit_stride(check.tensor(x, name), name)
+    return x.contiguous()
+
+
 # Foreign signatures -------------------------------------------------------------------------
 
 #: Parameters of other libraries that have no meaning here, and the values that ask for nothing.
@@ -104,11 +123,21 @@ _NEUTRAL: dict[str, tuple] = {
     'mask_mod': (None,),
     'aux_tensors': (None,),
     'cu_seqlens_k_new': (None,),
-    'sm_margin': (0,),
     'block_table': (None,),
     'page_table': (None,),
     'k_descale': (None,),
     'v_descale': (None,),
+    'cu_seqlens_q': (None,),
+    'max_seqlen_q': (None,),
+    'leftpad_k': (None,),
+    'min_seqlen_k': (None,),
+    'zero_tensors': (False,),
+    'block_sparse_tensors': (None,),
+    'full_block_cnt': (None,),
+    'full_block_idx': (None,),
+    'mask_block_cnt': (None,),
+    'mask_block_idx': (None,),
+    'block_size': (None,),
 }
 
 SINKS = ('learnable_sink', 's_aux', 'attn_sink')
@@ -124,6 +153,13 @@ def take(foreign: dict[str, Any], value: Any, neutral: Any, *aliases: str) -> An
                     check.fail(alias, 'must not come with another name of the same argument', 'both')
                 value = other
     return value
+
+
+def take_margin(foreign: dict[str, Any]) -> int:
+    """The SMs that attention leaves free; removed from `foreign`."""
+    margin = foreign.pop('sm_margin', 0)
+    check.integer(margin, 'sm_margin', least=0)
+    return margin
 
 
 def refuse(foreign: dict[str, Any]) -> None:

@@ -6,7 +6,8 @@
     lse[i]  = log sum_j exp(s[i, j])                  without the sink
 
 Query i sees key j if -left <= j - (i + Sk - Sq) <= right. Compute bound for long sequences; no scores are stored. The
-kernels for Hopper are in `attend_sm90_kernels`, by wgmma and TMA; those for others in `attend_kernels`, by mma.
+kernels for Hopper are in `attend_sm90_kernels`, by wgmma and TMA; those for others in `attend_kernels`, by mma. Queries
+of 512 columns always take the latter.
 """
 
 import math
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.attention._checks import (
+    FP8,
     HALVES,
     SINKS,
     bound,
@@ -23,10 +25,12 @@ from tile_kernels.attention._checks import (
     check_dim,
     check_heads,
     check_sink,
+    check_tensors,
     check_vectors,
     lengths_int32,
     refuse,
     take,
+    take_margin,
     window_of,
 )
 from tile_kernels.attention._samples import SUMS, products, random_attention
@@ -42,7 +46,7 @@ from tile_kernels.attention.attend_bwd_kernels import (
 from tile_kernels.attention.attend_bwd_sm90_kernels import attend_bwd_sm90_kernel
 from tile_kernels.attention.attend_kernels import BLOCK_M, LOG2E, attend_kernel
 from tile_kernels.attention.attend_sm90_kernels import ATTEND, BLOCK, attend_sm90_kernel
-from tile_kernels.attention.decode import decode, spread_scale
+from tile_kernels.attention.decode import decode, spread_scale, widen_queries
 from tile_kernels.core import check
 from tile_kernels.core.autograd import autocast, needs_gradient
 from tile_kernels.core.cases import grid
@@ -50,6 +54,8 @@ from tile_kernels.core.launch import gpu_of, launch, num_workers, variant_for
 from tile_kernels.core.op import op
 
 MAX_ROWS = (1 << 31) - (1 << 17)
+#: Columns of queries beyond 256 that the forward kernels take, with up to 256 columns of values.
+WIDE_DIM = 512
 #: In place of a scale of 0, which would make NaN of what is hidden.
 MIN_SCALE = 1e-30
 
@@ -72,8 +78,9 @@ def _check(
     left: int,
     right: int,
     softcap: float,
+    wide: bool = False,
 ) -> int:
-    """Check the arguments of attention; returns the number of sequences."""
+    """Check the arguments of attention, which may be `wide`; returns the number of sequences."""
     check.together(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     packed = cu_seqlens_q is not None
     lead = '' if packed else 'batch '
@@ -83,7 +90,8 @@ def _check(
     *_, value_dim = check.shape(
         v, 'v', f'{lead}tokens heads dim', dtype=q.dtype, tokens=k_tokens, heads=kv_heads, **same
     )
-    check_dim(dim, 'the last extent of q')
+    if dim != WIDE_DIM or not wide:
+        check_dim(dim, 'the last extent of q')
     check_dim(value_dim, 'the last extent of v')
     check_heads(q_heads, kv_heads)
     check_vectors(q=q, k=k, v=v)
@@ -252,7 +260,7 @@ def attend(
     Returns:
         o, contiguous with the dtype of q, and lse (batch, heads, tokens) or (heads, tokens) float32.
     """
-    number = _check(q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, left, right, softcap)
+    number = _check(q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, left, right, softcap, True)
     check.at_least(sm_margin, 0, 'sm_margin')
     packed = cu_seqlens_q is not None
     q_heads, kv_heads, dim, value_dim = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
@@ -269,7 +277,7 @@ def attend(
     given = (q[lead], k[lead], v[lead], cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     bits = number.bit_length() if isinstance(number, int) else 0
     size = blocks if q.numel() else 0
-    if variant_for(ATTEND, static, gpu_of(q)) is attend_sm90_kernel:
+    if dim != WIDE_DIM and variant_for(ATTEND, static, gpu_of(q)) is attend_sm90_kernel:
         if scale < 0.0:  # the kernel takes the maximum before it scales
             given, scale = (-q[lead], *given[1:]), -scale
         workers = max(num_workers(q) - sm_margin, 1)
@@ -295,11 +303,15 @@ def may_split(num_splits: int, *tensors: Tensor | None) -> bool:
     return num_splits != 1 and not needed
 
 
-def take_margin(foreign: dict[str, Any]) -> int:
-    """The SMs that attention leaves free; removed from `foreign`."""
-    margin = foreign.pop('sm_margin', 0)
-    check.integer(margin, 'sm_margin', least=0)
-    return margin
+def _attend_wide(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *lengths: Any, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Attention of heads of 512 columns: one call for each half of the values."""
+    check.equal(check.tensor(v, 'v').shape[-1], WIDE_DIM, 'the last extent of v with queries of 512 columns')
+    if needs_gradient(q, k, v, sink):
+        check.fail('q', f'must not require a gradient with {WIDE_DIM} columns', check.describe(q))
+    halves = [attend(q, k, part, sink, *lengths, **options) for part in v.chunk(2, dim=-1)]
+    return torch.cat([o for o, _ in halves], dim=-1), halves[0][1]
 
 
 def _default_scale(softmax_scale: float | None, q: Tensor) -> float:
@@ -322,13 +334,17 @@ def flash_attn_func(
     deterministic: bool = False,
     num_splits: int = 1,
     return_lse: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     **foreign: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of dense sequences, differentiable in q, k, v and sink; takes the calls of FlashAttention.
 
     Args:
         q: (batch, tokens, heads, dim) bfloat16 or float16; dim is a multiple of 8 up to 256. The last dimension is
-            dense, base and other strides are multiples of 16 bytes.
+            dense, base and other strides are multiples of 16 bytes. Without gradients, dim and value_dim may be 512, or
+            q, k and v float8_e4m3fn; the result is then bfloat16.
         k: (batch, keys, kv_heads, dim); heads is a multiple of kv_heads.
         v: (batch, keys, kv_heads, value_dim).
         softmax_scale: factor of the scores, 1 / sqrt(dim) unless given.
@@ -341,8 +357,11 @@ def flash_attn_func(
             `torch.use_deterministic_algorithms`; those of k, v and sink always have. It costs time on Hopper.
         num_splits: into how many parts keys are split; 0 chooses. Only without gradients.
         return_lse: also return lse; also `return_attn_probs`.
-        foreign: `sm_margin`, the SMs to leave free on Hopper, and arguments of FlashAttention that have no meaning
-            here, at their neutral value.
+        q_descale: (batch, kv_heads) float32, or one number on the device: factor of fp8 queries; 1 unless given.
+        k_descale: the same of keys.
+        v_descale: the same of values.
+        foreign: `sm_margin`, the SMs to leave free on Hopper; it has no effect where keys are split. Arguments of
+            FlashAttention that have no meaning here are taken at their neutral value.
 
     Returns:
         o (batch, tokens, heads, value_dim), with `return_lse` also lse (batch, heads, tokens) float32 without the sink.
@@ -350,18 +369,24 @@ def flash_attn_func(
     """
     sink = take(foreign, sink, None, *SINKS)
     return_lse = bool(return_lse or foreign.pop('return_attn_probs', False))
-    splitting = may_split(num_splits, q, k, v, sink)
-    sm_margin = 0 if splitting else take_margin(foreign)
+    sm_margin = take_margin(foreign)
     refuse(foreign)
-    check.shape(q, 'q', 'batch tokens heads dim')
+    batch = check.shape(q, 'q', 'batch tokens heads dim')[0]
+    check_tensors(k=k, v=v, sink=sink)
+    splitting = may_split(num_splits, q, k, v, sink)
     left, right = window_of(causal, window_size)
-    q, k, v = autocast(q, k, v)
+    if q.dtype is FP8:
+        q, factors = widen_queries(q, k, v, q_descale, k_descale, v_descale, batch)
+    else:
+        refuse(dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale))
+        (q, k, v), factors = autocast(q, k, v), {}
     options: dict[str, Any] = dict(scale=_default_scale(softmax_scale, q), left=left, right=right, softcap=softcap)
-    if splitting:
-        o, lse = decode(q, k, v, sink=sink, num_splits=num_splits, **options)
+    if factors or (splitting and q.shape[-1] != WIDE_DIM):
+        o, lse = decode(q, k, v, sink=sink, num_splits=num_splits, **options, **factors)
         lse = lse.transpose(1, 2)
     else:
-        o, lse = attend(q, k, v, sink, deterministic=bool(deterministic), sm_margin=sm_margin, **options)
+        run = _attend_wide if q.shape[-1] == WIDE_DIM else attend
+        o, lse = run(q, k, v, sink, deterministic=bool(deterministic), sm_margin=sm_margin, **options)
     return (o, lse) if return_lse else o
 
 
@@ -385,6 +410,7 @@ def flash_attn_varlen_func(
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
+    q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     **foreign: Any,
@@ -411,9 +437,10 @@ def flash_attn_varlen_func(
         seqused_k: the same of keys; the mask is aligned to the shortened length.
         block_table: (sequences, most_pages) int32, also `page_table`: k and v are pages as in
             `flash_attn_with_kvcache`, with lengths `seqused_k` or those of `cu_seqlens_k`; there is no gradient.
-        k_descale: factor of fp8 keys in pages, as in `flash_attn_with_kvcache`.
+        q_descale: (sequences, kv_heads) float32, or one number on the device: factor of fp8 queries; 1 unless given.
+        k_descale: the same of keys; in pages, keys may be of fp8 and queries not.
         v_descale: the same of values.
-        foreign: arguments of FlashAttention that have no meaning here, at their neutral value.
+        foreign: as there; `sm_margin` has no effect with pages.
 
     Returns:
         o (tokens, heads, value_dim), with `return_lse` also lse (heads, tokens). Tokens behind the last sequence have
@@ -422,10 +449,11 @@ def flash_attn_varlen_func(
     sink = take(foreign, sink, None, *SINKS)
     block_table = take(foreign, block_table, None, 'page_table')
     return_lse = bool(return_lse or foreign.pop('return_attn_probs', False))
-    splitting = may_split(num_splits, q, k, v, sink)
-    sm_margin = 0 if splitting or block_table is not None else take_margin(foreign)
+    sm_margin = take_margin(foreign)
     refuse(foreign)
     check.shape(q, 'q', 'tokens heads dim')
+    check_tensors(k=k, v=v, sink=sink)
+    splitting = may_split(num_splits, q, k, v, sink)
     for name, number in (('max_seqlen_q', max_seqlen_q), ('max_seqlen_k', max_seqlen_k)):
         if number is not None and not isinstance(number, Tensor):
             check.integer(number, name, least=0)
@@ -434,26 +462,35 @@ def flash_attn_varlen_func(
     cu_q, cu_k = lengths_int32(cu_seqlens_q, 'cu_seqlens_q'), lengths_int32(cu_seqlens_k, 'cu_seqlens_k')
     used_q, used_k = lengths_int32(seqused_q, 'seqused_q'), lengths_int32(seqused_k, 'seqused_k')
     options: dict[str, Any] = dict(scale=_default_scale(softmax_scale, q), left=left, right=right, softcap=softcap)
+    number = check.shape(cu_seqlens_q, 'cu_seqlens_q', 'sequences+1')[0] - 1
+    factors: dict[str, Any] = {}
+    check.at_least(number, 0, 'the number of sequences')
     if block_table is not None:
         if needs_gradient(q, k, v, sink):
             check.fail('block_table', 'must be None where a gradient is needed', check.describe(block_table))
         if used_k is None:
             used_k = check.tensor(cu_k, 'cu_seqlens_k').diff()
-        number, kv_heads = cu_seqlens_q.shape[0] - 1, check.shape(k, 'k', 'pages page_size heads dim')[2]
+        kv_heads = check.shape(k, 'k', 'pages page_size heads dim')[2]
         options['block_table'] = lengths_int32(block_table, 'block_table')
-        options['k_descale'] = spread_scale(k_descale, 'k_descale', number, kv_heads, k)
-        options['v_descale'] = spread_scale(v_descale, 'v_descale', number, kv_heads, k)
+        if q.dtype is not FP8:
+            refuse(dict(q_descale=q_descale))
+            factors = dict(k_descale=spread_scale(k_descale, 'k_descale', number, kv_heads, k))
+            factors |= dict(v_descale=spread_scale(v_descale, 'v_descale', number, kv_heads, k))
         cu_k, splitting = None, True
     else:
-        refuse(dict(k_descale=k_descale, v_descale=v_descale))
-        q, k, v = autocast(q, k, v)
         check.tensor(cu_k, 'cu_seqlens_k')
-    if splitting:
-        o, lse = decode(q, k, v, used_k, cu_q, cu_k, used_q, sink=sink, num_splits=num_splits, **options)
+        if q.dtype is not FP8:
+            refuse(dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale))
+            q, k, v = autocast(q, k, v)
+    if q.dtype is FP8:
+        q, factors = widen_queries(q, k, v, q_descale, k_descale, v_descale, number)
+    if factors or (splitting and (q.shape[-1] != WIDE_DIM or block_table is not None)):
+        o, lse = decode(q, k, v, used_k, cu_q, cu_k, used_q, sink=sink, num_splits=num_splits, **options, **factors)
         lse = lse.transpose(0, 1)
     else:
         options |= dict(deterministic=bool(deterministic), sm_margin=sm_margin)
-        o, lse = attend(q, k, v, sink, cu_q, cu_k, used_q, used_k, **options)
+        run = _attend_wide if q.shape[-1] == WIDE_DIM else attend
+        o, lse = run(q, k, v, sink, cu_q, cu_k, used_q, used_k, **options)
     return (o, lse) if return_lse else o
 
 

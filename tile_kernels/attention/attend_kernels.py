@@ -101,7 +101,7 @@ def attend_kernel(
     num_q, num_k, num_used_q, num_used_k = (T.dynamic(name) for name in ('num_q', 'num_k', 'num_used_q', 'num_used_k'))
     elem = T.dtype(dtype)
     wide, wide_v = padded(head_dim), padded(value_dim)
-    block_n = 64 if wide_v <= 128 else 32  # scores and sums share the registers
+    block_n = 16 if wide > 256 else 64 if wide_v <= 128 else 32  # scores and sums share the registers
     q_type, q_strides = strided('q', (q_batch, q_tokens, q_heads, head_dim), elem)
     k_type, k_strides = strided('k', (k_batch, k_tokens, kv_heads, head_dim), elem)
     v_type, v_strides = strided('v', (k_batch, k_tokens, kv_heads, value_dim), elem)

@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from tile_kernels.attention._checks import HALVES
+from tile_kernels.attention._checks import HALVES, dense
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
@@ -299,7 +299,6 @@ def combine(
     check.contiguous(out_partial, 'out_partial')
     check.contiguous(lse_partial, 'lse_partial')
     parts, *rows, value_dim = out_partial.shape
-    check.at_least(parts, 1, 'the number of parts')
     if value_dim == 0 or value_dim % 8:
         check.fail('the last extent of out_partial', 'must be a positive multiple of 8', str(value_dim))
     if out_partial.numel() and check.vector_bytes(out_partial) < 16:
@@ -314,6 +313,8 @@ def combine(
     check.same_device(out_partial=out_partial, lse_partial=lse_partial, sink=sink)
     o = torch.empty(*rows, value_dim, dtype=out_dtype or out_partial.dtype, device=out_partial.device)
     lse = torch.empty(rows, dtype=torch.float32, device=out_partial.device)
+    if parts == 0:
+        return o.zero_(), lse.fill_(-math.inf)
     merge(out_partial, lse_partial, sink, o, lse)
     return o, lse
 
@@ -324,7 +325,8 @@ def flash_attn_combine(
     """Merge parts of attention that saw different keys, such as split keys, a shared prefix or a ring of GPUs.
 
     Args:
-        out_partial: (parts, ..., value_dim) float32, bfloat16 or float16, contiguous; value_dim is a multiple of 8.
+        out_partial: (parts, ..., value_dim) float32, bfloat16 or float16; value_dim is a multiple of 8. Slices with
+            gaps are copied, also of `lse_partial`.
         lse_partial: (parts, ...) float32, natural logarithms without the sink. A part with -inf counts for nothing,
             even if its output is NaN.
         sink: (heads,) logits that join the denominator; heads are the last dimension of `lse_partial`.
@@ -334,7 +336,8 @@ def flash_attn_combine(
         The merged output (..., value_dim) and its lse (...), which has no sink. Parts are added in their order, so
         results have the same bits in every run.
     """
-    return combine(out_partial, lse_partial, sink, out_dtype)
+    lse_partial = check.tensor(lse_partial, 'lse_partial').contiguous()
+    return combine(dense(out_partial, 'out_partial'), lse_partial, sink, out_dtype)
 
 
 # Cases --------------------------------------------------------------------------------------

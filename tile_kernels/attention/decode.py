@@ -21,10 +21,12 @@ from tile_kernels.attention._checks import (
     check_heads,
     check_sink,
     check_table,
+    check_tensors,
     check_vectors,
     lengths_int32,
     refuse,
     take,
+    take_margin,
     window_of,
 )
 from tile_kernels.attention._macros import CACHE, DENSE, PACKED, PAGED
@@ -302,6 +304,25 @@ def spread_scale(scale: Tensor | None, name: str, number: int, kv_heads: int, ca
     return scale.expand(number, kv_heads).contiguous()
 
 
+def widen_queries(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    number: int,
+) -> tuple[Tensor, dict[str, Any]]:
+    """Queries of fp8 in bfloat16, which is exact, and the factors of `decode`: those of queries go to the keys."""
+    check.dtype(k, 'k', FP8)
+    check.dtype(v, 'v', FP8)
+    if k.dim() < 2:
+        check.fail('k', 'must have heads and a last extent', check.describe(k))
+    given = dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    factors: Any = [spread_scale(x, name, number, k.shape[-2], k) for name, x in given.items()]
+    return q.to(torch.bfloat16), dict(k_descale=factors[0] * factors[1], v_descale=factors[2])
+
+
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -319,6 +340,7 @@ def flash_attn_with_kvcache(
     softcap: float = 0.0,
     sink: Tensor | None = None,
     num_splits: int = 0,
+    q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     out: Tensor | None = None,
@@ -328,7 +350,8 @@ def flash_attn_with_kvcache(
     """Attention of few queries over a cache of keys and values; takes the calls of FlashAttention. No gradient.
 
     Args:
-        q: (batch, tokens, heads, dim) bfloat16 or float16, the last tokens of every sequence.
+        q: (batch, tokens, heads, dim) bfloat16 or float16, the last tokens of every sequence. With an fp8 cache also
+            float8_e4m3fn; the result is then bfloat16.
         k_cache: (batch, keys, kv_heads, dim), or (pages, page_size, kv_heads, dim) with `block_table`; of q's dtype or
             float8_e4m3fn. page_size is a multiple of 16.
         v_cache: the same with a dim of its own.
@@ -345,11 +368,13 @@ def flash_attn_with_kvcache(
         softcap: bound of the scores, 0 for none.
         sink: (heads,) logits that join the denominator.
         num_splits: into how many parts keys are split; 0 chooses by shapes.
+        q_descale: factor of fp8 queries, as `k_descale`.
         k_descale: (batch, kv_heads) float32, or one number on the device: factor of fp8 keys; 1 unless given.
         v_descale: the same of values.
         out: (batch, tokens, heads, value_dim) of q's dtype, contiguous: where the result goes.
         return_softmax_lse: also return lse.
-        foreign: arguments of FlashAttention that have no meaning here, at their neutral value.
+        foreign: `sm_margin`, which has no effect here, and arguments of FlashAttention that have no meaning, at their
+            neutral value.
 
     Returns:
         o (batch, tokens, heads, value_dim), with `return_softmax_lse` also lse (batch, heads, tokens) float32. A
@@ -357,11 +382,12 @@ def flash_attn_with_kvcache(
     """
     sink = take(foreign, sink, None, *SINKS)
     block_table = take(foreign, block_table, None, 'page_table')
+    take_margin(foreign)
     refuse(foreign)
     batch, _, _, dim = check.shape(q, 'q', 'batch tokens heads dim')
-    if q.dtype not in HALVES:
+    check_tensors(k_cache=k_cache, v_cache=v_cache, sink=sink)
+    if q.dtype not in (*HALVES, FP8):
         q, k, v = autocast(q, k, v)
-    check.tensor(k_cache, 'k_cache')
     if isinstance(cache_seqlens, Tensor):
         check.dtype(cache_seqlens, 'cache_seqlens', (torch.int32, torch.int64))
         lengths = cache_seqlens.to(torch.int32)
@@ -375,10 +401,15 @@ def flash_attn_with_kvcache(
     if softmax_scale is not None:
         check.number(softmax_scale, 'softmax_scale')
     kv_heads = k_cache.shape[2]
-    factors = dict(
+    stored: dict[str, Any] = dict(
         k_descale=spread_scale(k_descale, 'k_descale', batch, kv_heads, k_cache),
         v_descale=spread_scale(v_descale, 'v_descale', batch, kv_heads, k_cache),
     )
+    if q.dtype is FP8:
+        q, factors = widen_queries(q, k_cache, v_cache, q_descale, k_descale, v_descale, batch)
+    else:
+        refuse(dict(q_descale=q_descale))
+        factors = stored
     pages, rows = lengths_int32(block_table, 'block_table'), lengths_int32(cache_batch_idx, 'cache_batch_idx')
     given: dict[str, Any] = dict(
         cache_seqlens=lengths,
@@ -398,10 +429,11 @@ def flash_attn_with_kvcache(
         for name, x in (('k', k), ('v', v)):
             check.shape(x, name, 'batch tokens heads dim', batch=batch, heads=kv_heads)
         packed: dict[str, Any] = dict(cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None)
-        check_decode(q, k_cache, v_cache, **{name: x for name, x in given.items() if name != 'scale'}, **packed)
+        if not torch.compiler.is_compiling():  # tensors have no address there; the ops check them nevertheless
+            check_decode(q, k_cache, v_cache, **{name: x for name, x in given.items() if name != 'scale'}, **packed)
         if out is not None:
             check.shape(out, 'out', 'batch tokens heads dim', dtype=q.dtype, dim=v_cache.shape[-1], batch=batch)
-        append(k, v, k_cache, v_cache, lengths, None, pages, rows, **factors)
+        append(k, v, k_cache, v_cache, lengths, None, pages, rows, **stored)
         given['cache_seqlens'] = lengths + k.shape[1]
     if out is None:
         out, lse = decode(q, k_cache, v_cache, **given)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tile_kernels.attention._checks import check_vectors, lengths_int32
+from tile_kernels.attention._checks import check_vectors, dense, lengths_int32
 from tile_kernels.attention.fp8_mqa_logits_kernels import FP8, MQA_LOGITS, TILE, num_queries
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
@@ -43,14 +43,8 @@ def num_parts(blocks: Any, columns: Any) -> int:
     return max(1, min(BLOCKS // max(blocks, 1), columns // (4 * TILE)))
 
 
-# Op -----------------------------------------------------------------------------------------
-
-
-@op(outputs='logits')
-def _fp8_mqa_logits(
-    q: Tensor, kv: Tensor, sf: Tensor, weights: Tensor, start: Tensor, end: Tensor, clean_logits: bool = True
-) -> Tensor:
-    """See `fp8_mqa_logits`; `sf` are the factors of the keys."""
+def check_operands(q: Tensor, kv: Tensor, sf: Tensor, weights: Tensor, start: Tensor, end: Tensor) -> tuple[int, int]:
+    """Check the operands of the indexer; the numbers of queries and keys."""
     rows, heads, dim = check.shape(q, 'q', 'tokens heads dim', dtype=FP8)
     check_heads_and_dim(heads, dim)
     columns, _ = check.shape(kv, 'kv[0]', 'keys dim', dtype=FP8, dim=dim)
@@ -62,6 +56,12 @@ def _fp8_mqa_logits(
     check.contiguous(kv, 'kv[0]')
     check_vectors(**{'q': q, 'kv[0]': kv, 'kv[1]': sf})
     check.same_device(q=q, kv=kv, sf=sf, weights=weights, start=start, end=end)
+    return rows, columns
+
+
+def score(q: Tensor, kv: Tensor, sf: Tensor, weights: Tensor, start: Tensor, end: Tensor, clean_logits: bool) -> Tensor:
+    """Scores of operands that are checked."""
+    (rows, heads, dim), columns = q.shape, kv.shape[0]
     logits = padded_rows(rows, columns, q.device)
     blocks = -(-rows // num_queries(heads, 0))
     launch(
@@ -82,6 +82,18 @@ def _fp8_mqa_logits(
     return logits
 
 
+# Op -----------------------------------------------------------------------------------------
+
+
+@op(outputs='logits')
+def _fp8_mqa_logits(
+    q: Tensor, kv: Tensor, sf: Tensor, weights: Tensor, start: Tensor, end: Tensor, clean_logits: bool = True
+) -> Tensor:
+    """See `fp8_mqa_logits`; `sf` are the factors of the keys."""
+    check_operands(q, kv, sf, weights, start, end)
+    return score(q, kv, sf, weights, start, end, clean_logits)
+
+
 @_fp8_mqa_logits.public
 @check.names(start='cu_seq_len_k_start', end='cu_seq_len_k_end')
 def fp8_mqa_logits(
@@ -95,8 +107,9 @@ def fp8_mqa_logits(
     """Scores of all keys for every query, summed over heads; takes the calls of DeepGEMM. There is no gradient.
 
     Args:
-        q: (tokens, heads, dim) float8_e4m3fn, contiguous; heads is a multiple of 8 up to 64, dim is 32, 64 or 128.
-        kv: keys (keys, dim) float8_e4m3fn and their factors (keys,) float32, contiguous.
+        q: (tokens, heads, dim) float8_e4m3fn; heads is a multiple of 8 up to 64, dim is 32, 64 or 128. Slices with gaps
+            are copied, also of keys and weights.
+        kv: keys (keys, dim) float8_e4m3fn and their factors (keys,) float32.
         weights: (tokens, heads) float32, with the factors of q.
         cu_seq_len_k_start: (tokens,) int32 or int64, the first key that a query sees.
         cu_seq_len_k_end: the same, the key behind the last one; both are clamped to [0, keys].
@@ -108,7 +121,8 @@ def fp8_mqa_logits(
     keys, sf = check.pair(kv, 'kv', 'codes, factors')
     start = lengths_int32(cu_seq_len_k_start, 'cu_seq_len_k_start')
     end = lengths_int32(cu_seq_len_k_end, 'cu_seq_len_k_end')
-    return fp8_mqa_logits.call(q, keys, sf, weights, start, end, clean_logits)
+    rows = dense(q, 'q'), dense(keys, 'kv[0]'), sf, dense(weights, 'weights')
+    return fp8_mqa_logits.call(*rows, start, end, clean_logits)
 
 
 # Cases --------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ reading the used pages once.
 import torch
 from torch import Tensor
 
-from tile_kernels.attention._checks import lengths_int32
+from tile_kernels.attention._checks import dense, lengths_int32, table_int32
 from tile_kernels.attention.fp8_mqa_logits import LOGITS, check_heads_and_dim, num_parts, padded_rows
 from tile_kernels.attention.fp8_mqa_logits_kernels import FP8, MQA_LOGITS, TILE
 from tile_kernels.core import check
@@ -96,8 +96,7 @@ def fp8_paged_mqa_logits(
     """Scores of all keys of a paged cache for new tokens, summed over heads; takes the calls of DeepGEMM.
 
     Args:
-        q: (batch, tokens, heads, dim) float8_e4m3fn, contiguous, with 1 to 4 new tokens; otherwise as in
-            `fp8_mqa_logits`.
+        q: (batch, tokens, heads, dim) float8_e4m3fn with 1 to 4 new tokens; otherwise as in `fp8_mqa_logits`.
         kv_cache: (pages, 64, 1, dim + 4) uint8: a page holds 64 * dim codes and then 64 float32 factors.
         weights: (batch * tokens, heads) float32, with the factors of q.
         context_lens: (batch,) int32 or int64, the keys of a sequence with its new tokens. Token t of n sees
@@ -112,10 +111,11 @@ def fp8_paged_mqa_logits(
         (batch * tokens, max_context_len) float32; its rows are a multiple of 16 bytes apart.
     """
     check.integer(max_context_len, 'max_context_len', least=0)
-    lengths, table = lengths_int32(context_lens, 'context_lens'), lengths_int32(block_table, 'block_table')
+    lengths, table = lengths_int32(context_lens, 'context_lens'), table_int32(block_table, 'block_table')
     if lengths is not None and lengths.dim() == 1:
         lengths = lengths[:, None]
-    return fp8_paged_mqa_logits.call(q, kv_cache, weights, lengths, table, max_context_len, clean_logits)
+    rows = dense(q, 'q'), kv_cache, dense(weights, 'weights')
+    return fp8_paged_mqa_logits.call(*rows, lengths, table, max_context_len, clean_logits)
 
 
 # Cases --------------------------------------------------------------------------------------

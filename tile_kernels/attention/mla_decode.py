@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tile_kernels.attention._checks import HALVES, check_extents, check_sink, check_vectors, lengths_int32
+from tile_kernels.attention._checks import HALVES, check_extents, check_sink, check_vectors, lengths_int32, table_int32
 from tile_kernels.attention._samples import LATENT_SUMS, latent_products, random_latent_cache
 from tile_kernels.attention.combine import flash_attn_combine
 from tile_kernels.attention.mla_decode_hopper_kernels import mla_decode_hopper_kernel
@@ -60,11 +60,11 @@ def automatic_splits(num_blocks: Any, most_keys: Any) -> int:
     return max(1, min(SUM_SMS // num_blocks, most_keys // PART_KEYS))
 
 
-def check_queries(q: Tensor, spec: str) -> None:
-    """Queries of 576 channels with 1 to 128 heads, read 16 bytes at a time."""
+def check_queries(q: Tensor, spec: str, most_heads: int = MAX_HEADS) -> None:
+    """Queries of 576 channels with so many heads, read 16 bytes at a time."""
     *_, heads, _ = check_extents(q, 'q', f'{spec} heads {KEY}', HALVES)
     check.at_least(heads, 1, 'heads of q')
-    check.at_most(heads, MAX_HEADS, 'heads of q')
+    check.at_most(heads, most_heads, 'heads of q')
     check_vectors(q=q)
 
 
@@ -148,9 +148,13 @@ def mla_decode(
         keys = BOXED if page_size % BOX_KEYS == 0 and not fp8 else SINGLE
     table = check.tensor(block_table, 'block_table') if indices is None else indices.flatten(0, 1)
     if pages * page_size == 0 or table.shape[1] == 0:
-        if keys != LISTED and q.numel():  # lengths are not known here
-            check.fail('k_cache', 'must hold at least one key', check.describe(k_cache))
-        return o.zero_(), lse.fill_(math.inf)
+        o.zero_()
+        lse.fill_(math.inf)
+        if cache_seqlens is not None:  # any key is one too many
+            wrong = (cache_seqlens > 0).view(-1, 1, 1)
+            o.masked_fill_(wrong[..., None], math.nan)
+            lse.masked_fill_(wrong, math.nan)
+        return o, lse
     unit_tokens = tokens if keys == PAGED else 1
     units = batch if keys == PAGED else batch * tokens
     rows = unit_tokens * heads
@@ -279,14 +283,14 @@ def flash_mla_with_kvcache(
     given: dict[str, Any] = dict(
         scale=KEY**-0.5 if softmax_scale is None else softmax_scale, causal=causal, num_splits=num_splits or 0
     )
-    listed, limit = lengths_int32(indices, 'indices'), lengths_int32(topk_length, 'topk_length')
-    table, lengths = lengths_int32(block_table, 'block_table'), lengths_int32(cache_seqlens, 'cache_seqlens')
+    listed, limit = table_int32(indices, 'indices'), lengths_int32(topk_length, 'topk_length')
+    table, lengths = table_int32(block_table, 'block_table'), lengths_int32(cache_seqlens, 'cache_seqlens')
     own_sink = attn_sink if extra_k_cache is None else None
     o, lse = mla_decode(q, k_cache, table, lengths, listed, limit, own_sink, **given)
     if extra_k_cache is not None:
         if attn_sink is not None:
             check_sink(attn_sink, q.shape[2], q.dtype)
-        listed = lengths_int32(extra_indices_in_kvcache, 'extra_indices_in_kvcache')
+        listed = table_int32(extra_indices_in_kvcache, 'extra_indices_in_kvcache')
         limit = lengths_int32(extra_topk_length, 'extra_topk_length')
         more, more_lse = mla_decode(q, extra_k_cache, None, None, listed, limit, None, **given)
         logs = torch.stack((lse, more_lse))

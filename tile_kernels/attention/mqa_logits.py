@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tile_kernels.attention._checks import HALVES, check_vectors, lengths_int32
+from tile_kernels.attention._checks import HALVES, check_vectors, dense, lengths_int32
 from tile_kernels.attention.fp8_mqa_logits import check_heads_and_dim, padded_rows
 from tile_kernels.attention.mqa_logits_kernels import (
     mqa_logits_dk_kernel,
@@ -97,9 +97,9 @@ def mqa_logits(q: Tensor, k: Tensor, weights: Tensor, cu_seq_len_k_start: Tensor
     """Scores of all keys for every query, summed over heads; differentiable in q, k and weights.
 
     Args:
-        q: (tokens, heads, dim) bfloat16 or float16, contiguous; heads is a multiple of 8 up to 64, dim is 32, 64 or
-            128.
-        k: (keys, dim), contiguous.
+        q: (tokens, heads, dim) bfloat16 or float16; heads is a multiple of 8 up to 64, dim is 32, 64 or 128. Slices
+            with gaps are copied, also of k and weights.
+        k: (keys, dim).
         weights: (tokens, heads) float32.
         cu_seq_len_k_start: (tokens,) int32 or int64, the first key that a query sees.
         cu_seq_len_k_end: the same, the key behind the last one; both are clamped to [0, keys].
@@ -109,7 +109,7 @@ def mqa_logits(q: Tensor, k: Tensor, weights: Tensor, cu_seq_len_k_start: Tensor
     """
     start = lengths_int32(cu_seq_len_k_start, 'cu_seq_len_k_start')
     end = lengths_int32(cu_seq_len_k_end, 'cu_seq_len_k_end')
-    return mqa_logits.call(q, k, weights, start, end)
+    return mqa_logits.call(dense(q, 'q'), dense(k, 'k'), dense(weights, 'weights'), start, end)
 
 
 # Cases --------------------------------------------------------------------------------------

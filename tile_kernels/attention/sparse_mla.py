@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tile_kernels.attention._checks import check_extents, check_sink, check_vectors, lengths_int32
+from tile_kernels.attention._checks import check_extents, check_sink, check_vectors, lengths_int32, table_int32
 from tile_kernels.attention._samples import LATENT_SUMS, random_lists
 from tile_kernels.attention.mla_decode import MAX_ROWS, check_queries, latent_parts
 from tile_kernels.attention.mla_decode_kernels import LISTED, LOG2E, PACKED_HEADS, mla_decode_kernel
@@ -25,6 +25,7 @@ from tile_kernels.attention.pack_mla_cache import KEY, LATENT
 from tile_kernels.attention.sparse_mla_bwd_kernels import sparse_mla_bwd_kernel, sparse_mla_sum_kernel, tile_heads
 from tile_kernels.attention.sparse_mla_bwd_sm90_kernels import sparse_mla_bwd_sm90_kernel
 from tile_kernels.attention.sparse_mla_sm90_kernels import sparse_mla_sm90_kernel
+from tile_kernels.attention.sparse_mla_weights import sparse_mla_weights
 from tile_kernels.core import check
 from tile_kernels.core.autograd import autocast
 from tile_kernels.core.cases import grid
@@ -42,7 +43,7 @@ CHUNK_BYTES = 256 << 20
 
 def check_sparse(q: Tensor, kv: Tensor, indices: Tensor, topk_length: Tensor | None, sink: Tensor | None) -> None:
     """Check the arguments of sparse latent attention."""
-    check_queries(q, 'tokens')
+    check_queries(q, 'tokens', MAX_ROWS)
     tokens, heads, _ = q.shape
     keys, _, _ = check_extents(kv, 'kv', f'keys 1 {KEY}', q.dtype)
     check_vectors(kv=kv)
@@ -194,13 +195,15 @@ def flash_mla_sparse_fwd(
     d_v: int = LATENT,
     attn_sink: Tensor | None = None,
     topk_length: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    *,
+    return_p_sum: bool = False,
+) -> tuple[Tensor, ...]:
     """Latent attention of tokens that see listed keys only; takes the calls of FlashMLA. Differentiable in q, kv, sink.
 
     Only o has a gradient. With `torch.use_deterministic_algorithms` it has the same bits in every run.
 
     Args:
-        q: (tokens, heads, 576) bfloat16 or float16; 1 to 128 heads.
+        q: (tokens, heads, 576) bfloat16 or float16, with any number of heads.
         kv: (keys, 1, 576) of q's dtype; the first 512 channels are the values.
         indices: (tokens, 1, topk) int32, the keys that a token sees. Entries below 0, or not below `keys`, are none and
             load nothing; a key that occurs twice counts twice.
@@ -208,24 +211,24 @@ def flash_mla_sparse_fwd(
         d_v: 512.
         attn_sink: (heads,) logits that join the denominator.
         topk_length: (tokens,) int32: only so many entries of a token count.
+        return_p_sum: also return the weights of all listed keys, summed over heads: what an indexer learns.
 
     Returns:
         o (tokens, heads, 512), the largest score and lse, both (tokens, heads) float32, natural logarithms without the
-        sink. A token that sees no key has o = 0, largest score -inf and lse = +inf.
+        sink. A token that sees no key has o = 0, largest score -inf and lse = +inf. With `return_p_sum` also the sums
+        (tokens, topk) float32, 0 where an entry is none, without a gradient.
     """
     check.equal(d_v, LATENT, 'd_v')
     check.number(sm_scale, 'sm_scale')
-    check.dtype(indices, 'indices', (torch.int32, torch.int64))
     q, kv = autocast(check.tensor(q, 'q'), check.tensor(kv, 'kv'))
-    return sparse_mla(
-        q,
-        kv,
-        indices.int(),
-        lengths_int32(topk_length, 'topk_length'),
-        attn_sink,
-        scale=sm_scale,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
+    listed: Any = table_int32(check.tensor(indices, 'indices'), 'indices')
+    limit = lengths_int32(topk_length, 'topk_length')
+    ordered = torch.are_deterministic_algorithms_enabled()
+    o, top, lse = sparse_mla(q, kv, listed, limit, attn_sink, scale=sm_scale, deterministic=ordered)
+    if not return_p_sum:
+        return o, top, lse
+    sink = None if attn_sink is None else attn_sink.detach()
+    return o, top, lse, sparse_mla_weights(q.detach(), kv.detach(), listed, lse.detach(), limit, sink, sm_scale)
 
 
 # Cases --------------------------------------------------------------------------------------

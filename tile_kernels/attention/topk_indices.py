@@ -61,6 +61,14 @@ def _topk_indices(
     check.packed(start, 'start', 'rows', torch.int32, rows=rows)
     check.packed(end, 'end', 'rows', torch.int32, rows=rows)
     check.same_device(logits=logits, start=start, end=end)
+    return select(logits, k, start, end, return_values)
+
+
+def select(
+    logits: Tensor, k: int, start: Tensor | None, end: Tensor | None, return_values: bool
+) -> tuple[Tensor, Tensor]:
+    """The columns and numbers of arguments that are checked."""
+    rows, columns = logits.shape
     indices = torch.empty((rows, k), dtype=torch.int32, device=logits.device)
     values = torch.empty((rows, k if return_values else 0), dtype=logits.dtype, device=logits.device)
     if columns == 0:

@@ -32,8 +32,8 @@ from tile_kernels.transform import rotary_embedding
 
 EPS = 1e-6
 FP8 = torch.float8_e4m3fn
-#: New tokens of a call of `fp8_paged_mqa_logits`, and rows of scores that are in memory at a time.
-INDEX_TOKENS, INDEX_ROWS = 4, 4096
+#: New tokens of a call of `fp8_paged_mqa_logits`.
+INDEX_TOKENS = 4
 
 
 class RMSNorm(nn.Module):
@@ -241,13 +241,8 @@ class MLA(nn.Module):
             sequence = torch.searchsorted(cu_seqlens, token.to(cu_seqlens.dtype), right=True) - 1
             start = cu_seqlens[sequence].int()
         topk: Any = self.index_topk
-        found = []
-        for first in range(0, len(q), INDEX_ROWS):
-            own = slice(first, first + INDEX_ROWS)
-            logits = attention.fp8_mqa_logits(q[own], keys, weights[own], start[own], token[own] + 1, False)
-            listed: Any = attention.topk_indices(logits, topk, start[own], token[own] + 1)
-            found.append(torch.where(listed >= 0, listed + start[own, None], -1))
-        return torch.cat(found)[:, None]
+        listed: Any = attention.index_topk(q, keys, weights, start, token + 1, topk)
+        return torch.where(listed >= 0, listed + start[:, None], -1)[:, None]
 
     def _select_cached(self, selector: tuple, rows: tuple[int, ...], cache: LatentLayerCache) -> Tensor:
         """The keys that every token sees, (batch, tokens, index_topk), counted from the start of its sequence."""
