@@ -1,6 +1,7 @@
 """What the wheel holds, and what it leaves out. Building takes some seconds."""
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -50,8 +51,29 @@ def test_it_holds_every_module_of_the_package_and_the_plugin_and_nothing_else(wh
     assert own <= outside
     tables = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob('*.json')}
     table = 'tile_kernels/tuned/some-gpu/some_kernel.json'
-    assert outside - own == {'tile_kernels/py.typed', table} | tables
+    track = {str(path.relative_to(ROOT)) for path in (PACKAGE / 'learn' / 'exercises').glob('*/*.md')}
+    assert outside - own == {'tile_kernels/py.typed', table, 'tile_kernels/learn/answers.bin'} | tables | track
     assert 'tile_kernels/compat/quant/types.py' in own and 'tile_kernels/compat/torch/__init__.py' in own
+
+
+def test_the_learning_track_works_without_a_checkout(wheel, tmp_path):
+    for name, content in wheel[1].items():
+        if name.startswith('tile_kernels'):
+            (tmp_path / 'site' / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / 'site' / name).write_bytes(content)
+    command = [sys.executable, '-m', 'tile_kernels', 'learn']
+    options = {'cwd': tmp_path, 'env': os.environ | {'PYTHONPATH': str(tmp_path / 'site')}, 'text': True}
+
+    def learn(*words):
+        return subprocess.run([*command, *words], capture_output=True, **options)
+
+    assert learn('start').returncode == 0
+    stub = learn('check', '1')
+    assert stub.returncode == 1 and 'copy is not finished' in stub.stdout
+    answer = learn('reveal', '1', '--yes').stdout
+    (tmp_path / 'tile-kernels-learn' / '01_copy.py').write_text(answer)
+    solved = learn('check', '1')
+    assert solved.returncode == 0 and solved.stdout.startswith('★'), solved.stdout + solved.stderr
 
 
 def test_it_declares_the_command_and_the_plugin(wheel):

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import tile_kernels
-from tile_kernels.cli import bench, cache, catalog, debug, demo, doctor, explain, precompile, profile, show, tune
+from tile_kernels.cli import bench, cache, catalog, debug, demo, doctor, explain, learn, precompile, profile, show, tune
 from tile_kernels.core.errors import TileKernelsError
 
 COMMANDS = {
@@ -23,6 +23,7 @@ COMMANDS = {
     'precompile': precompile,
     'cache': cache,
     'demo': demo,
+    'learn': learn,
 }
 
 

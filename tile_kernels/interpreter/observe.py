@@ -232,7 +232,8 @@ class LastWriter:
 
     def __str__(self) -> str:
         thread = f', thread {self.thread}' if self.thread >= 0 else ''
-        return f'block {self.block}{thread} wrote it in line {self.line}' if self.line else 'no thread wrote it'
+        block = ', '.join(map(str, self.block))
+        return f'block {block}{thread} wrote it in line {self.line}' if self.line else 'no thread wrote it'
 
 
 class Several:

@@ -60,6 +60,14 @@ class Result:
         """'lean', 'right' or 'started'."""
         return 'lean' if self.failed is None else 'right' if self.failed == 'lean' else 'started'
 
+    @property
+    def headline(self) -> str:
+        """One line: the state, the exercise, and why a step failed."""
+        from tile_kernels.learn.report import SIGNS, name_of
+
+        reason = f': {self.failed}: {self.words[0]}' if self.failed is not None else ''
+        return f'{SIGNS[self.state]} {name_of(self)} {self.exercise.title}{reason}'
+
     def __str__(self) -> str:
         from tile_kernels.learn.report import report
 
@@ -219,7 +227,7 @@ def _right(submission: Submission, known: dict[str, Kernels], result: Result) ->
 
 
 def _sizes(case: Case) -> str:
-    numbers = [f'{name}={value}' for name, value in (case.static | case.sizes).items() if isinstance(value, int)]
+    numbers = [f'{name}={value}' for name, value in (case.static | case.sizes).items() if type(value) is int]
     return f' ({", ".join(numbers)})' if numbers else ''
 
 
@@ -241,7 +249,9 @@ def _run(
                 observer=None if observers is None else observers[number],
             )
         except InterpreterError as error:
-            raise Failed(f'{type(error).__name__}: {error}') from error
+            text = str(error).removeprefix(f'{error.kernel}: ')
+            text = text.replace(f', at {submission.file}:{error.line}', f', in line {error.line}')
+            raise Failed(f'{type(error).__name__}: {text}') from error
         except (TypeError, ValueError) as error:  # the tensors do not fit the kernel's parameters
             raise Failed(str(error).partition('\n')[0]) from error
         branches += report.branches
@@ -373,7 +383,7 @@ def _fits(submission: Submission, known: dict[str, Kernels], result: Result, res
             counted += [_renamed(counts, renamed) for counts in each]
         if resources:
             words.append(_compiled(sources, subject.gpu.target, device))
-    result.numbers = _numbers_of(counted, us)
+    result.numbers = numbers_of(counted, us)
     shared = max(counts.shared for counts in counted)
     fit = f'{counted[0].threads} threads and {shared / 1024:.3g} KB of shared memory a block'
     result.notes['fits'] = '; '.join([f'{" and ".join(exercise.devices)}: {fit}', *filter(None, reversed(words))])
@@ -406,7 +416,8 @@ def _renamed(counts: Counts, names: dict[str, str]) -> Counts:
     return replace(counts, accesses=accesses)
 
 
-def _numbers_of(counted: list[Counts], us: float) -> dict[str, float]:
+def numbers_of(counted: list[Counts], us: float) -> dict[str, float]:
+    """Totals of all launches."""
     accesses = [a for counts in counted for a in counts.accesses]
     return {
         'bytes read': float(sum(a.bytes for a in accesses if a.space == 'global' and not a.writes)),
@@ -428,6 +439,21 @@ def _lean(exercise: Exercise, facts: Facts, result: Result) -> None:
         if against is not None:
             raise Failed(against, f'to be lean: {condition.sentence}')
     result.notes['lean'] = ', '.join(condition.sentence for condition in exercise.lean)
+
+
+def counted_numbers(submission: Submission) -> dict[str, float]:
+    """The counts of a kernel at its lean case."""
+    result = Result(submission.exercise)
+    _fits(submission, {}, result, resources=False)
+    return result.numbers
+
+
+def check_file(exercise: Exercise, path: Path, bug: bool = False, resources: bool = False) -> Result:
+    """Check the builder in a file."""
+    try:
+        return check_submission(load(exercise, path), bug, resources)
+    except Failed as failure:
+        return Result(exercise, bug, STEPS[0], list(failure.args))
 
 
 def check_builder(exercise: Exercise, kernel: Callable[..., Any], bug: bool = False) -> Result:

@@ -90,11 +90,15 @@ def traffic(most: float = 1.05, **names: str) -> Condition:
         got = facts.requested()
         if got <= most * least:
             return None
-        worst = max(names, key=lambda n: facts.requested(n, names[n] == 'write') / max(facts.sizes[n], 1))
-        times = facts.requested(worst, names[worst] == 'write') / max(facts.sizes[worst], 1)
-        how = 'read' if names[worst] == 'read' else 'written'
-        more = f'{worst} is {how} {times:.2g} times' if times > most else 'other tensors move as well'
-        return f'{got / 1e6:.1f} MB move, {least / 1e6:.1f} MB are needed: {more}'
+        spare = {
+            (name, how): facts.requested(name, how == 'write') - facts.sizes[name] * (names[name] == how)
+            for name in names
+            for how in ('write', 'read')
+        }
+        name, how = max(spare, key=lambda key: spare[key])
+        times = facts.requested(name, how == 'write') / facts.sizes[name]
+        word = 'written' if how == 'write' else 'read'
+        return f'{got / 1e6:.1f} MB move, {least / 1e6:.1f} MB are needed: {name} is {word} {times:.2g} times'
 
     return Condition('every byte moves once', against)
 
@@ -167,16 +171,10 @@ def barriers(most: float, per: Callable[[Case], Any], of: str) -> Condition:
     """At most so many block-wide barriers per unit of work, e.g. `barriers(1, lambda case: case['rows'], 'row')`."""
 
     def against(facts: Facts) -> str | None:
-        warps = max(1, facts.launches[0].threads // 32)
-        got = block_barriers(facts) / per(facts.case)
-        return None if got <= most * (1 + 1e-6) else f'{got:.3g} barriers a {of} ({warps} warps in a block)'
+        got = facts.event('block_barrier') / per(facts.case)
+        return None if got <= most * (1 + 1e-6) else f'{got:.3g} barriers of the whole block for a {of}'
 
-    return Condition(f'at most {most:g} barrier{"s" if most > 1 else ""} a {of}', against)
-
-
-def block_barriers(facts: Facts) -> float:
-    """Barriers of whole blocks, `__syncthreads` and those inside of reductions, over the grid."""
-    return facts.event('block_barrier')
+    return Condition(f'at most {most:g} barrier{"s" if most > 1 else ""} for a {of}', against)
 
 
 def tensor_cores(flops: Callable[[Case], float]) -> Condition:

@@ -18,8 +18,7 @@ def report(result: Result) -> str:
     """The steps with their findings, and the next command."""
     from tile_kernels.learn.checks import STEPS
 
-    exercise = result.exercise
-    name = f'{exercise.number:02d}{"b" if result.bug else ""}'
+    exercise, name = result.exercise, name_of(result)
     lines = [f'{SIGNS[result.state]} {name} {exercise.bug if result.bug else exercise.title}']
     for step in STEPS:
         if step == result.failed:
@@ -27,6 +26,11 @@ def report(result: Result) -> str:
             break
         lines += _wrapped(f'  ✓ {step:<8}', [result.notes[step]])[:2]
     return '\n'.join([*lines[: MOST_LINES - 1], f'  {_next(result, name)}'])
+
+
+def name_of(result: Result) -> str:
+    """The number of the exercise, with a b for its bug."""
+    return f'{result.exercise.number:02d}{"b" if result.bug else ""}'
 
 
 def _wrapped(first: str, texts: list[str]) -> list[str]:

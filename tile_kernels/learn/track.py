@@ -59,16 +59,19 @@ class Target:
     """What the kernel should reach on a GPU.
 
     Attributes:
-        kind: 'copy' (percent of a copy of the same bytes), 'tflops', 'us', or 'ratio' (our time over the learner's).
+        kind: 'copy' (percent of a copy of the same bytes), 'tflops', 'us' (in a graph), or 'ratio' (times faster than
+            the baseline, both in a graph).
         value: the number to reach; provisional until it is measured.
         case: the shape.
         flops: operations of one call, for 'tflops'.
+        baseline: for 'ratio', what is timed beside the kernel: `baseline(case, **inputs)`.
     """
 
     kind: str
     value: float
     case: Case
     flops: float = 0.0
+    baseline: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class Exercise:
         lean: conditions on counts at `lean_case`.
         lean_case: a model-sized call, which is only lowered and counted.
         target: what to reach on a GPU.
-        ours: the op of this package that solves the same problem, or the nearest one, e.g. 'transpose.batched_transpose'.
+        ours: the op of this package for the same problem, or the nearest one, e.g. 'transpose.batched_transpose'.
         ours_case: entries of the op's case that make it as large as `lean_case`; None compares lines only.
         bound: the allowed absolute error of an output, as a number or tensor; None means the same bits.
         workspaces: shapes and dtypes of further tensors.

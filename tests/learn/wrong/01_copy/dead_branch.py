@@ -1,7 +1,7 @@
 """step: covered
-words: line 18
+words: makes the condition false in line 17
 
-The second guard can never be false.
+The first condition can never be false.
 """
 
 import tilelang.language as T
