@@ -3,8 +3,10 @@
     y[t, r] = sum over c of x[t, c] * w[r, c]
     w[r, c] = (code[r, c] - 8) * scales[r, c // group]
 
-Eight codes lie in an int32, the first in the lowest bits: code[r, c] = bits 4 * (c % 8) to 4 * (c % 8) + 3 of
-packed[r, c // 8]. k is a multiple of group, which is 32. The number of tokens m is known only when the kernel runs.
+    code[r, c] = bits 4 * (c % 8) to 4 * (c % 8) + 3 of packed[r, c // 8]
+
+Eight codes lie in an int32, the first in the lowest bits. k is a multiple of group, which is 32. The number of tokens m
+is known only when the kernel runs.
 
 Check it with `tile-kernels learn check 13`.
 """
