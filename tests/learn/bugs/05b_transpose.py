@@ -1,8 +1,8 @@
 """05b Find the bug: this transpose is right, but it is slow.
 
-The author did not want to waste a column of shared memory. The layout below keeps the tile at 32 x 32 numbers. It stores
-column j of row i at place j ^ (i % 8) of the row, where ^ is the bitwise exclusive or. On an H200 the kernel takes more
-time than it should.
+The author did not want to waste a column of shared memory. The layout below keeps the tile at 32 x 32 numbers. It
+stores column j of row i at place j ^ (i % 8) of the row, where ^ is the bitwise exclusive or. The check counts more
+passes through shared memory than the bytes need.
 
 Look at the banks that the lanes of a warp meet. `line` is the line that reads the tile:
 
