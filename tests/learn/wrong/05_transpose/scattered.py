@@ -16,7 +16,7 @@ def transpose():
         with T.Kernel(T.ceildiv(cols, tile), T.ceildiv(rows, tile), batch, threads=256) as (col_tile, row_tile, matrix):
             row, col = row_tile * tile, col_tile * tile
             for i, j in T.Parallel(tile, tile):
-                if T.And(row + i < rows, col + j < cols):
+                if row + i < rows and col + j < cols:
                     y[matrix, col + j, row + i] = x[matrix, row + i, col + j]
 
     return kernel

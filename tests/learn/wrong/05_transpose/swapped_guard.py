@@ -17,10 +17,10 @@ def transpose():
             staged = T.alloc_shared((tile, tile + 1), 'float32')
             row, col = row_tile * tile, col_tile * tile
             for i, j in T.Parallel(tile, tile):
-                if T.And(row + i < rows, col + j < cols):
+                if row + i < rows and col + j < cols:
                     staged[i, j] = x[matrix, row + i, col + j]
             for j, i in T.Parallel(tile, tile):
-                if T.And(row + i < cols, col + j < rows):
+                if row + i < cols and col + j < rows:
                     y[matrix, col + j, row + i] = staged[i, j]
 
     return kernel

@@ -1,5 +1,5 @@
 """step: lean
-words: a thread writes
+words: a thread reads 8 bytes of x at a time
 
 A lane holds too few channels for a wide store.
 """

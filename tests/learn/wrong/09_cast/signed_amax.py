@@ -1,5 +1,5 @@
 """step: right
-words: zeros, signs, ties and extremes
+words: elements of y are wrong
 
 The largest number is not the largest magnitude.
 """

@@ -1,5 +1,5 @@
 """step: right
-words: sf[0, 0] is
+words: elements of y are wrong
 
 The scale is that of the gate.
 """

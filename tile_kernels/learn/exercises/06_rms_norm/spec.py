@@ -92,7 +92,6 @@ EXERCISE = Exercise(
         _read_once(1, 'backward', 'dy'),
         _read_once(2, 'add_parts', 'parts'),
         _one_order,
-        lean.whole_sectors(2.0),
     ),
     lean_case=_case('4096 tokens of 4096', 4096, 4096),
     target=Target('copy', 90, _case('16384 tokens of 7168', 16384, 7168)),
