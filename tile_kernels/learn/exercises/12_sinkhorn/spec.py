@@ -67,5 +67,5 @@ EXERCISE = Exercise(
     ours='mhc.sinkhorn',
     ours_case={'lead': (262144,), 'shape': (4, 4), 'repeat': 20},
     bug='matrices that mix with their neighbors',
-    docs='interpreter.md#barrierdivergence',
+    docs='writing-an-op.md#numerics',
 )
