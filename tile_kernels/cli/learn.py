@@ -33,8 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest='action', metavar='ACTION')
     for name, (number, text) in ACTIONS.items():
         action = actions.add_parser(name, help=text, description=text)
-        if number:
-            action.add_argument('exercise', nargs=number if number == '?' else None, help='e.g. 5, or 5b for its bug')
+        if number == '?':
+            action.add_argument('exercise', nargs='?', help='e.g. 5, or 5b for its bug')
+        elif number:
+            action.add_argument('exercise', help='e.g. 5, or 5b for its bug')
         if name == 'start':
             action.add_argument('folder', nargs='?', help='default ./tile-kernels-learn')
         if name == 'html':

@@ -220,7 +220,8 @@ class LastWriter:
 
     def __init__(self, buffer: str, element: int) -> None:
         self.buffer, self.element = buffer, element
-        self.line, self.thread, self.block = 0, -1, (0,)
+        self.line, self.thread = 0, -1
+        self.block: tuple[int, ...] = (0,)
 
     def access(self, event: AccessEvent) -> None:
         """Look for the element among those that are written."""

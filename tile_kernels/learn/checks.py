@@ -9,6 +9,7 @@ import math
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +28,7 @@ from tile_kernels.learn.track import Case, Exercise, Shapes
 from tile_kernels.sight.count import Counts, count
 from tile_kernels.sight.errors import explain_error
 from tile_kernels.sight.limits import reason_against
-from tile_kernels.sight.lower import lower
+from tile_kernels.sight.lower import Lowered, lower
 from tile_kernels.sight.subject import Subject, resolve
 from tile_kernels.tuning.rank import predicted_us
 
@@ -57,7 +58,9 @@ class Result:
 
     @property
     def state(self) -> str:
-        """'lean', 'right' or 'started'."""
+        """'lean', 'right' or 'started'; a bug that makes a kernel slow is no kernel that is right."""
+        if self.bug:
+            return 'lean' if self.failed is None else 'started'
         return 'lean' if self.failed is None else 'right' if self.failed == 'lean' else 'started'
 
     @property
@@ -146,10 +149,10 @@ def _module(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ArgumentError(f'learn: the file must be Python, got {path}')
     module = importlib.util.module_from_spec(spec)
-    module.__dict__['__cached__'] = None
     sys.modules[name] = module  # TileLang looks a kernel's names up there
     try:
-        exec(compile(path.read_bytes(), str(path), 'exec'), module.__dict__)
+        # our own future imports must not hold in it: TileLang needs annotations as values
+        exec(compile(path.read_bytes(), str(path), 'exec', dont_inherit=True), module.__dict__)
     except SyntaxError as error:
         raise Failed(f'{path.name} is not Python: {error.msg} (line {error.lineno})') from error
     except Exception as error:
@@ -198,12 +201,16 @@ def poisoned(shapes: Shapes, zeroed: tuple[str, ...] = (), device: str = 'cpu') 
     return made
 
 
+def made_by_check(exercise: Exercise, case: Case) -> Shapes:
+    """Shapes of the tensors that the check allocates: outputs and workspaces."""
+    return exercise.outputs(case) | (exercise.workspaces(case) if exercise.workspaces else {})
+
+
 def arguments(exercise: Exercise, case: Case, device: str = 'cpu') -> dict[str, Any]:
     """Inputs, outputs and workspaces of a case by name."""
     inputs = exercise.inputs(case, torch.Generator().manual_seed(SEED))
     moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
-    shapes = exercise.outputs(case) | (exercise.workspaces(case) if exercise.workspaces else {})
-    return moved | poisoned(shapes, exercise.zeroed, device)
+    return moved | poisoned(made_by_check(exercise, case), exercise.zeroed, device)
 
 
 def _right(submission: Submission, known: dict[str, Kernels], result: Result) -> list[Branch]:
@@ -211,7 +218,8 @@ def _right(submission: Submission, known: dict[str, Kernels], result: Result) ->
     branches: list[Branch] = []
     for case in exercise.cases:
         tensors = arguments(exercise, case)
-        inputs = {name: tensors[name] for name in exercise.inputs(case, torch.Generator())}
+        written = made_by_check(exercise, case)
+        inputs = {name: x for name, x in tensors.items() if name not in written}
         before = {name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
         try:
             branches += _run(submission, case, known, tensors)
@@ -335,65 +343,70 @@ def _covered(branches: list[Branch], submission: Submission, result: Result) -> 
 # Fits -------------------------------------------------------------------------------------------
 
 
-def _subjects(submission: Submission, kernels: Kernels, case: Case, device: str) -> list[tuple[Subject, list[Any]]]:
-    """The launches of a case with the arguments that they are counted for."""
+def _subjects(
+    submission: Submission, kernels: Kernels, case: Case, device: str
+) -> tuple[list[Subject], dict[str, Any]]:
+    """The launches of a case on a GPU, and the arguments that they are counted for."""
     exercise = submission.exercise
-    if exercise.real:
+    with nullcontext() if exercise.real else FakeTensorMode():
         tensors = arguments(exercise, case)
-    else:
-        with FakeTensorMode():
-            tensors = arguments(exercise, case)
     found = []
     for function, names in zip(kernels.functions, exercise.launches, strict=True):
         given = [tensors[name] for name in names]
         try:
-            (subject,) = resolve(function, *given, device=device, pass_configs=kernels.pass_configs)
+            found += resolve(function, *given, device=device, pass_configs=kernels.pass_configs)
         except TileKernelsError as error:
             raise Failed(str(error)) from error
-        found.append((subject, given))
-    return found
+    return found, tensors
+
+
+def _lowered(subjects: list[Subject], device: str) -> list[Lowered]:
+    try:
+        return [lower(subject) for subject in subjects]
+    except CompileError as error:
+        raise Failed(f'{device}: {error}') from error
+
+
+def _shared(lowered: Lowered) -> int:
+    return max(int(function.attrs.get('dyn_shared_memory_buf', 0)) for function in lowered.functions.values())
 
 
 def _fits(submission: Submission, known: dict[str, Kernels], result: Result, resources: bool) -> Facts:
+    """Lower the launches for every GPU, and count them on the first."""
     exercise, case = submission.exercise, submission.exercise.lean_case
     kernels = submission.kernels(case, known)
-    counted: list[Counts] = []
-    sources: list[str] = []
-    sizes: dict[str, int] = {}
-    words = []
-    for device in reversed(exercise.devices):  # the last one counted is the first of the list
-        counted, sources, us = [], [], 0.0
-        for (subject, given), names in zip(
-            _subjects(submission, kernels, case, device), exercise.launches, strict=True
-        ):
-            try:
-                lowered = lower(subject)
-                each = count(subject, lowered)
-            except CompileError as error:
-                raise Failed(f'{device}: {error}') from error
-            reason = next(filter(None, (reason_against(counts, subject.gpu) for counts in each)), None)
-            if reason is not None:
-                raise Failed(reason)
-            renamed = _names(subject, names)
-            sizes |= {
-                n: x.numel() * x.element_size() for n, x in zip(names, given, strict=True) if isinstance(x, Tensor)
-            }
-            sources.append(lowered.source)
-            us += predicted_us(subject, each)
-            counted += [_renamed(counts, renamed) for counts in each]
-        if resources:
-            words.append(_compiled(sources, subject.gpu.target, device))
-    result.numbers = numbers_of(counted, us)
-    shared = max(counts.shared for counts in counted)
-    fit = f'{counted[0].threads} threads and {shared / 1024:.3g} KB of shared memory a block'
-    result.notes['fits'] = '; '.join([f'{" and ".join(exercise.devices)}: {fit}', *filter(None, reversed(words))])
-    return Facts(case, tuple(counted), tuple(sources), sizes)
+    first, *others = exercise.devices
+    subjects, tensors = _subjects(submission, kernels, case, first)
+    lowered = _lowered(subjects, first)
+    counted = [count(subject, each) for subject, each in zip(subjects, lowered, strict=True)]
+    limits = [(counts, subject.gpu) for subject, each in zip(subjects, counted, strict=True) for counts in each]
+    for device in others:
+        there, _ = _subjects(submission, kernels, case, device)
+        for subject, each, counts in zip(there, _lowered(there, device), counted, strict=True):
+            limits.append((replace(counts[0], shared=_shared(each)), subject.gpu))
+    reason = next(filter(None, (reason_against(*each) for each in limits)), None)
+    if reason is not None:
+        raise Failed(reason)
+    us = sum(predicted_us(subject, each) for subject, each in zip(subjects, counted, strict=True))
+    every = [
+        _renamed(counts, _names(subject, names))
+        for subject, each, names in zip(subjects, counted, exercise.launches, strict=True)
+        for counts in each
+    ]
+    result.numbers = numbers_of(every, us)
+    shared = max(counts.shared for counts in every) / 1024
+    note = f'{" and ".join(exercise.devices)}: {every[0].threads} threads and {shared:.3g} KB of shared memory a block'
+    result.notes['fits'] = note + (
+        _compiled([each.source for each in lowered], subjects[0], first) if resources else ''
+    )
+    sizes = {name: x.numel() * x.element_size() for name, x in tensors.items() if isinstance(x, Tensor)}
+    return Facts(case, tuple(every), tuple(each.source for each in lowered), sizes)
 
 
-def _compiled(sources: list[str], arch: str, device: str) -> str:
+def _compiled(sources: list[str], subject: Subject, device: str) -> str:
     """Registers of a thread by nvcc; spills are a failure."""
     try:
-        found = [nvcc.resources(source, arch) for source in sources]
+        found = [nvcc.resources(source, subject.gpu.target) for source in sources]
     except UnsupportedError:
         return ''
     except CompileError as error:
@@ -401,7 +414,7 @@ def _compiled(sources: list[str], arch: str, device: str) -> str:
     spills = sum(each['spill_stores'] + each['spill_loads'] for each in found)
     if spills:
         raise Failed(f'{device}: a thread needs too many registers: {spills} bytes spill to memory')
-    return f'{max(each["registers"] for each in found)} registers a thread'
+    return f'; {max(each["registers"] for each in found)} registers a thread'
 
 
 def _names(subject: Subject, names: tuple[str, ...]) -> dict[str, str]:

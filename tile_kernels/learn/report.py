@@ -43,6 +43,8 @@ def _wrapped(first: str, texts: list[str]) -> list[str]:
 def _next(result: Result, name: str) -> str:
     if result.failed is None:
         return f'lean; next: tile-kernels learn compare {name}, then the next exercise'
+    if result.bug:
+        return f'next: repair it; tile-kernels learn reveal {name} shows how'
     if result.failed == 'lean':
         return f'right, but not lean yet; next: tile-kernels learn hint {name}'
     return f'next: tile-kernels learn hint {name}'

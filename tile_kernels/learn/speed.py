@@ -64,7 +64,7 @@ def measure(submission: Submission) -> tuple[float, str]:
     elif target.kind == 'us':
         number = 1e3 * graph_time(call)
     elif target.baseline is not None:
-        number = graph_time(lambda: target.baseline(target.case, **inputs)) / graph_time(call)
+        number = graph_time(target.baseline, (target.case,), inputs) / graph_time(call)
     else:
         raise ArgumentError(f'learn speed: exercise {exercise.label} names nothing to compare its time with')
     unit, more = KINDS[target.kind]

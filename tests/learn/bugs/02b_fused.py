@@ -1,7 +1,8 @@
 """02b Find the bug: some columns of the result are never computed.
 
-The kernel solves exercise 02 and is right for every width that its author tried: 256, 512 and 4096. Someone calls it with
-300 columns. Check it with `tile-kernels learn check 2b`, read what the finding says about the index, and repair the kernel.
+The kernel solves exercise 02 and is right for every width that its author tried: 256, 512 and 4096. Someone calls it
+with 300 columns. Check it with `tile-kernels learn check 2b`, read what the finding says about the index, and repair
+the kernel.
 """
 
 import tilelang.language as T

@@ -1,8 +1,8 @@
 """03b Find the bug: only the first row of each block is right.
 
-To start fewer blocks, somebody let every block sum two rows. The sums of the rows 0, 2, 4, ... are right, those of the rows
-1, 3, 5, ... are not. Check it with `tile-kernels learn check 3b`, compare the wrong sum with the sums of the row and of the
-row before, and repair the kernel.
+To start fewer blocks, somebody let every block sum two rows. The sums of the rows 0, 2, 4, ... are right, those of the
+rows 1, 3, 5, ... are not. Check it with `tile-kernels learn check 3b`, compare the wrong sum with the sums of the row
+and of the row before, and repair the kernel.
 """
 
 import tilelang.language as T

@@ -1,8 +1,8 @@
 """04b Find the bug: rows of very negative numbers become NaN.
 
-The kernel solves exercise 04 for most rows. Somebody adds a mask of -1000 to whole rows. Those rows become NaN, although
-their numbers are finite. Check it with `tile-kernels learn check 4b`. Ask what `most` is for such a row, and repair the
-kernel.
+The kernel solves exercise 04 for most rows. Somebody adds a mask of -1000 to whole rows. Those rows become NaN,
+although their numbers are finite. Check it with `tile-kernels learn check 4b`. Ask what `most` is for such a row, and
+repair the kernel.
 """
 
 import tilelang.language as T
