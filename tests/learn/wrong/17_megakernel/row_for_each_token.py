@@ -1,5 +1,5 @@
 """step: lean
-words: router is read 4 times
+words: router is read 2 times
 
 Every token loads the row again.
 """

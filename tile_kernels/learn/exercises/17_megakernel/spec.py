@@ -90,7 +90,7 @@ EXERCISE = Exercise(
         _case('one block', 2, 512, 16, 4, 1, 1),
     ),
     lean=(lean.launches(1), lean.once('router'), lean.once('up'), lean.once('down'), lean.wide(16, 'up', 'down')),
-    lean_case=_case('4 tokens, 4 experts of 2048 x 1024', 4, 2048, 1024, 4, 2, 16),
+    lean_case=_case('2 tokens, 4 experts of 2048 x 1024', 2, 2048, 1024, 4, 2, 16),
     target=Target('ratio', 1.0, _case('one token', 1, 2048, 1024, 64, 6, 132), baseline=_several),
     ours='gemm.grouped_gemm_swiglu',
     bug='blocks that do not wait for each other',
