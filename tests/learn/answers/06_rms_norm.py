@@ -22,6 +22,7 @@ def rms_norm(hidden: int):
             row = T.alloc_fragment((width,), 'float32')
             square = T.alloc_fragment((width,), 'float32')
             total = T.alloc_fragment((1,), 'float32')
+            out = T.alloc_fragment((width,), 'bfloat16')
             for h in T.Parallel(width):
                 row[h] = T.if_then_else(h < hidden, x[t, h], 0.0)
             for h in T.Parallel(width):
@@ -30,8 +31,10 @@ def rms_norm(hidden: int):
             total[0] = T.rsqrt(total[0] / hidden + EPS)
             rstd[t] = total[0]
             for h in T.Parallel(width):
+                out[h] = row[h] * total[0] * T.if_then_else(h < hidden, w[h], 0.0)
+            for h in T.Parallel(width):
                 if h < hidden:
-                    y[t, h] = row[h] * total[0] * w[h]
+                    y[t, h] = out[h]
 
     @T.prim_func
     def backward(
