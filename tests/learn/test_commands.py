@@ -172,7 +172,7 @@ def test_python_can_check_a_builder(capsys):
         ('def copy():\n    return 5\n', 'must return a kernel'),
         ('def other():\n    pass\n', 'must define the function copy'),
         ('import nothing_of_that_name\n', 'cannot be imported: ModuleNotFoundError'),
-        ('def copy():\n    return 1 / 0\n', 'ZeroDivisionError'),
+        ('def copy():\n    return 1 / 0\n', 'ZeroDivisionError: division by zero (line 2)'),
     ],
 )
 def test_a_file_that_is_no_answer_gets_a_sentence(body, words, tmp_path):

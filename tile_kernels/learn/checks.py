@@ -113,7 +113,9 @@ class Submission:
             raise Failed(f'{self.exercise.entry} is not finished: {error}{_at(error, self.file)}') from error
         except Exception as error:
             reason = str(explain_error(error)).partition('\n')[0]
-            raise Failed(f'{self.exercise.entry} failed with {type(error).__name__}: {reason}') from error
+            raise Failed(
+                f'{self.exercise.entry} failed with {type(error).__name__}: {reason}{_at(error, self.file)}'
+            ) from error
         functions = made if isinstance(made, (tuple, list)) else (made,)
         functions = tuple(getattr(function, 'prim_func', function) for function in functions)
         wanted = self.exercise.launches
