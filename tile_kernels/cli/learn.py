@@ -117,9 +117,8 @@ def _table(args: argparse.Namespace) -> int:
         mine = [state in SOLVED for each, state in states if each == level]
         if mine:
             out.print(f'{level:<13}{"█" * sum(mine)}{"░" * (len(mine) - sum(mine))} {sum(mine)} of {len(mine)}')
-    key = folder.next() if folder else None
-    first = 'tile-kernels learn start' if folder is None else f'tile-kernels learn check {key}' if key else ''
-    out.print(f'✓ right  ★ right and lean  ◐ started  ○ open  · answer seen\nnext: {first or "nothing: all solved"}')
+    action = 'start' if folder is None else f'check {folder.next() or "all"}'
+    out.print(f'✓ right  ★ right and lean  ◐ started  ○ open  · answer seen\nnext: tile-kernels learn {action}')
     return 0
 
 
