@@ -92,6 +92,18 @@ def test_the_planted_bug_comes_when_the_exercise_is_solved(folder, run):
     assert run('check', '2b')[0] == 0
 
 
+def test_all_exercises_are_checked_and_bugs_are_optional(folder, run):
+    for path in folder.glob('[0-9][0-9]_*.py'):
+        if path.name > '03':
+            path.unlink()
+    for name in ('01_copy.py', '02_fused.py'):
+        (folder / name).write_text((ANSWERS / name).read_text())
+    status, text = run('check', 'all')
+    assert status == 0 and [line[:4] for line in text.splitlines()] == ['★ 01', '★ 02', '◐ 02']
+    (folder / '01_copy.py').write_text('def copy():\n    return 5\n')
+    assert run('check', 'all')[0] == 1
+
+
 def test_a_damaged_or_deleted_progress_file_harms_nothing(folder, run):
     (folder / 'progress.json').write_text('{')
     assert run('hint', '1')[0] == 0

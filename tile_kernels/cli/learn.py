@@ -152,7 +152,7 @@ def _check(args: argparse.Namespace) -> int:
         results = [_checked(folder, *entry, resources=False) for entry in entries() if folder.file(*entry[1:]).exists()]
         for result in results:
             console.output().out(result.headline)
-        return int(any(result.state not in SOLVED for result in results))
+        return int(any(result.state not in SOLVED for result in results if not result.bug))  # bugs are optional
     result = _checked(*_chosen(args))
     console.output().out(str(result))
     return int(result.state not in SOLVED)
@@ -229,7 +229,7 @@ def _speed(args: argparse.Namespace) -> int:
     try:
         number, words = measure(load(exercise, folder.needed(exercise, bug)))
     except Failed as failure:
-        raise ArgumentError(f'learn speed: {failure}') from failure
+        raise ArgumentError(f'learn: {failure}') from failure
     folder.entry(key).update(speed=words.partition(',')[0], reached=number)
     folder.save()
     console.output().out(words)

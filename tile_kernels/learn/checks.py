@@ -69,7 +69,8 @@ class Result:
         from tile_kernels.learn.report import SIGNS, name_of
 
         reason = f': {self.failed}: {self.words[0]}' if self.failed is not None else ''
-        return f'{SIGNS[self.state]} {name_of(self)} {self.exercise.title}{reason}'
+        title = f'bug: {self.exercise.bug}' if self.bug else self.exercise.title
+        return f'{SIGNS[self.state]} {name_of(self)} {title}{reason}'
 
     def __str__(self) -> str:
         from tile_kernels.learn.report import report

@@ -24,7 +24,7 @@ def need_gpu() -> None:
     """Raise if there is no GPU."""
     if not torch.cuda.is_available():
         raise UnsupportedError(
-            'learn speed: there is no GPU; tile-kernels learn compare predicts the time of your kernel without one'
+            'learn: speed needs a GPU, found none; tile-kernels learn compare predicts the time of your kernel'
         )
 
 
@@ -66,7 +66,7 @@ def measure(submission: Submission) -> tuple[float, str]:
     elif target.baseline is not None:
         number = graph_time(target.baseline, (target.case,), inputs) / graph_time(call)
     else:
-        raise ArgumentError(f'learn speed: exercise {exercise.label} names nothing to compare its time with')
+        raise ArgumentError(f'learn: exercise {exercise.label} names nothing to compare its time with')
     unit, more = KINDS[target.kind]
     verdict = 'reached' if (number >= target.value if more else number <= target.value) else 'not reached'
     return number, f'{number:.3g} {unit}, target {target.value:g} {unit}: {verdict} ({result})'
