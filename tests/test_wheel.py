@@ -1,6 +1,7 @@
 """What the wheel holds, and what it leaves out. Building takes some seconds."""
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -50,8 +51,37 @@ def test_it_holds_every_module_of_the_package_and_the_plugin_and_nothing_else(wh
     assert own <= outside
     tables = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob('*.json')}
     table = 'tile_kernels/tuned/some-gpu/some_kernel.json'
-    assert outside - own == {'tile_kernels/py.typed', table} | tables
+    track = {str(path.relative_to(ROOT)) for path in (PACKAGE / 'learn' / 'exercises').glob('*/*.md')}
+    assert outside - own == {'tile_kernels/py.typed', table, 'tile_kernels/learn/answers.bin'} | tables | track
     assert 'tile_kernels/compat/quant/types.py' in own and 'tile_kernels/compat/torch/__init__.py' in own
+
+
+#: What a learner does after `pip install`, in one process.
+FIRST_STEPS = """
+import contextlib, io, pathlib, tile_kernels
+from tile_kernels.cli.main import main
+
+assert '/site/' in tile_kernels.__file__
+assert main(['learn', 'start']) == 0
+assert main(['learn', 'check', '1']) == 1
+with contextlib.redirect_stdout(io.StringIO()) as answer:
+    assert main(['learn', 'reveal', '1', '--yes']) == 0
+pathlib.Path('tile-kernels-learn/01_copy.py').write_text(answer.getvalue())
+assert main(['learn', 'check', '1']) == 0
+"""
+
+
+def test_the_learning_track_works_without_a_checkout(wheel, tmp_path):
+    for name, content in wheel[1].items():
+        if name.startswith('tile_kernels'):
+            (tmp_path / 'site' / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / 'site' / name).write_bytes(content)
+    (tmp_path / 'first_steps.py').write_text(FIRST_STEPS)
+    environment = os.environ | {'PYTHONPATH': str(tmp_path / 'site')}
+    command = [sys.executable, 'first_steps.py']
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert 'copy is not finished' in done.stdout and '★ 01' in done.stdout
 
 
 def test_it_declares_the_command_and_the_plugin(wheel):

@@ -17,6 +17,7 @@ from tile_kernels.cli import (
     demo,
     doctor,
     explain,
+    learn,
     precompile,
     profile,
     report,
@@ -39,6 +40,7 @@ COMMANDS = {
     'precompile': precompile,
     'cache': cache,
     'demo': demo,
+    'learn': learn,
 }
 
 

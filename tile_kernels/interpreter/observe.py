@@ -209,6 +209,34 @@ class Watcher:
             )
 
 
+class LastWriter:
+    """An observer that remembers which block and thread wrote an element last.
+
+    Attributes:
+        line: the line that wrote it, or 0.
+        block: coordinates of the block.
+        thread: the thread; -1 in tile operations and T.Parallel, where TileLang's layout decides.
+    """
+
+    def __init__(self, buffer: str, element: int) -> None:
+        self.buffer, self.element = buffer, element
+        self.line, self.thread = 0, -1
+        self.block: tuple[int, ...] = (0,)
+
+    def access(self, event: AccessEvent) -> None:
+        """Look for the element among those that are written."""
+        if event.buffer != self.buffer or event.action == 'load':
+            return
+        for lane in np.flatnonzero(event.element == self.element)[-1:]:
+            self.line, self.thread = event.line, int(event.thread[lane])
+            self.block = tuple(int(part) for part in event.block[lane])
+
+    def __str__(self) -> str:
+        thread = f', thread {self.thread}' if self.thread >= 0 else ''
+        block = ', '.join(map(str, self.block))
+        return f'block {block}{thread} wrote it in line {self.line}' if self.line else 'no thread wrote it'
+
+
 class Several:
     """An observer that consists of several."""
 

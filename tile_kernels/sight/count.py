@@ -122,7 +122,7 @@ class Counts:
         accesses: every kind of access.
         flops: operations of matrix products, by element type of the operands.
         flops_at: the same by file and line.
-        events: other instructions by class, e.g. `'sfu'`, `'alu'`, `'shuffle'`, `'wgmma'`.
+        events: other instructions by class, e.g. `'sfu'`, `'alu'`, `'shuffle'`, `'wgmma'`; `'block_barrier'` by block.
         sizes: bytes of every global buffer.
         assumptions: what the counts take for granted, in words.
     """
@@ -755,6 +755,7 @@ class _Walker:
         event = _event_of(name, node)
         lanes = self._bits(node.dtype)[1] if str(node.dtype) not in ('handle', 'void', '') else 1
         atomic = self._atomic(node, name)
+        barriers = _block_barriers(name, node)
         quiet = ('address_of', 'tvm_access_ptr')
         args = [self._expr(a) for a in node.args if not (hasattr(a, 'op') and a.op.name.split('.')[-1] in quiet)]
 
@@ -765,6 +766,9 @@ class _Walker:
                 self._event(state, event, lanes if event in ('sfu', 'alu') else 1)
             if atomic is not None:
                 atomic(state)
+            if barriers:
+                done = self.counts.events.get('block_barrier', 0.0)
+                self.counts.events['block_barrier'] = done + barriers * state.weight
             return 0
 
         return run
@@ -985,6 +989,18 @@ def _event_of(name: str, node: Any) -> str | None:
     if name.startswith(('ieee_', 'fma')) or name in ('max2', 'min2', 'abs2', 'add2', 'mul2', 'fma2', 'fabs'):
         return 'alu'
     return None
+
+
+def _block_barriers(name: str, node: Any) -> int:
+    """Block-wide barriers of one call: `__syncthreads`, or two for each step of a reduction across warps."""
+    if name == 'tvm_storage_sync':
+        return int(str(node.args[0].value).startswith('shared'))
+    reduction = re.search(r'AllReduce<.*?, *(\d+), *(\d+)', str(node.args[0])) if name == 'call_extern' else None
+    if reduction is None:
+        return 0
+    threads, scale = int(reduction[1]), int(reduction[2])
+    steps = (threads >> step for step in range(1, threads.bit_length()))
+    return 2 * sum(offset >= max(32, scale) for offset in steps)
 
 
 def _pointee(pointer: Any) -> Any:

@@ -1,0 +1,46 @@
+"""08: of some large tiles the one whose busiest SM multiplies least, and as many stages as fit."""
+
+import math
+
+import tilelang.language as T
+
+SMS, SHARED_BYTES = 132, 227 * 1024
+
+
+def choose(m: int, n: int, k: int) -> dict[str, int]:
+    def cost(shape):
+        rounds = math.ceil(math.ceil(m / shape[0]) * math.ceil(n / shape[1]) / SMS)
+        return rounds * shape[0] * shape[1], 1 / shape[0] + 1 / shape[1]
+
+    block_m, block_n = min([(128, 256), (128, 192), (128, 128), (64, 128)], key=cost)
+    stage_bytes = 2 * 64 * (block_m + block_n)
+    return {
+        'block_m': block_m,
+        'block_n': block_n,
+        'block_k': 64,
+        'num_stages': min(4, SHARED_BYTES // stage_bytes),
+        'threads': 2 * block_m,
+        'band': 8 if n > 4096 else 0,
+    }
+
+
+def product(m, n, k, block_m, block_n, block_k, num_stages, threads, band):
+    @T.prim_func
+    def kernel(a: T.Tensor((m, k), 'bfloat16'), b: T.Tensor((n, k), 'bfloat16'), c: T.Tensor((m, n), 'bfloat16')):
+        with T.Kernel(T.ceildiv(n, block_n), T.ceildiv(m, block_m), threads=threads) as (x, y):
+            T.use_swizzle(band, enable=band > 0)
+            a_tile = T.alloc_shared((block_m, block_k), 'bfloat16')
+            b_tile = T.alloc_shared((block_n, block_k), 'bfloat16')
+            acc = T.alloc_fragment((block_m, block_n), 'float32')
+            T.clear(acc)
+            for s in T.Pipelined(T.ceildiv(k, block_k), num_stages=num_stages):
+                T.copy(a[y * block_m, s * block_k], a_tile)
+                T.copy(b[x * block_n, s * block_k], b_tile)
+                T.gemm(a_tile, b_tile, acc, transpose_B=True)
+            T.copy(acc, c[y * block_m, x * block_n])
+
+    return kernel
+
+
+def tiled(m: int, n: int, k: int):
+    return product(m, n, k, **choose(m, n, k))

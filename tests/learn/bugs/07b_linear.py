@@ -1,0 +1,40 @@
+"""07b Find the bug: every second tile of c is wrong.
+
+To launch fewer blocks, the author gave each block two neighboring tiles of c. A test with one tile passed. A larger one
+fails.
+
+Check it with `tile-kernels learn check 7b`. The report names the first wrong element: in which tile of its block is it?
+What does a tile begin with, and what did the tile before leave behind?
+"""
+
+import tilelang.language as T
+
+
+def linear(n: int, k: int):
+    m = T.dynamic('m')
+    block_m, block_n, block_k = 128, 128, 64
+
+    @T.prim_func
+    def kernel(
+        a: T.Tensor((m, k), 'bfloat16'),
+        b: T.Tensor((k, n), 'bfloat16'),
+        bias: T.Tensor((n,), 'float32'),
+        c: T.Tensor((m, n), 'bfloat16'),
+    ):
+        with T.Kernel(T.ceildiv(n, 2 * block_n), T.ceildiv(m, block_m), threads=256) as (pair, tile_m):
+            a_shared = T.alloc_shared((block_m, block_k), 'bfloat16')
+            b_shared = T.alloc_shared((block_k, block_n), 'bfloat16')
+            total = T.alloc_fragment((block_m, block_n), 'float32')
+            T.clear(total)
+            for half in T.serial(2):
+                tile_n = 2 * pair + half
+                for step in T.Pipelined(T.ceildiv(k, block_k), num_stages=3):
+                    T.copy(a[tile_m * block_m, step * block_k], a_shared)
+                    T.copy(b[step * block_k, tile_n * block_n], b_shared)
+                    T.gemm(a_shared, b_shared, total)
+                for i, j in T.Parallel(block_m, block_n):
+                    if tile_n * block_n + j < n:
+                        total[i, j] = T.max(total[i, j] + bias[tile_n * block_n + j], 0.0)
+                T.copy(total, c[tile_m * block_m, tile_n * block_n])
+
+    return kernel

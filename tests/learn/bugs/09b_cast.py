@@ -1,0 +1,45 @@
+"""09b Find the bug: now and then the scale of a token is far too large.
+
+It happens only if the last group is short, or with an odd number of tokens, and only on some days. The author guards
+every access to global memory.
+
+Check it with `tile-kernels learn check 9b`. The report names a buffer and an index. Who should have written it?
+"""
+
+import tilelang.language as T
+
+GROUP = 128
+
+
+def cast(hidden: int):
+    tokens = T.dynamic('tokens')
+    groups = -(-hidden // GROUP)
+    rows = 16
+
+    @T.prim_func
+    def kernel(
+        x: T.Tensor((tokens, hidden), 'bfloat16'),
+        y: T.Tensor((tokens, hidden), 'float8_e4m3fn'),
+        sf: T.Tensor((tokens, groups), 'float32'),
+    ):
+        with T.Kernel(groups, T.ceildiv(tokens, rows), threads=128) as (group, tile):
+            raw = T.alloc_fragment((rows, GROUP), 'bfloat16')
+            values = T.alloc_fragment((rows, GROUP), 'float32')
+            codes = T.alloc_fragment((rows, GROUP), 'float8_e4m3fn')
+            scale = T.alloc_fragment((rows,), 'float32')
+            for i, j in T.Parallel(rows, GROUP):
+                if T.And(tile * rows + i < tokens, group * GROUP + j < hidden):
+                    raw[i, j] = x[tile * rows + i, group * GROUP + j]
+            T.copy(raw, values)
+            T.reduce_absmax(values, scale, dim=1)
+            for i in T.Parallel(rows):
+                bits = T.reinterpret(T.max(scale[i], 1e-4) / 448.0, 'uint32')
+                scale[i] = T.reinterpret((bits + T.uint32(0x007FFFFF)) & T.uint32(0xFF800000), 'float32')
+            for i, j in T.Parallel(rows, GROUP):
+                codes[i, j] = T.cast(values[i, j] / scale[i], 'float8_e4m3fn')
+            T.copy(codes, y[tile * rows, group * GROUP])
+            for i in T.Parallel(rows):
+                if tile * rows + i < tokens:
+                    sf[tile * rows + i, group] = scale[i]
+
+    return kernel

@@ -1,0 +1,69 @@
+"""11b Find the bug: some rows name an expert twice.
+
+This kernel exchanges its best key and column with other lanes step by step, instead of calling a reduction. It is right
+for random logits. Rows with equal logits come out wrong, and differently for each lane. Check it with
+`tile-kernels learn check 11b`. Play one exchange between two lanes with equal keys, and repair the kernel.
+"""
+
+import tilelang.language as T
+
+LOWEST = -(2**31)
+
+
+def order_key(x):
+    """An int32 that rises with `x`: both zeros are equal, and NaN is below every number."""
+    bits = T.reinterpret(x, 'int32')
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return T.Select(T.isnan(x), LOWEST + 1, T.Select(x == T.float32(0), 0, key))
+
+
+def topk_gate(num_experts: int, k: int):
+    num_tokens = T.dynamic('num_tokens')
+    slots = -(-num_experts // 32)
+
+    @T.prim_func
+    def kernel(
+        logits: T.Tensor((num_tokens, num_experts), 'float32'),
+        experts: T.Tensor((num_tokens, k), 'int32'),
+        values: T.Tensor((num_tokens, k), 'float32'),
+    ):
+        with T.Kernel(T.ceildiv(num_tokens, 4), threads=128) as block:
+            lane = T.get_thread_binding() % 32
+            token = block * 4 + T.get_thread_binding() // 32
+            keys = T.alloc_local((slots,), 'int32')
+            logit = T.alloc_var('float32')
+            best = T.alloc_var('int32')
+            expert = T.alloc_var('int32')
+            chosen = T.alloc_var('int32', init=0)
+            other = T.alloc_var('int32')
+            other_expert = T.alloc_var('int32')
+            if token < num_tokens:
+                for s in T.unroll(slots):
+                    keys[s] = LOWEST
+                    if s * 32 + lane < num_experts:
+                        logit = logits[token, s * 32 + lane]
+                        keys[s] = order_key(logit)
+                for choice in T.serial(k):
+                    best = keys[0]
+                    for s in T.unroll(1, slots):
+                        best = T.max(best, keys[s])
+                    expert = num_experts
+                    for s in T.unroll(slots):
+                        if keys[s] == best:
+                            expert = T.min(expert, s * 32 + lane)
+                    for level in T.unroll(5):
+                        other = T.shfl_xor(best, 16 >> level)
+                        other_expert = T.shfl_xor(expert, 16 >> level)
+                        if other > best:
+                            best = other
+                            expert = other_expert
+                    for s in T.unroll(slots):
+                        if s * 32 + lane == expert:
+                            keys[s] = LOWEST
+                    if lane == choice:
+                        chosen = expert
+                if lane < k:
+                    experts[token, lane] = chosen
+                    values[token, lane] = logits[token, chosen]
+
+    return kernel

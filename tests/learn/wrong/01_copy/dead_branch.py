@@ -1,0 +1,22 @@
+"""step: covered
+words: makes the condition false in line 17
+
+The first condition can never be false.
+"""
+
+import tilelang.language as T
+
+
+def copy():
+    n = T.dynamic('n')
+    tile = 1024
+
+    @T.prim_func
+    def kernel(x: T.Tensor((n,), 'float32'), y: T.Tensor((n,), 'float32')):
+        with T.Kernel(T.ceildiv(n, tile), threads=128) as block:
+            if block * tile < n:
+                for i in T.Parallel(tile):
+                    if block * tile + i < n:
+                        y[block * tile + i] = x[block * tile + i]
+
+    return kernel

@@ -1,0 +1,28 @@
+"""step: lean
+words: barriers of the whole block for a row
+
+Eight warps join their sums at barriers.
+"""
+
+import tilelang.language as T
+
+
+def row_sums(cols):
+    rows = T.dynamic('rows')
+    chunk, threads = 2048, 256
+
+    @T.prim_func
+    def kernel(x: T.Tensor((rows, cols), 'float16'), y: T.Tensor((rows,), 'float32')):
+        with T.Kernel(rows, threads=threads) as row:
+            part = T.alloc_fragment((1, chunk), 'float32')
+            total = T.alloc_fragment((1,), 'float32')
+            T.clear(part)
+            for step in T.serial(T.ceildiv(cols, chunk)):
+                for i, j in T.Parallel(1, chunk):
+                    col = step * chunk + j
+                    part[i, j] += T.if_then_else(col < cols, T.cast(x[row, col], 'float32'), 0.0)
+            T.reduce_sum(part, total, dim=1)
+            for i in T.Parallel(1):
+                y[row] = total[i]
+
+    return kernel

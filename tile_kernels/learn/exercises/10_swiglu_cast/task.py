@@ -1,0 +1,35 @@
+"""10 SwiGLU and the cast to FP8 in one kernel.
+
+    act[t, h]  = silu(gate[t, h]) * up[t, h]        silu(v) = v / (1 + exp(-v)), in float32
+    amax[t, g] = max over h in group g of |act[t, h]|, at least 1e-4    group g: 128 g <= h < min(128 (g + 1), hidden)
+    sf[t, g]   = amax[t, g] / 448, rounded up to a power of two
+    y[t, h]    = act[t, h] / sf[t, h // 128], rounded to the nearest e4m3 number
+
+`hidden` is known when the kernel is built and a multiple of 8. The number of tokens is known when it runs.
+
+Check it with `tile-kernels learn check 10`.
+"""
+
+import tilelang.language as T
+
+GROUP = 128
+
+
+def swiglu_cast(hidden: int):
+    """Return a kernel that never stores the activation; every block owns one group of 16 tokens."""
+    tokens = T.dynamic('tokens')
+    groups = -(-hidden // GROUP)
+    rows = 16
+
+    @T.prim_func
+    def kernel(
+        gate: T.Tensor((tokens, hidden), 'bfloat16'),
+        up: T.Tensor((tokens, hidden), 'bfloat16'),
+        y: T.Tensor((tokens, hidden), 'float8_e4m3fn'),
+        sf: T.Tensor((tokens, groups), 'float32'),
+    ):
+        with T.Kernel(groups, T.ceildiv(tokens, rows), threads=128) as (group, tile):
+            # Replace the next line. The block owns the tokens from tile * rows and the channels from group * GROUP on.
+            raise NotImplementedError(f'activate and cast {rows} tokens of {hidden} channels')
+
+    return kernel
