@@ -74,15 +74,13 @@ def tune_file(names: list[str], values: dict[str, str], args: argparse.Namespace
 
     if len(names) > 1:
         raise ArgumentError(f'tune: give one kernel of a file at a time, got {", ".join(names)}')
+    name, defined = files.definitions(names[0], [args.reference] if args.reference else [])
     if args.space is None:
-        raise ArgumentError(
-            f'tune: {names[0].rpartition(":")[2]} needs --space FILE.json with the values of its config entries'
-        )
+        raise ArgumentError(f'tune: {name} needs --space FILE.json with the values of its config entries')
     try:
         space = json.loads(args.space.read_text())
     except (OSError, ValueError) as error:
         raise ArgumentError(f'tune: --space must be a JSON file that can be read, got {args.space} ({error})') from None
-    name, defined = files.definitions(names[0], [args.reference] if args.reference else [])
     reference = defined[args.reference] if args.reference else None
     return tune(defined[name], space=space, reference=reference, **options, **files.values(values))
 
