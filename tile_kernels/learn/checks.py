@@ -29,8 +29,8 @@ from tile_kernels.sight.count import Counts, count
 from tile_kernels.sight.errors import explain_error
 from tile_kernels.sight.limits import reason_against
 from tile_kernels.sight.lower import Lowered, lower
+from tile_kernels.sight.model import time_us, work_of
 from tile_kernels.sight.subject import Subject, resolve
-from tile_kernels.tuning.rank import predicted_us
 
 STEPS = ('right', 'covered', 'fits', 'lean')
 SEED = 20
@@ -390,7 +390,8 @@ def _fits(submission: Submission, known: dict[str, Kernels], result: Result, res
     reason = next(filter(None, (reason_against(*each) for each in limits)), None)
     if reason is not None:
         raise Failed(reason)
-    us = sum(predicted_us(subject, each) for subject, each in zip(subjects, counted, strict=True))
+    works = [work_of(subject, each) for subject, each in zip(subjects, counted, strict=True)]
+    us = time_us(works, subjects[0].gpu)
     every = [
         _renamed(counts, _names(subject, names))
         for subject, each, names in zip(subjects, counted, exercise.launches, strict=True)

@@ -16,8 +16,8 @@ from tile_kernels.learn.pack import packed
 from tile_kernels.learn.track import Exercise
 from tile_kernels.sight.count import count
 from tile_kernels.sight.lower import lower
+from tile_kernels.sight.model import Work, time_us, work_of
 from tile_kernels.sight.subject import of_launch
-from tile_kernels.tuning.rank import predicted_us
 
 
 def lines_of_code(source: str) -> int:
@@ -48,13 +48,13 @@ def of_op(exercise: Exercise) -> dict[str, float]:
     gpu = GPUS[exercise.devices[0]]
     with on_gpu(gpu):
         launches = launches_of(op, typical_case(op, exercise.ours_case))
-    counted, us = [], 0.0
+    counted, works = [], list[Work]()
     for launch in launches:
         subject = of_launch(launch, gpu)
         each = count(subject, lower(subject))
-        us += predicted_us(subject, each)
+        works.append(work_of(subject, each))
         counted += each
-    return found | numbers_of(counted, us)
+    return found | numbers_of(counted, time_us(works, gpu))
 
 
 def compared(exercise: Exercise, key: str, path: Path) -> tuple[list[str], list[list[str]], list[str]]:

@@ -13,6 +13,7 @@ from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
+from tile_kernels.linear_attention._checks import check_vectors
 from tile_kernels.linear_attention.delta_rule import check_delta, count_chunks, make_bwd
 from tile_kernels.linear_attention.delta_rule_kernels import delta_states_kernel
 from tile_kernels.linear_attention.delta_rule_sm90_kernels import WHOLE
@@ -55,6 +56,7 @@ def delta_states(
     square = {'chunks': chunks, 'heads': value_heads, 'chunk': chunk_size}
     check.packed(inverse, 'inverse', 'chunks heads chunk chunk', v.dtype, **square)
     check.same_device(k=k, inverse=inverse)
+    check_vectors(inverse=inverse)
     make = torch.zeros if packed else torch.empty
     h = make(chunks, value_heads, dim, value_dim, dtype=k.dtype, device=k.device)
     u = torch.empty(v.shape, dtype=k.dtype, device=k.device)
