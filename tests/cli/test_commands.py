@@ -63,7 +63,8 @@ def test_explain_fits_80_columns(toy, cli, narrow):
 
 @pytest.mark.parametrize('name', ['mhc.pre', 'attention.mla_decode', 'linear_attention.chunk_gla', 'moe.fused_mapping'])
 def test_explain_of_real_ops_breaks_no_word_at_80_columns(cli, narrow, name):
-    lines = readable(cli('explain', name)[1])
+    more = [] if name == 'moe.fused_mapping' else ['--no-predict']  # lowering the others takes seconds
+    lines = readable(cli('explain', name, *more)[1])
     found = explain(name)
     for launch in found.launches:
         where = lines.index(launch.kernel.name)
