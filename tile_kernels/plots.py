@@ -36,6 +36,7 @@ _STYLE = {
     'axes.spines.right': False,
     'axes.axisbelow': True,
     'axes.grid': True,
+    'axes.facecolor': 'none',
     'grid.color': '#888888',
     'grid.alpha': 0.3,
     'grid.linewidth': 0.6,
