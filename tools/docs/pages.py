@@ -30,6 +30,7 @@ from tile_kernels.core.gpus import DEFAULT_GPU, GPUS
 from tile_kernels.core.knobs import KNOBS
 from tile_kernels.core.op import Op
 from tile_kernels.core.registry import all_cases, cases_of, load_ops
+from tile_kernels.plots import LARGE_BYTES, is_gradient
 from tile_kernels.testing.records import Record
 from tools.docs.api import (
     GENERATED,
@@ -56,9 +57,6 @@ README_DEVICE = 'H200'
 
 #: The ops whose cases `docs/status.md` lists next to each other.
 README_OPS = ('engram.gate', 'engram.gate_bwd_partial')
-
-#: Smaller problems are bound by latency, so their % of copy says little.
-LARGE_BYTES = 32 << 20
 
 #: Faster records did not move all counted bytes: only the shape of an input mattered, or L2 held the data.
 BANDWIDTH = GPUS[README_DEVICE.lower()].bandwidth
@@ -307,8 +305,8 @@ def status(path: Path, ops: Sequence[Op], records: Sequence[Record]) -> str:
     rows = [
         (
             _family(name, 'api'),
-            shares([op for op in own if not is_gradient(op)], records)[0],
-            shares([op for op in own if is_gradient(op)], records)[0],
+            shares([op for op in own if not is_gradient(op.name)], records)[0],
+            shares([op for op in own if is_gradient(op.name)], records)[0],
             shares(own, records)[1],
         )
         for name, own in _families(ops).items()
@@ -339,11 +337,6 @@ def _between_marks(path: Path, tables: str) -> str:
         )
     head, rest = text.split(BEGIN)
     return f'{head}{BEGIN}\n{tables}{END}{rest.split(END)[1]}'
-
-
-def is_gradient(op: Op) -> bool:
-    """Whether an op computes gradients, according to its name."""
-    return 'bwd' in op.name or 'backward' in op.name
 
 
 def _purpose(op: Op) -> str:
