@@ -1,8 +1,9 @@
-"""What one-launch layers would gain: the cost of barriers, flags, launches and prefetches on this GPU, as JSON lines.
+"""What one-launch layers and clusters would gain: barriers, flags, launches, prefetches, and a GEMM by pairs of blocks.
 
     python tools/scale_probe.py [--json FILE]
 
-It needs a GPU to measure. Without one, its kernels run in the interpreter, which is what their test does.
+The results are JSON lines. `cluster_gemm` is the example of that name, beside `gemm` on the same matrices. The script
+needs a GPU to measure. Without one, its kernels run in the interpreter, which is what their test does.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ CHAIN = 8
 MEGABYTES = (10, 25, 50, 100)
 LINE = 128  # bytes of a cache line
 REPEATS = 20
+PRODUCTS = ((8192, 8192, 8192), (4096, 7168, 2048), (2048, 4096, 7168))  # m, n, k
+EXAMPLE = Path(__file__).parent.parent / 'examples' / 'cluster_gemm.py'
 
 PREFETCH = """
 static __device__ __forceinline__ void prefetch_lines(const void *start, int number) {
@@ -158,6 +161,32 @@ def in_graph(run: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
+def products() -> dict[str, float]:
+    """Times of `gemm` and of the cluster GEMM, whose results must agree."""
+    import tilelang
+
+    import tile_kernels
+    from tile_kernels.cli.files import definitions
+
+    _, example = definitions(f'{EXAMPLE}:cluster_gemm_kernel', ['PASS_CONFIGS'])
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    found = {}
+    for m, n, k in PRODUCTS:
+        program = example['cluster_gemm_kernel'](m, n, k, num_sms=sms // 2 * 2)
+        kernel = tilelang.compile(program, pass_configs=example['PASS_CONFIGS'])
+        a, b = (torch.randn(rows, k, device='cuda', dtype=torch.bfloat16) for rows in (m, n))
+        c = torch.full((m, n), float('nan'), device='cuda', dtype=torch.bfloat16)
+        kernel(a, b, c)
+        torch.testing.assert_close(c, a @ b.T, rtol=2e-2, atol=2e-2)
+        for _ in range(2):  # in turn, so that both meet the same clock
+            for name, run in (
+                ('cluster_gemm', functools.partial(kernel, a, b, c)),
+                ('gemm', functools.partial(tile_kernels.gemm.gemm, a, b)),
+            ):
+                found[f'{name}_{m}x{n}x{k}'] = microseconds(run)
+    return found
+
+
 def measure() -> dict[str, float]:
     """All numbers, in microseconds unless their name says otherwise."""
     from tile_kernels.scale.devices import compiled_for
@@ -197,7 +226,7 @@ def measure() -> dict[str, float]:
         found[f'prefetch_{size}_mb'] = microseconds(fetch_all, flush.zero_)
         found[f'sum_cold_{size}_mb'] = microseconds(total, flush.zero_)
         found[f'sum_prefetched_{size}_mb'] = microseconds(total, functools.partial(_in_turn, flush.zero_, fetch_all))
-    return found
+    return found | products()
 
 
 def main() -> int:

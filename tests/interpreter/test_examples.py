@@ -17,6 +17,7 @@ from _run import run_compiled, run_interpreted, verify
 SHAPES = {
     'gemm_pipelined': [{}, {'m': 1, 'n': 8, 'k': 8}, {'m': 64, 'n': 128, 'k': 160}],
     'ws_gemm': [{}, {'m': 64, 'n': 128, 'k': 64}],
+    'cluster_gemm': [{}, {'m': 256, 'n': 64, 'k': 64}],
     'fp8_gemm': [{}, {'m': 64, 'n': 128, 'k': 128}, {'m': 7, 'n': 256, 'k': 512}],
     'causal_attention': [{}, {'seq': 64}, {'batch': 2, 'num_heads': 1, 'seq': 1, 'head_dim': 32}],
     'softmax': [{}, {'num_tokens': 1, 'hidden': 1}, {'num_tokens': 3, 'hidden': 2048}],

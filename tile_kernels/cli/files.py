@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import runpy
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,11 @@ def definitions(word: str, others: Iterable[str] = ()) -> tuple[str, dict[str, A
     path, _, name = word.rpartition(':')
     if not Path(path).is_file():
         raise ArgumentError(f'{path} does not exist')
-    defined = runpy.run_path(path, run_name='__tile_kernels__')
+    sys.path.insert(0, str(Path(path).parent))  # as `python FILE` does
+    try:
+        defined = runpy.run_path(path, run_name='__tile_kernels__')
+    finally:
+        sys.path.pop(0)
     for wanted in (name, *others):
         if wanted not in defined:
             raise ArgumentError(f'{path} must define {wanted}')
