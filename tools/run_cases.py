@@ -27,6 +27,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('ops', nargs='*', help='ops or families (default: all)')
     parser.add_argument('--level', choices=('smoke', 'full'), default='smoke', help='full includes smoke')
+    parser.add_argument('--most', type=int, metavar='N', help='the last N cases of each op; the first are often empty')
     parser.add_argument('--shard', default='0/1', help='I/N: every N-th case, starting with the I-th')
     parser.add_argument('--seconds', type=float, default=float('inf'), help='stop after this time, and say so')
     parser.add_argument(
@@ -36,7 +37,8 @@ def main() -> int:
     shard, shards = map(int, arguments.shard.split('/'))
     cases: list[tuple[int, contract.ContractCase]] = []
     for op in find_ops(arguments.ops):
-        cases += enumerate(contract.contract_cases(arguments.level, variants=True, names=(op.name,)))
+        found = list(enumerate(contract.contract_cases(arguments.level, variants=True, names=(op.name,))))
+        cases += found[-arguments.most :] if arguments.most else found
     cases = cases[shard::shards]
     worker = workers.Child() if arguments.isolate else None
     start, run, wrong, absent = time.perf_counter(), 0, 0, 0
