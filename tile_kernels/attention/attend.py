@@ -43,9 +43,9 @@ from tile_kernels.attention.attend_bwd_kernels import (
     attend_dsink_kernel,
     key_launches,
 )
-from tile_kernels.attention.attend_bwd_sm90_kernels import attend_bwd_sm90_kernel
+from tile_kernels.attention.attend_bwd_sm90_kernels import attend_bwd_sm90_kernel, bwd_keys
 from tile_kernels.attention.attend_kernels import BLOCK_M, LOG2E, attend_kernel
-from tile_kernels.attention.attend_sm90_kernels import ATTEND, BLOCK, attend_sm90_kernel
+from tile_kernels.attention.attend_sm90_kernels import ATTEND, attend_sm90_kernel
 from tile_kernels.attention.decode import decode, spread_scale, widen_queries
 from tile_kernels.core import check
 from tile_kernels.core.autograd import autocast, needs_gradient
@@ -207,7 +207,7 @@ def attend_bwd(
     ordered = deterministic or torch.are_deterministic_algorithms_enabled()
     hopper = attend_bwd_sm90_kernel.claims((*static, not ordered), gpu_of(q))
     if hopper:
-        blocks = num_blocks(k, 1, number, packed, BLOCK)
+        blocks = num_blocks(k, 1, number, packed, bwd_keys(dim, value_dim))
         dq_sum = None if ordered else torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         given = (*operands, None if dq_sum is None else dq_sum[lead], dk[lead], dv[lead], blocks, *options)
         launch(attend_bwd_sm90_kernel, (*static, not ordered), *given, size=blocks)
