@@ -3,7 +3,8 @@
     d[m, n] = sum_k a[m, k] * b[n, k],    b[n, 4 i : 4 i + 4] has at most two numbers that are not 0
 
 A row is stored as k / 2 values and k / 8 bytes. A byte has four indices of two bits, the lowest first: two for each of
-two groups of four, rising. The kernel expands tiles to shared memory, so it saves memory but no products.
+two groups of four, rising. On Hopper sparse tensor cores read this as it is, in half precision and for k that is a
+multiple of 128. Elsewhere a kernel expands tiles to shared memory, which saves memory but no products.
 """
 
 from dataclasses import dataclass
@@ -15,12 +16,12 @@ from torch import Tensor
 from tile_kernels.core import check
 from tile_kernels.core.autograd import autocast
 from tile_kernels.core.cases import grid
-from tile_kernels.core.launch import launch, num_workers
+from tile_kernels.core.launch import gpu_of, launch, num_workers
 from tile_kernels.core.op import op
 from tile_kernels.gemm._checks import HALVES, check_operands, gathered
 from tile_kernels.gemm._macros import DENSE, FP8
 from tile_kernels.gemm._samples import SUMS
-from tile_kernels.gemm.gemm_sparse24_kernels import expand24_kernel, sparse24_kernel
+from tile_kernels.gemm.gemm_sparse24_kernels import expand24_kernel, sparse24_kernel, sparse24_wgmma_kernel
 from tile_kernels.gemm.grouped_gemm_kernels import PRODUCT
 
 KINDS = (*HALVES, FP8)
@@ -156,7 +157,11 @@ def _gemm_sparse24(a: Tensor, values: Tensor, index: Tensor) -> Tensor:
     """
     m, n, k = check_sparse(a, values, index)
     d = torch.empty((m, n), dtype=result_dtype(a), device=a.device)
-    launch(sparse24_kernel, (n, k, a.dtype), a, values, index, d)
+    static = (n, k, a.dtype)
+    if sparse24_wgmma_kernel.claims(static, gpu_of(a)):
+        launch(sparse24_wgmma_kernel, static, a, values, index.view(torch.int16), d, num_workers(a))
+    else:
+        launch(sparse24_kernel, static, a, values, index, d)
     return d
 
 
@@ -206,12 +211,13 @@ def _flops(a: Tensor, values: Tensor, **others: Tensor) -> int:
 
 SMOKE = grid(m=[0, 1, 70], n=[136], k=[72], dtype=[BF16]) + grid(m=[5], n=[8], k=[8], dtype=[F16])
 FP8_SMOKE = grid(m=[5], n=[24], k=[80], dtype=[FP8])
+WHOLE_SMOKE = grid(m=[70], n=[136], k=[384], dtype=[BF16])  # whole stages of indices
 BENCH = grid(m=[8192], n=[8192], k=[8192], dtype=[BF16, FP8])
 _gemm_sparse24.cases(
     make=_make,
     match=dict(rtol=1e-2, atol=2e-2),
-    smoke=SMOKE + FP8_SMOKE,
-    full=grid(m=[1, 333], n=[577 * 8], k=[1096], dtype=[BF16, F16]),
+    smoke=SMOKE + FP8_SMOKE + WHOLE_SMOKE,
+    full=grid(m=[1, 333], n=[577 * 8], k=[1096, 1152], dtype=[BF16, F16]),
     bench=BENCH,
     flops=_flops,
 )

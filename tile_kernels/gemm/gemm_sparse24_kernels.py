@@ -1,14 +1,32 @@
-"""Kernels of the product with 2:4 sparse weights, which expand tiles to shared memory. See `gemm_sparse24`.
+"""Kernels of the product with 2:4 sparse weights. See `gemm_sparse24`.
 
-The kernels read half of the weights but multiply all of them: sparse tensor cores are not used.
+On Hopper sparse wgmma multiplies only what was kept. It takes the sparse matrix as its first operand, so a tile of the
+result is computed transposed. Other GPUs, fp8, and k that is no multiple of 128 expand tiles to shared memory.
 """
+
+from typing import Any
 
 import torch
 
 from tile_kernels.core.cost import count_product
 from tile_kernels.core.jit import PLAIN_PRODUCTS, kernel
 from tile_kernels.core.lang import T, macro
-from tile_kernels.gemm._macros import FP8
+from tile_kernels.gemm._macros import (
+    DENSE,
+    FP8,
+    LOADING_REGISTERS,
+    MULTIPLYING_REGISTERS,
+    WARPGROUP,
+    WARPGROUP_ROLES,
+    WARPGROUP_ROWS,
+    Tiles,
+    count_turns,
+    free_last,
+    locate_tile,
+    make_ring,
+    next_free,
+    next_full,
+)
 
 BLOCK_M, BLOCK_N, BLOCK_K = 64, 128, 64
 THREADS = 128
@@ -67,6 +85,123 @@ def sparse24_kernel(n: int, k: int, dtype: torch.dtype):
                     d[row + i, column + j] = acc_frag[i, j]
 
     return sparse24
+
+
+# Sparse wgmma -------------------------------------------------------------------------------
+
+MEMBERS = 2  # warpgroups that multiply
+SPARSE_N = MEMBERS * WARPGROUP_ROWS  # rows of the sparse matrix in a tile
+STEP = 64  # channels of a stage
+STAGES = 4
+#: Stages of indices. One has those of two steps, because TMA copies at least 16 bytes of a row.
+INDEX_STAGES = 3
+
+
+def serves(static: Any, gpu: Any) -> bool:
+    """Half precision on Hopper, whole stages of indices."""
+    _, k, dtype = static
+    return gpu.has_wgmma and dtype is not FP8 and k % (2 * STEP) == 0
+
+
+def choose_tokens(n: int, k: int, dtype: torch.dtype, num_rows: int) -> dict:
+    """Tiles no larger than the rows of a."""
+    return dict(tokens=64 if num_rows <= 64 else 128 if num_rows <= 1024 else 256)
+
+
+@kernel(choose=choose_tokens, space=dict(tokens=(64, 128, 256)), **(WARPGROUP_ROLES | dict(serves=serves)))
+def sparse24_wgmma_kernel(n: int, k: int, dtype: torch.dtype, *, tokens: int):
+    """A block computes tiles of 128 rows of the sparse matrix and `tokens` rows of a."""
+    elem = T.dtype(dtype)
+    num_rows = T.dynamic('num_rows')
+    steps, tiles_n = k // STEP, -(-n // SPARSE_N)
+
+    @T.prim_func
+    def sparse24_wgmma(
+        a: T.Tensor((num_rows, k), elem),
+        values: T.Tensor((n, k // 2), elem),
+        index: T.Tensor((n, k // 16), T.int16),
+        d: T.Tensor((num_rows, n), elem),
+        num_sms: T.int32,
+    ):
+        with T.Kernel(num_sms, threads=(MEMBERS + 1) * WARPGROUP) as pid:
+            a_shared = T.alloc_shared((STAGES, tokens, STEP), elem)
+            value_shared = T.alloc_shared((STAGES, MEMBERS, WARPGROUP_ROWS, STEP // 2), elem)
+            index_shared = T.alloc_shared((INDEX_STAGES, MEMBERS, WARPGROUP_ROWS, STEP // 8), T.int16)
+            # The padding spreads the columns of the transposed result over the banks.
+            d_shared = T.alloc_shared((MEMBERS, WARPGROUP_ROWS, WARPGROUP_ROWS + 8), elem)
+            acc_frag = [T.alloc_fragment((WARPGROUP_ROWS, tokens), T.float32) for _ in range(MEMBERS)]
+            buffers = make_ring(STAGES, MEMBERS)
+            tile = T.alloc_local((5,), T.int32)
+            tiles = Tiles(None, None, num_rows, DENSE, tokens, tiles_n)
+            turns = count_turns(tiles, num_sms, (MEMBERS + 1) * WARPGROUP)
+
+            with T.ws(MEMBERS):
+                T.dec_max_nreg(LOADING_REGISTERS)
+                for turn in T.serial(turns):
+                    locate_tile(tiles, turn * num_sms + pid, tile)
+                    row, col = tile[1], tile[4] * SPARSE_N
+                    for step in T.serial(tile[3] * steps):
+                        slot, depth = next_free(buffers), step * STEP
+                        T.tma_copy(
+                            a[row : row + tokens, depth : depth + STEP],
+                            a_shared[slot, :, :],
+                            barrier=buffers.full[slot],
+                        )
+                        for member in T.unroll(MEMBERS):
+                            first = col + member * WARPGROUP_ROWS
+                            T.tma_copy(
+                                values[first : first + WARPGROUP_ROWS, depth // 2 : depth // 2 + STEP // 2],
+                                value_shared[slot, member, :, :],
+                                barrier=buffers.full[slot],
+                            )
+                            if step % 2 == 0:  # the steps that used this stage of indices before it are complete
+                                T.tma_copy(
+                                    index[first : first + WARPGROUP_ROWS, depth // 16 : depth // 16 + STEP // 8],
+                                    index_shared[buffers.used[0] // 2 % INDEX_STAGES, member, :, :],
+                                    barrier=buffers.full[slot],
+                                )
+                        T.barrier_arrive(buffers.full[slot])
+                        buffers.used[0] += 1
+            for member in (0, 1):
+                with T.ws(member):
+                    T.inc_max_nreg(MULTIPLYING_REGISTERS)
+                    acc = acc_frag[member]
+                    for turn in T.serial(turns):
+                        locate_tile(tiles, turn * num_sms + pid, tile)
+                        row, end, col = tile[1], tile[2], tile[4] * SPARSE_N + member * WARPGROUP_ROWS
+                        for step in T.serial(tile[3] * steps):
+                            slot = next_full(buffers)
+                            half = step % 2 * (STEP // 16)
+                            T.gemm_sp(
+                                value_shared[slot, member, :, :],
+                                index_shared[buffers.used[0] // 2 % INDEX_STAGES, member, :, half : half + STEP // 16],
+                                a_shared[slot, :, :],
+                                acc,
+                                transpose_B=True,
+                                clear_accum=step == 0,
+                                wg_wait=-1,
+                            )
+                            T.wait_wgmma(1)
+                            if step > 0:
+                                free_last(buffers)
+                            buffers.used[0] += 1
+                        if tile[3] != 0:
+                            T.wait_wgmma(0)
+                            free_last(buffers)
+                            for part in T.unroll(tokens // WARPGROUP_ROWS):
+                                first = part * WARPGROUP_ROWS
+                                T.sync_threads(8 + member, WARPGROUP)
+                                for i, j in T.Parallel(WARPGROUP_ROWS, WARPGROUP_ROWS):
+                                    d_shared[member, j, i] = acc[i, first + j]
+                                T.sync_threads(8 + member, WARPGROUP)
+                                for j, i in T.Parallel(WARPGROUP_ROWS, WARPGROUP_ROWS):
+                                    if row + first + j < end and col + T.truncdiv(i, LANES) * LANES < n:
+                                        d[row + first + j, col + i] = d_shared[member, j, i]
+
+    return sparse24_wgmma
+
+
+# The dense matrix ---------------------------------------------------------------------------
 
 
 @kernel()
