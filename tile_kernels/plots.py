@@ -486,6 +486,43 @@ def layers(records: Iterable[Record], name: str = 'layers') -> Plot | None:
     return Plot(name, title, provenance(own, missing), heading, rows, (7.5, 0.4 * len(own) + 1), draw)
 
 
+def decoder_layers(records: Iterable[Record], name: str = 'decoder-layers') -> Plot | None:
+    """One decoder layer of each model, before and after `patch`: the last time of each shape on the device."""
+    own = [record for record in last_layers(records) if record.get('us')]
+    if not own:
+        return None
+    shapes, models, hows = (list(dict.fromkeys(r[key] for r in own)) for key in ('shape', 'model', 'how'))
+
+    def draw(figure: Any) -> None:
+        panels = figure.subplots(1, len(shapes), sharey=True, squeeze=False)[0]
+        for axes, shape in zip(panels, shapes, strict=True):
+            for i, how in enumerate(hows):
+                found = [r for r in own if r['shape'] == shape and r['how'] == how]
+                places = [models.index(r['model']) for r in found]
+                look = {'s': 22, 'c': COLORS[i], 'marker': MARKS[i], 'alpha': 0.8}
+                axes.scatter([r['us'] for r in found], places, label=how if axes is panels[0] else None, **look)
+            axes.set_xscale('log')
+            axes.set_xlabel('us (log scale)')
+            axes.set_title(shape, fontsize=9)
+        panels[0].set_yticks(range(len(models)), models, fontsize=8)
+        panels[0].set_ylim(len(models) - 0.5, -0.5)
+        figure.legend(loc='outside upper center', ncols=len(hows))
+
+    columns = ('model', 'shape', 'how', 'us', 'graph_us', 'host_us', 'error')
+    rows = [(*(r.get(column) for column in columns), r['commit'][:7]) for r in own]
+    heading = ('model', 'tokens', 'how', 'us', 'us in a graph', 'host us', 'relative error', 'commit')
+    size = (2.2 * len(shapes) + 1.5, 0.4 * len(models) + 1.3)
+    return Plot(name, 'One decoder layer at its true size', provenance(own), heading, rows, size, draw)
+
+
+def last_layers(records: Iterable[Record]) -> list[Record]:
+    """The last record of every model, shape and way to run, in the order of the first run."""
+    found: dict[tuple[str, str, str], Record] = {}
+    for record in sorted(records, key=lambda r: r['date']):
+        found[record['model'], record['shape'], record['how']] = record
+    return list(found.values())
+
+
 def model(pairs: Sequence[tuple[Record, float, float]], name: str = 'model') -> Plot | None:
     """Predicted against measured times: (record, predicted us, us of the baseline)."""
     own = sorted(pairs, key=lambda pair: pair[0]['us'])

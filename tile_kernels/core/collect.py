@@ -48,13 +48,13 @@ class Collected:
         """Add a launch."""
         self.sizes.setdefault((kernel, static), set()).add(size)
 
-    def variants(self, archs: str | Sequence[str] = 'sm_90a') -> list[Variant]:
-        """The distinct kernels of these architectures or GPUs, for all sizes."""
+    def variants(self, archs: str | Sequence[str] = 'sm_90a', *, every_size: bool = True) -> list[Variant]:
+        """The distinct kernels of these architectures or GPUs, for all sizes or only for those that occurred."""
         found: dict[Variant, None] = {}
         for gpu in dict.fromkeys(gpu_named(arch) for arch in ([archs] if isinstance(archs, str) else archs)):
             for (kernels, static), sizes in self.sizes.items():
                 kernel = launch.variant_for(kernels, static, gpu)
-                for config in _configs(lambda size: kernel.config(static, size, gpu), sizes):  # noqa: B023
+                for config in _configs(lambda size: kernel.config(static, size, gpu), sizes, every_size):  # noqa: B023
                     found[Variant(kernel, static, config, gpu.target)] = None
         return list(found)
 
@@ -82,10 +82,10 @@ def _name(kernel: launch.Variants) -> str:
     return kernel[0].name if isinstance(kernel, tuple) else kernel.name
 
 
-def _configs(config: object, sizes: Iterable[int]) -> list[tuple]:
-    """The distinct configs over all sizes up to far beyond those that occurred."""
+def _configs(config: object, sizes: Iterable[int], every_size: bool) -> list[tuple]:
+    """The distinct configs over the sizes that occurred, or over all up to far beyond them."""
     largest = max(sizes)
-    tried = [*_SIZES[: bisect.bisect(_SIZES, max(largest, 1 << 20) * 64)], *sizes]
+    tried = [*(_SIZES[: bisect.bisect(_SIZES, max(largest, 1 << 20) * 64)] if every_size else ()), *sizes]
     return list(dict.fromkeys(tuple(config(size).items()) for size in tried))  # type: ignore[operator]
 
 

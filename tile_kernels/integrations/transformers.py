@@ -398,8 +398,13 @@ def _replace_rope(module: Any, name: str, interleaved: bool) -> bool:
 def rotate(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Rotary embedding as `transformers` calls it: (batch, tokens, rotary) cosines and sines, two equal halves."""
+    """Rotary embedding as `transformers` calls it: (batch, tokens, rotary) cosines and sines, two equal halves.
+
+    Like there, interleaved queries and keys come back in halves: a cache then holds the same before and after `patch`.
+    """
     batch, length, rotary = cos.shape
+    if interleaved:
+        q, k = (torch.cat((x[..., 0::2], x[..., 1::2]), -1) for x in (q, k))
     cache = torch.cat((cos[..., : rotary // 2], sin[..., : rotary // 2]), -1).float().view(-1, rotary)
     if batch == 1 and q.shape[0] > 1:
         positions = torch.arange(length, device=q.device).expand(q.shape[0], length).contiguous()
@@ -407,7 +412,7 @@ def rotate(
         positions = torch.arange(batch * length, device=q.device).view(batch, length)
     swap = unsqueeze_dim == 1  # our op takes tokens before heads
     query, key = (_dense(x.transpose(1, 2) if swap else x) for x in (q, k))
-    query, key = rotary_embedding(query, cache, key, positions, interleaved)
+    query, key = rotary_embedding(query, cache, key, positions)
     return (query.transpose(1, 2), key.transpose(1, 2)) if swap else (query, key)
 
 
@@ -576,8 +581,10 @@ def _packed(positions: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     one_row = q.shape[0] == 1 and q.shape[1] == k.shape[1] > 1
     if positions is None or not one_row or torch.compiler.is_compiling():
         return None
-    starts = (positions.flatten().diff() != 1).nonzero().flatten() + 1
-    if starts.numel() == 0:
-        return None
-    bounds = [starts.new_zeros(1), starts, starts.new_full((1,), q.shape[1])]
-    return torch.cat(bounds).to(torch.int32)
+    version, ends = getattr(positions, '_tile_kernels_ends', (None, None))
+    if version != positions._version:  # all layers get the same positions, and the host waits for the first one only
+        starts = (positions.flatten().diff() != 1).nonzero().flatten() + 1
+        bounds = [starts.new_zeros(1), starts, starts.new_full((1,), q.shape[1])]
+        ends = torch.cat(bounds).to(torch.int32) if starts.numel() else None
+        positions._tile_kernels_ends = positions._version, ends  # type: ignore[attr-defined]
+    return ends

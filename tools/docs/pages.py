@@ -81,6 +81,8 @@ def committed(root: Path = ROOT, ops: Sequence[Op] = (), records: Sequence[Recor
     made[root / 'README.md'] = readme(root / 'README.md', ops, records)
     if (page := root / 'docs' / 'status.md').exists():
         made[page] = status(page, ops, records)
+    if (page := root / 'docs' / 'real-models.md').exists():
+        made[page] = _between_marks(page, layer_tables(layer_records(root)))
     if (plot := plots.families(records)) is not None:
         made[root / 'docs' / 'images' / 'speed.svg'] = plot.svg('white')
     return made
@@ -313,6 +315,36 @@ def status(path: Path, ops: Sequence[Op], records: Sequence[Record]) -> str:
     ]
     heading = ('family', '% of copy', '% of copy, gradients', 'least, µs')
     return _between_marks(path, f'{markdown(heading, rows)}\n\n{occasion(ops, records)}\n{side_by_side(records)}')
+
+
+def layer_records(root: Path) -> list[Record]:
+    """The records of decoder layers on a GPU; empty before the first run."""
+    path = root / 'benchmarks' / 'results' / 'models' / f'{README_DEVICE.lower()}.jsonl'
+    found = read_records(path) if path.exists() else []
+    return plots.last_layers(record for record in found if record.get('timer') == GPU_TIMER)
+
+
+def layer_tables(records: Sequence[Record]) -> str:
+    """The times of decoder layers, one table for each shape, then what failed."""
+    if not records:
+        return 'Not measured yet.\n'
+    hows = list(dict.fromkeys(r['how'] for r in records))
+    parts = [f'{plots.provenance(records)} Each cell: µs on the device / µs of the host.']
+    for shape in dict.fromkeys(r['shape'] for r in records):
+        own = {(r['model'], r['how']): r for r in records if r['shape'] == shape}
+        first = next(iter(own.values()))
+        what = f'{shape}: {first["batch"]} × {first["tokens"]} tokens, {first["past"]} in the cache'
+        names = dict.fromkeys(name for name, _ in own)
+        rows = [(name, *(_layer_cell(own.get((name, how))) for how in hows)) for name in names]
+        parts.append(markdown((what, *hows), rows))
+    parts += [f'- {r["model"]}, {r["shape"]}, {r["how"]}: {r["failed"]}' for r in records if 'failed' in r]
+    return '\n\n'.join(parts) + '\n'
+
+
+def _layer_cell(record: Record | None) -> str:
+    if record is None or 'failed' in record:
+        return '' if record is None else 'failed'
+    return f'{plots.number(record["us"])} / {plots.number(record["host_us"])}'
 
 
 def _families(ops: Iterable[Op]) -> dict[str, list[Op]]:

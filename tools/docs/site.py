@@ -27,7 +27,7 @@ from tile_kernels.core.registry import load_ops
 from tile_kernels.plots import Plot
 from tile_kernels.testing.records import Record
 from tools.docs.api import GENERATED, markdown
-from tools.docs.pages import ROOT, current, measured, pages, readme
+from tools.docs.pages import ROOT, current, layer_records, measured, pages, readme
 
 #: Folders that pages link to. Sphinx copies the files that are named.
 LINKED = ('tile_kernels', 'examples', 'benchmarks', 'tests', 'tools', 'LICENSE')
@@ -133,7 +133,7 @@ def benchmarks_page(records: Sequence[Record], every: Sequence[Record], root: Pa
         'Memory-bound ops': (plots.shares(records, False, 'forward'), plots.shares(records, True, 'gradients')),
         'Matrix products': (plots.roofline(records, others),),
         'Beside others': (plots.peers(every, others),),
-        'A whole layer': (plots.layers(layers),),
+        'A whole layer': (plots.layers(layers), plots.decoder_layers(layer_records(root))),
     }
     known = [f'## {title}\n\n' + '\n'.join(map(raw, found)) for title, found in sections.items()]
     method = (
