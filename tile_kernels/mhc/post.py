@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.core import check
+from tile_kernels.core.front import replayed
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T
 from tile_kernels.core.launch import launch
@@ -277,6 +278,7 @@ def post(x: Tensor, residual: Tensor, post_mix: Tensor, comb_mix: Tensor) -> Ten
 _post = post
 
 
+@replayed
 def mhc_post_fwd(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, out: Tensor | None = None) -> Tensor:
     """`out[o] = post[o] x + sum_i comb[i, o] residual[i]`, shapes as the op `post` takes them."""
     if out is None:
@@ -285,6 +287,7 @@ def mhc_post_fwd(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, out: T
     return out
 
 
+@replayed
 def mhc_post_bwd(
     x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, d_o: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
