@@ -25,6 +25,7 @@ from tile_kernels.activation.swiglu_forward_kernels import launch_forward
 from tile_kernels.core import check
 from tile_kernels.core.autograd import needs_gradient
 from tile_kernels.core.cases import grid
+from tile_kernels.core.front import replayed
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.op import op
 from tile_kernels.quant._checks import (
@@ -72,6 +73,7 @@ def _swiglu_forward(
 
 
 @_swiglu_forward.public
+@replayed
 def swiglu_forward(
     x: Tensor,
     fmt: str | torch.dtype,

@@ -22,6 +22,7 @@ from tile_kernels.activation.swiglu_forward_kernels import launch_forward
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.formats import QuantFormat, QuantTensor
+from tile_kernels.core.front import replayed
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.op import Mut, op
 from tile_kernels.quant._checks import (
@@ -64,6 +65,7 @@ def _swiglu_forward_and_per_token_cast(
 
 
 @_swiglu_forward_and_per_token_cast.public
+@replayed
 def swiglu_forward_and_per_token_cast(
     x: Tensor,
     fmt: str | QuantFormat,

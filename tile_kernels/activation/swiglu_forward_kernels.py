@@ -25,7 +25,7 @@ from tile_kernels.activation._macros import (
 from tile_kernels.core import check
 from tile_kernels.core.formats import QuantFormat
 from tile_kernels.core.jit import Kernel, kernel
-from tile_kernels.core.lang import WARP, T, macro, resident_blocks
+from tile_kernels.core.lang import EARLY, WARP, T, begin_early, is_short, macro, resident_blocks
 from tile_kernels.core.launch import launch
 from tile_kernels.device.codes import code_registers, encode_and_store
 from tile_kernels.device.reduce import lane_max, shuffle_steps
@@ -59,12 +59,13 @@ def choose(
     """
     lanes = -(-hidden // LANE)
     few = num_tokens * lanes < 2 << 17
+    early = is_short(3 * num_tokens * hidden * x_dtype.itemsize)
     if owns_row(hidden, out):
         vectors = 1 if few and lanes <= 1024 else 2 if lanes <= 2048 else 4
-        return dict(vectors=vectors, num_threads=512 if vectors == 4 else 1024, resident_threads=1024)
+        return dict(vectors=vectors, num_threads=512 if vectors == 4 else 1024, resident_threads=1024, early=early)
     if num_tokens * lanes >= 16 << 17 and x_dtype.itemsize == 2:
-        return dict(vectors=4, num_threads=64, resident_threads=768)
-    return dict(vectors=1 if few else 2, num_threads=128, resident_threads=1024)
+        return dict(vectors=4, num_threads=64, resident_threads=768, early=early)
+    return dict(vectors=1 if few else 2, num_threads=128, resident_threads=1024, early=early)
 
 
 # Kernel -------------------------------------------------------------------------------------
@@ -72,7 +73,7 @@ def choose(
 
 @kernel(
     choose=choose,
-    space=dict(vectors=(1, 2, 4), num_threads=(64, 128, 256, 512, 1024), resident_threads=(768, 1024)),
+    space=dict(vectors=(1, 2, 4), num_threads=(64, 128, 256, 512, 1024), resident_threads=(768, 1024), early=EARLY),
     pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True},
 )
 def swiglu_forward_kernel(
@@ -89,6 +90,7 @@ def swiglu_forward_kernel(
     vectors: int,
     num_threads: int,
     resident_threads: int,
+    early: bool,
 ):
     """`out` is a dtype or a format; `split`: gate and up are two tensors. A block has at most `num_threads` threads."""
     quantized, weighted, counting = isinstance(out, QuantFormat), weights != '', num_counts > 0
@@ -154,6 +156,8 @@ def swiglu_forward_kernel(
             num_tokens if whole_row else T.ceildiv(T.ceildiv(num_tokens, rows) * row_lanes, num_threads),
             threads=num_threads,
         ) as pid:
+            if early:
+                begin_early()
             T.assume(x_pitch % piece == 0)
             if split:
                 T.assume(up_pitch % piece == 0)

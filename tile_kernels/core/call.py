@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_active = torch._C._are_functorch_transforms_active
 
-_TENSORS = (Tensor, Parameter)
+TENSORS = (Tensor, Parameter)
 
 #: Types of arguments that are not tensors.
-_PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, QuantFormat, QuantTensor))
+PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, QuantFormat, QuantTensor))
 
 #: The op clears its table when it holds this many keys, because shapes may change without end.
-_MAX_KEYS = 4096
+MAX_KEYS = 4096
 #: Maximum number of replays for one key; they differ in strides, alignment or autocast.
-_MAX_REPLAYS = 8
+MAX_REPLAYS = 8
 
 
 #: Whether `tile_kernels.profiler` names the calls, so that this module must not.
@@ -59,7 +59,8 @@ class Calls:
         op = self.op
         for name in self._dtypes:
             given[name] = check.to_dtype(given[name], name)
-        if torch.compiler.is_compiling() or _dispatch_modes():
+        recording = state.made is not None and _dispatch_modes() == 1  # that mode is ours and sees what bodies do
+        if torch.compiler.is_compiling() or (_dispatch_modes() and not recording):
             return op.wrap(op.operator_form(given), given)
         return self.eager(key, given)
 
@@ -74,7 +75,7 @@ class Calls:
         for param in op.params:
             value = given[param.name]
             for part in value if param.many and isinstance(value, (list, tuple)) else (value,):
-                if isinstance(part, Tensor) and type(part) not in _TENSORS:
+                if isinstance(part, Tensor) and type(part) not in TENSORS:
                     return op.wrap(op.operator_form(given), given)  # a tensor subclass: the dispatcher decides
                 if type(part) is QuantTensor:
                     tensors += part
@@ -82,7 +83,7 @@ class Calls:
                     tensors.append(part)
                 elif part is None and param.type in (Tensor, QuantTensor):
                     tensors += [None] if param.type is Tensor else [None, None]
-                elif type(part) not in _PLAIN:
+                elif type(part) not in PLAIN:
                     return op.execute(**given)  # the checks of the body report what is wrong
         first = next((t for t in tensors if t is not None), None)
         if first is None:
@@ -99,17 +100,34 @@ class Calls:
         op, known = self.op, self.replays.get(key)
         if known is None:
             op.check_types(given)
-            if len(self.replays) >= _MAX_KEYS:
+            if len(self.replays) >= MAX_KEYS:
                 self.replays.clear()
             self.replays[key] = []
         if known is None or state.watchers or not on_current_device(first.get_device()):
             return op.body(**given)
         result, replay = record(op.body, (), given, tensors, op.written_of(given))
         if replay is not None:
-            if len(known) >= _MAX_REPLAYS:
+            if len(known) >= MAX_REPLAYS:
                 known.clear()
             known.append(replay)
         return result
+
+
+def key_globals() -> dict[str, Any]:
+    """The names that a generated call needs to find a replay."""
+    return {
+        '_is_compiling': torch.compiler.is_compiling,
+        '_dispatch_modes': _dispatch_modes,
+        '_functorch_active': _functorch_active,
+        '_is_grad_enabled': torch.is_grad_enabled,
+        '_knobs': knobs,
+        '_overrides': overrides,
+        '_state': state,
+        '_tensors': TENSORS,
+        '_QuantTensor': QuantTensor,
+        '_MISS': MISS,
+        '_BODY': BODY,
+    }
 
 
 def write_call(op: Op) -> Callable:
@@ -125,22 +143,12 @@ def write_call(op: Op) -> Callable:
                     ...
     """
     constants: dict[str, Any] = {
+        **key_globals(),
         '__op__': op,
-        '_is_compiling': torch.compiler.is_compiling,
-        '_dispatch_modes': _dispatch_modes,
-        '_functorch_active': _functorch_active,
-        '_is_grad_enabled': torch.is_grad_enabled,
         '_replays': op.calls.replays,
-        '_knobs': knobs,
-        '_overrides': overrides,
-        '_state': state,
         '_profiler': torch_profiler,
         '_naming': naming,
         '_named': named,
-        '_tensors': _TENSORS,
-        '_QuantTensor': QuantTensor,
-        '_MISS': MISS,
-        '_BODY': BODY,
     }
     head, key, star = ['_op'], ['_knobs.epoch', '_knobs.had_blocks and _overrides() or ()'], False
     tests: list[str] = []

@@ -323,6 +323,13 @@ class QuantTensor(tuple):
     __matmul__ = __rmatmul__ = __pow__ = __neg__ = _no_arithmetic
 
 
+def quant_tensor(pair: tuple[Tensor, Tensor], fmt: QuantFormat) -> QuantTensor:
+    """A `QuantTensor` of a parsed format; the constructor would look it up again."""
+    made = tuple.__new__(QuantTensor, pair)
+    made.fmt = fmt
+    return made
+
+
 def _rebuild(children: Iterable[Any], name: Any) -> QuantTensor:
     data, sf = children
     return QuantTensor(data, sf, name)

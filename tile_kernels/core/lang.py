@@ -55,6 +55,18 @@ def begin_early():
     T.pdl_trigger()
 
 
+#: Bytes that a launch moves, up to which its kernel begins early; none, until it is measured.
+EARLY_BYTES = 0
+
+#: The values of the config entry `early` of a kernel that may call `begin_early`.
+EARLY = (False, True)
+
+
+def is_short(num_bytes: int) -> bool:
+    """Whether a kernel that moves so many bytes shall begin early: its launch then takes most of its time."""
+    return num_bytes < EARLY_BYTES
+
+
 def resident_blocks(resident_threads: int, num_threads: int) -> int:
     """Thread blocks per SM that give each thread as many registers as `resident_threads` threads would have."""
     return max(1, resident_threads // num_threads)

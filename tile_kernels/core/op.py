@@ -43,6 +43,7 @@ from tile_kernels.core.cost import Cost
 from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.flops import register_flops
 from tile_kernels.core.formats import QuantTensor
+from tile_kernels.core.front import write_front
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.launch import Launch, state, tracing
 from tile_kernels.core.operator import Operator
@@ -169,8 +170,11 @@ class Op(Generic[Args, Result]):
 
     def public(self, fn: Callable[PublicArgs, PublicResult]) -> Op[PublicArgs, PublicResult]:
         """Let users call the op through `fn`, which converts its arguments to those of `call`; returns the op."""
-        functools.update_wrapper(self, fn)
-        self.__class__ = type('Op', (Op,), {'call': type(self).call, '__call__': write_public_call(self, fn)})
+        replays = getattr(fn, 'is_replayed', False)
+        own: Callable = inspect.unwrap(fn)
+        functools.update_wrapper(self, own)
+        call = write_front(own, '_op') if replays else write_public_call(self, own)
+        self.__class__ = type('Op', (Op,), {'call': type(self).call, '__call__': call})
         return typing.cast('Op[PublicArgs, PublicResult]', self)
 
     def _write(self, **given: Any) -> Any:

@@ -33,7 +33,7 @@ from torch._C._dynamo.guards import TensorGuards
 from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tile_kernels.core.formats import QuantTensor
+from tile_kernels.core.formats import QuantTensor, quant_tensor
 from tile_kernels.core.launch import recording
 
 aten = torch.ops.aten
@@ -98,22 +98,27 @@ def record(
     args: tuple,
     kwargs: dict[str, Any],
     inputs: list[Tensor | None],
-    written: Sequence[Tensor] = (),
+    written: Sequence[Tensor] | None = (),
 ) -> tuple[Any, Callable | None]:
     """Run `body` once; returns its result and a function that repeats the call for tensors like `inputs`.
 
     The function increments the autograd versions of the `written` inputs, as `body` itself must do. An absent optional
-    tensor is None in `inputs`. No function is returned if one tensor was given twice, because a launch argument could
-    then mean either of the two.
+    tensor is None in `inputs`. With `written=None`, the versions say which inputs `body` wrote. No function is returned
+    if one tensor was given twice, because a launch argument could then mean either of the two.
     """
     starts = [t.data_ptr() for t in inputs if t is not None and t.numel() > 0]
     if len(set(starts)) < len(starts):
         return body(*args, **kwargs), None
+    before = [_version(t) for t in inputs]
     with recording() as launches, _Watch() as watch:
         result = body(*args, **kwargs)
-    results = () if result is None else result if isinstance(result, tuple) else (result,)
-    repeatable = watch.harmless and all(isinstance(r, Tensor) for r in results)
-    writer = _Writer(inputs, results if repeatable else (), watch.allocated, written)
+    if written is None:
+        written = [t for t, old in zip(inputs, before, strict=True) if t is not None and _version(t) != old]
+    results = _leaves(result)
+    repeatable = watch.harmless and results is not None
+    fresh = [r for r in results or () if all(r is not t for t in inputs)]
+    outputs = tuple({id(r): r for r in fresh}.values()) if repeatable else ()
+    writer = _Writer(inputs, outputs, watch.allocated, written)
     return result, writer.function(launches if repeatable else None, result)
 
 
@@ -284,12 +289,27 @@ class _Writer:
         return self.inputs | self.outputs | self.workspaces
 
     def _result(self, result: Any) -> str:
-        names = [f'o{i}' for i in range(len(self.outputs))]
+        if isinstance(result, Tensor):
+            return next(name for name, t in (self.inputs | self.outputs).items() if t is result)
         if type(result) is QuantTensor:
-            return f'{self._constant(QuantTensor)}({names[0]}, {names[1]}, {self._constant(result.fmt)})'
-        if isinstance(result, tuple):
-            return f'({", ".join(names)},)'
-        return names[0] if names else 'None'
+            parts = ', '.join(self._result(part) for part in result)
+            return f'{self._constant(quant_tensor)}(({parts}), {self._constant(result.fmt)})'
+        return f'({"".join(f"{self._result(part)}, " for part in result)})' if result is not None else 'None'
+
+
+def _leaves(result: Any) -> list[Tensor] | None:
+    """The tensors of a result made of tuples, tensors and None; None if there is anything else."""
+    if isinstance(result, Tensor) or result is None:
+        return [] if result is None else [result]
+    if type(result) not in (tuple, QuantTensor):
+        return None
+    parts = [_leaves(part) for part in result]
+    return None if None in parts else [leaf for part in parts for leaf in part or ()]
+
+
+def _version(x: Tensor | None) -> int:
+    """The version of a tensor for autograd; those of inference mode have none."""
+    return 0 if x is None or x.is_inference() else x._version
 
 
 def _guard(tensors: list[Tensor]) -> Callable[..., bool]:

@@ -69,6 +69,10 @@ def is_packed(x: Tensor, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether a call passes keys and values in one tensor: `kv, weight_fused, ...` instead of `k, v, ...`."""
     if not args:
         return 'kv' in kwargs
+    if isinstance(x, Tensor) and isinstance(args[0], Tensor) and x.dim() == args[0].dim() == 3:
+        extra = args[0].shape[1] - x.shape[1]
+        if extra in (0, 1):
+            return extra == 1
     num_streams = check.shape(x, 'hidden_states', 'num_tokens num_streams hidden')[1]
     num_rows = check.shape(args[0], 'k or kv', 'num_tokens num_rows hidden')[1]
     if num_rows not in (num_streams, num_streams + 1):

@@ -5,11 +5,13 @@ from typing import Any
 from torch import Tensor
 
 from tile_kernels.core.forms import shown_as
+from tile_kernels.core.front import replayed
 from tile_kernels.engram._checks import is_packed
 from tile_kernels.engram.gate_bwd_partial import gate_bwd_partial
 from tile_kernels.engram.packed_gate_bwd_partial import packed_gate_bwd_partial
 
 
+@replayed
 def _split_gate_bwd(
     grad_out: Tensor,
     hidden_states: Tensor,
@@ -29,10 +31,23 @@ def _split_gate_bwd(
     return gate_bwd_partial(grad_out, hidden_states, k, v, weight_fused, *saved, *options)
 
 
+@replayed
 def _packed_gate_bwd(
-    grad_out: Tensor, hidden_states: Tensor, kv: Tensor, *args: Any, **kwargs: Any
+    grad_out: Tensor,
+    hidden_states: Tensor,
+    kv: Tensor,
+    weight_fused: Tensor,
+    dot: Tensor,
+    gate_score: Tensor,
+    rstd_x: Tensor,
+    rstd_k: Tensor,
+    clamp_value: float,
+    image_token_mask: Tensor | None = None,
+    residual: bool = True,
 ) -> tuple[Tensor, ...]:
-    return packed_gate_bwd_partial(grad_out, hidden_states, kv, *args, **kwargs)
+    saved = (dot, gate_score, rstd_x, rstd_k)
+    options = (clamp_value, image_token_mask, residual)
+    return packed_gate_bwd_partial(grad_out, hidden_states, kv, weight_fused, *saved, *options)
 
 
 @shown_as(_split_gate_bwd, _packed_gate_bwd)

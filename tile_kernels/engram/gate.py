@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tile_kernels.core import check
 from tile_kernels.core.forms import shown_as
+from tile_kernels.core.front import replayed
 from tile_kernels.core.op import Mut, op
 from tile_kernels.engram._checks import is_packed, split_packed
 from tile_kernels.engram._samples import GATE_BENCH, GATE_BOUNDS, GATE_FAR, GATE_FULL, GATE_SMOKE, gate_arguments
@@ -78,6 +79,7 @@ def gate_(
     run_gate(x, k, v, weight_fused, eps, clamp_value, image_token_mask, residual, x, False)
 
 
+@replayed
 def _gate_fwd(
     hidden_states: Tensor,
     k: Tensor,
@@ -101,10 +103,20 @@ def _gate_fwd(
     return gate_inference(*given), None, None, None, None
 
 
+@replayed
 def _packed_gate_fwd(
-    hidden_states: Tensor, kv: Tensor, weight_fused: Tensor, *args: Any, **kwargs: Any
+    hidden_states: Tensor,
+    kv: Tensor,
+    weight_fused: Tensor,
+    eps: float,
+    clamp_value: float,
+    save_for_backward: bool = True,
+    image_token_mask: Tensor | None = None,
+    inplace: bool = False,
+    residual: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    return _gate_fwd(hidden_states, *split_packed(kv, hidden_states), weight_fused, *args, **kwargs)
+    options = (save_for_backward, image_token_mask, inplace, residual)
+    return _gate_fwd(hidden_states, *split_packed(kv, hidden_states), weight_fused, eps, clamp_value, *options)
 
 
 @shown_as(_gate_fwd, _packed_gate_fwd)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T
+from tile_kernels.core.lang import EARLY, T, begin_early, is_short
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import empty, op
 from tile_kernels.mhc._checks import BF16, check_streams, flat, lead_of, vector_width
@@ -31,7 +31,7 @@ from tile_kernels.mhc._samples import STREAM_BENCH, STREAM_FULL, STREAM_SMOKE
 
 def choose(hidden: int, num_streams: int, width: int, num_tokens: int) -> dict:
     """Blocks of one warp: at most 1024 threads of an SM run then, and their writes are close together."""
-    return dict(num_threads=WARP)
+    return dict(num_threads=WARP, early=is_short(num_tokens * (num_streams + 1) * hidden * 2))
 
 
 def choose_bwd(hidden: int, num_streams: int, width: int, num_tokens: int) -> dict:
@@ -43,8 +43,8 @@ def choose_bwd(hidden: int, num_streams: int, width: int, num_tokens: int) -> di
 # Kernels -----------------------------------------------------------------------------------
 
 
-@kernel(choose=choose, space=dict(num_threads=(32, 64, 128, 256)), pass_configs=ROW_PASS_CONFIGS)
-def expand_kernel(hidden: int, num_streams: int, width: int, *, num_threads: int):
+@kernel(choose=choose, space=dict(num_threads=(32, 64, 128, 256), early=EARLY), pass_configs=ROW_PASS_CONFIGS)
+def expand_kernel(hidden: int, num_streams: int, width: int, *, num_threads: int, early: bool):
     """One vector for each thread, `parts` blocks for each token."""
     num_vectors = hidden // width
     parts = -(-num_vectors // num_threads)
@@ -55,6 +55,8 @@ def expand_kernel(hidden: int, num_streams: int, width: int, *, num_threads: int
         x: T.Tensor((num_tokens, hidden), T.bfloat16), y: T.Tensor((num_tokens, num_streams, hidden), T.bfloat16)
     ):
         with T.Kernel(num_tokens * parts, threads=num_threads) as pid:
+            if early:
+                begin_early()
             x_local = T.alloc_local((1, width), T.bfloat16)
             token, index = pid // parts, pid % parts * num_threads + T.get_thread_binding()
 

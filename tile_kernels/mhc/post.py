@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from tile_kernels.core import check
+from tile_kernels.core.front import replayed
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T
+from tile_kernels.core.lang import EARLY, T, begin_early, is_short
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import empty, op
 from tile_kernels.mhc._checks import BF16, F32, check_streams, flat, lead_of, mix_width, vector_width
@@ -45,7 +46,8 @@ from tile_kernels.mhc._samples import STREAM_BENCH, STREAM_FULL, STREAM_SMOKE
 
 def choose(hidden: int, num_streams: int, width: int, coef_width: int, num_tokens: int) -> dict:
     """The largest blocks without idle threads."""
-    return dict(num_threads=part_threads_for(hidden // width))
+    early = is_short(num_tokens * (2 * num_streams + 1) * hidden * 2)
+    return dict(num_threads=part_threads_for(hidden // width), early=early)
 
 
 def choose_bwd(hidden: int, num_streams: int, width: int, coef_width: int, num_tokens: int) -> dict:
@@ -57,8 +59,8 @@ def choose_bwd(hidden: int, num_streams: int, width: int, coef_width: int, num_t
 # Kernels -----------------------------------------------------------------------------------
 
 
-@kernel(choose=choose, space=dict(num_threads=ROW_THREADS), pass_configs=ROW_PASS_CONFIGS)
-def post_kernel(hidden: int, num_streams: int, width: int, coef_width: int, *, num_threads: int):
+@kernel(choose=choose, space=dict(num_threads=ROW_THREADS, early=EARLY), pass_configs=ROW_PASS_CONFIGS)
+def post_kernel(hidden: int, num_streams: int, width: int, coef_width: int, *, num_threads: int, early: bool):
     """One vector of every stream for each thread, `parts` blocks for each token."""
     num_vectors = hidden // width
     parts = -(-num_vectors // num_threads)
@@ -73,6 +75,8 @@ def post_kernel(hidden: int, num_streams: int, width: int, coef_width: int, *, n
         y: T.Tensor((num_tokens, num_streams, hidden), T.bfloat16),
     ):
         with T.Kernel(num_tokens * parts, threads=num_threads) as pid:
+            if early:
+                begin_early()
             x_local = T.alloc_local((1, width), T.bfloat16)
             residual_local = T.alloc_local((num_streams, width), T.bfloat16)
             y_local = T.alloc_local((num_streams, width), T.bfloat16)
@@ -277,6 +281,7 @@ def post(x: Tensor, residual: Tensor, post_mix: Tensor, comb_mix: Tensor) -> Ten
 _post = post
 
 
+@replayed
 def mhc_post_fwd(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, out: Tensor | None = None) -> Tensor:
     """`out[o] = post[o] x + sum_i comb[i, o] residual[i]`, shapes as the op `post` takes them."""
     if out is None:
@@ -285,6 +290,7 @@ def mhc_post_fwd(x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, out: T
     return out
 
 
+@replayed
 def mhc_post_bwd(
     x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, d_o: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

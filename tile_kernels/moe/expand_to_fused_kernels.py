@@ -7,7 +7,7 @@ registers, `row_local[vectors, width]`, with a stride of `row_threads` vectors. 
 from dataclasses import dataclass
 
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import WARP, T, macro
+from tile_kernels.core.lang import EARLY, WARP, T, begin_early, is_short, macro
 from tile_kernels.moe._checks import BITS
 
 #: Kernels that walk rows stay within them, so guards are not needed.
@@ -62,7 +62,7 @@ class RowSplit:
 
 def choose(hidden: int, elem_size: int, width: int, num_topk: int, num_expanded: int) -> dict:
     """Many rows: read all of a row before writing it. Few rows: many small blocks."""
-    return choose_rows(hidden // width, num_expanded)
+    return choose_rows(hidden // width, num_expanded) | dict(early=is_short(num_expanded * hidden * elem_size))
 
 
 # Rows ---------------------------------------------------------------------------------------
@@ -177,9 +177,17 @@ def clear_places(which, share, num_tokens, y, vectors, width, first, row_threads
 # Kernel -------------------------------------------------------------------------------------
 
 
-@kernel(choose=choose, space=ROW_SPACE, pass_configs=ROW_PASS_CONFIGS)
+@kernel(choose=choose, space=ROW_SPACE | dict(early=EARLY), pass_configs=ROW_PASS_CONFIGS)
 def expand_to_fused_kernel(
-    hidden: int, elem_size: int, width: int, num_topk: int, *, row_threads: int, vectors: int, num_threads: int
+    hidden: int,
+    elem_size: int,
+    width: int,
+    num_topk: int,
+    *,
+    row_threads: int,
+    vectors: int,
+    num_threads: int,
+    early: bool,
 ):
     """Rows of `hidden` elements of `elem_size` bytes, `width` elements per access."""
     dtype = T.dtype(BITS[elem_size])
@@ -195,6 +203,8 @@ def expand_to_fused_kernel(
     ):
         blocks = T.ceildiv(num_shares(num_tokens, num_expanded), split.rows)
         with T.Kernel(blocks * split.parts, threads=split.num_threads) as pid:
+            if early:
+                begin_early()
             T.assume(x_pitch % width == 0)
             row_local = T.alloc_local((split.vectors, width), dtype)
             place_local = T.alloc_local((T.ceildiv(num_topk, WARP),), T.int32)

@@ -4,11 +4,13 @@ import torch
 from torch import Tensor
 
 from tile_kernels.core import check
+from tile_kernels.core.front import replayed
 from tile_kernels.moe._checks import empty_slots, num_shared_slots
 from tile_kernels.moe.route_topk import route_topk_, route_topk_bwd_
 
 
 @check.names(scoring='scoring_func', topk_idx='out[0]', topk_weights='out[1]')
+@replayed
 def moe_topk_gate_forward(
     logits: Tensor,
     num_topk: int,
@@ -89,6 +91,7 @@ moe_topk_gate = moe_topk_gate_forward
 
 
 @check.names(scoring='scoring_func', dtopk_weights='grad_topk_weights', dscores_sum='grad_scores_sum', dlogits='out')
+@replayed
 def moe_topk_gate_backward(
     scores: Tensor,
     topk_idx: Tensor,

@@ -4,9 +4,12 @@
     normalized[t, k] = w[t, k] / denominator[t]
 
 A block reads a tile of rows into shared memory, so that global memory sees whole sectors for any num_topk. One thread
-adds up each row. The gradient is dw[t, k] = (dn[t, k] - sum_j dn[t, j] n[t, j]) / denominator[t] + ddenominator[t].
-Memory bound: the floor is reading the weights and writing the result.
+adds up each row. With `direct` a thread reads and writes its row, without shared memory.
+The gradient is dw[t, k] = (dn[t, k] - sum_j dn[t, j] n[t, j]) / denominator[t] + ddenominator[t]. Memory bound: the
+floor is reading the weights and writing the result.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -14,18 +17,26 @@ from torch import Tensor
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T, macro
+from tile_kernels.core.lang import EARLY, T, begin_early, is_short, macro
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
 
 MAX_TOPK = 4096
 EPSILON = 1e-20
 
+#: Weights of a row that a thread may keep in registers.
+MAX_DIRECT = 16
+
 # Config -------------------------------------------------------------------------------------
 
 
-def choose(num_topk: int, num_tokens: int) -> dict:
+def choose(num_topk: int, width: int, num_tokens: int) -> dict:
     """Small tiles: many blocks hide the latency of their few loads."""
+    return dict(num_threads=128, direct=False, early=is_short(num_tokens * num_topk * 8))
+
+
+def choose_bwd(num_topk: int, num_tokens: int) -> dict:
+    """Small tiles, as for the op."""
     return dict(num_threads=128)
 
 
@@ -48,10 +59,60 @@ def load_tile(x, first, left, num_threads, tile_shared):
             tile_shared[item // num_topk, item % num_topk] = x[first + item // num_topk, item % num_topk]
 
 
-@kernel(choose=choose, space=dict(num_threads=(64, 128, 256)), pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True})
-def normalize_weight_kernel(num_topk: int, *, num_threads: int):
-    """Rows of `num_topk` weights."""
+@macro
+def normalize_tile(x, first, num_threads, denominator, normalized):
+    """The rows from `first` on, through shared memory."""
+    num_tokens, num_topk = x.shape
     rows = _rows(num_topk, num_threads)
+    tile_shared = T.alloc_shared((rows, num_topk | 1), T.float32)
+    sum_shared = T.alloc_shared((rows,), T.float32)
+    total = T.alloc_var(T.float32)
+    tx = T.get_thread_binding()
+    left = T.min(num_tokens - first, rows) * num_topk
+
+    load_tile(x, first, left, num_threads, tile_shared)
+    T.sync_threads()
+    if tx < rows and tx * num_topk < left:
+        total = T.float32(EPSILON)
+        for k in T.unroll(num_topk, unroll_factor=16):
+            total += tile_shared[tx, k]
+        sum_shared[tx] = total
+        denominator[first + tx] = total
+    T.sync_threads()
+    for i in T.unroll(T.ceildiv(rows * num_topk, num_threads), unroll_factor=8):
+        row, k = (i * num_threads + tx) // num_topk, (i * num_threads + tx) % num_topk
+        if i * num_threads + tx < left:
+            normalized[first + row, k] = T.ieee_fdiv(tile_shared[row, k], sum_shared[row])
+
+
+@macro
+def normalize_row(x, row, width, denominator, normalized):
+    """One row by one thread, from registers."""
+    num_topk = x.shape[1]
+    row_local = T.alloc_local((num_topk,), T.float32)
+    total = T.alloc_var(T.float32, init=EPSILON)
+    for i in T.unroll(num_topk // width):
+        for e in T.vectorized(width):
+            row_local[i * width + e] = x[row, i * width + e]
+    for k in T.unroll(num_topk):
+        total += row_local[k]
+    denominator[row] = total
+    for k in T.unroll(num_topk):
+        row_local[k] = T.ieee_fdiv(row_local[k], total)
+    for i in T.unroll(num_topk // width):
+        for e in T.vectorized(width):
+            normalized[row, i * width + e] = row_local[i * width + e]
+
+
+@kernel(
+    choose=choose,
+    space=dict(num_threads=(32, 64, 128, 256), direct=(False, True), early=EARLY),
+    pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True},
+)
+def normalize_weight_kernel(num_topk: int, width: int, *, num_threads: int, direct: bool, early: bool):
+    """Rows of `num_topk` weights, `width` in an access. Rows of more than 16 are never direct."""
+    direct = direct and num_topk <= MAX_DIRECT
+    rows = num_threads if direct else _rows(num_topk, num_threads)
     num_tokens = T.dynamic('num_tokens')
 
     @T.prim_func
@@ -61,30 +122,19 @@ def normalize_weight_kernel(num_topk: int, *, num_threads: int):
         normalized: T.Tensor((num_tokens, num_topk), T.float32),
     ):
         with T.Kernel(T.ceildiv(num_tokens, rows), threads=num_threads) as pid:
-            tile_shared = T.alloc_shared((rows, num_topk | 1), T.float32)
-            sum_shared = T.alloc_shared((rows,), T.float32)
-            total = T.alloc_var(T.float32)
+            if early:
+                begin_early()
             tx = T.get_thread_binding()
-            left = T.min(num_tokens - pid * rows, rows) * num_topk
-
-            load_tile(topk_weights, pid * rows, left, num_threads, tile_shared)
-            T.sync_threads()
-            if tx < rows and tx * num_topk < left:
-                total = T.float32(EPSILON)
-                for k in T.unroll(num_topk, unroll_factor=16):
-                    total += tile_shared[tx, k]
-                sum_shared[tx] = total
-                denominator[pid * rows + tx] = total
-            T.sync_threads()
-            for i in T.unroll(T.ceildiv(rows * num_topk, num_threads), unroll_factor=8):
-                row, k = (i * num_threads + tx) // num_topk, (i * num_threads + tx) % num_topk
-                if i * num_threads + tx < left:
-                    normalized[pid * rows + row, k] = T.ieee_fdiv(tile_shared[row, k], sum_shared[row])
+            if direct:
+                if pid * rows + tx < num_tokens:
+                    normalize_row(topk_weights, pid * rows + tx, width, denominator, normalized)
+            else:
+                normalize_tile(topk_weights, pid * rows, num_threads, denominator, normalized)
 
     return normalize_weight
 
 
-@kernel(choose=choose, space=dict(num_threads=(64, 128, 256)), pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True})
+@kernel(choose=choose_bwd, space=dict(num_threads=(64, 128, 256)), pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True})
 def normalize_weight_bwd_kernel(num_topk: int, *, num_threads: int):
     """Rows of `num_topk` weights."""
     rows = _rows(num_topk, num_threads)
@@ -171,7 +221,8 @@ def normalize_weight(topk_weights: Tensor) -> tuple[Tensor, Tensor]:
     check.at_least(num_topk, 1, 'num_topk')
     check.at_most(num_topk, MAX_TOPK, 'num_topk')
     denominator, normalized = topk_weights.new_empty(num_tokens), torch.empty_like(topk_weights)
-    launch(normalize_weight_kernel, (num_topk,), topk_weights, denominator, normalized)
+    width = math.gcd(num_topk, check.vector_bytes(topk_weights, normalized) // 4)
+    launch(normalize_weight_kernel, (num_topk, width), topk_weights, denominator, normalized)
     return denominator, normalized
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import WARP, T, macro
+from tile_kernels.core.lang import EARLY, WARP, T, begin_early, macro
 from tile_kernels.moe._macros import (
     EPSILON,
     FAST_FUNCTIONS,
@@ -147,7 +147,7 @@ def store_scores(scores, scoring: ScoringFunc, at: Place, layout: RowLayout, ali
 # Kernels ------------------------------------------------------------------------------------
 
 
-@kernel(choose=choose, space=dict(num_warps=(1, 2, 4, 8), rows=(1, 2)), pass_configs=WARP_PASS_CONFIGS)
+@kernel(choose=choose, space=dict(num_warps=(1, 2, 4, 8), rows=(1, 2), early=EARLY), pass_configs=WARP_PASS_CONFIGS)
 def route_topk_kernel(
     num_experts: int,
     num_topk: int,
@@ -162,6 +162,7 @@ def route_topk_kernel(
     *,
     num_warps: int,
     rows: int,
+    early: bool,
 ):
     """Experts, weights and physical experts of one or two tokens per warp; `given` names the optional tensors."""
     layout = RowLayout.of(num_experts, dtype.itemsize, vector_bytes)
@@ -196,6 +197,8 @@ def route_topk_kernel(
         num_tp_ranks: T.int32,
     ):
         with T.Kernel(T.ceildiv(num_tokens, num_warps * rows), threads=num_warps * WARP) as pid:
+            if early:
+                begin_early()
             T.assume(row_stride % layout.vec == 0)
             T.import_source(FAST_FUNCTIONS)
             x_local = T.alloc_local((rows, layout.num_slots), 'float32')

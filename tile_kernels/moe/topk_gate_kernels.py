@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import WARP, T, macro
+from tile_kernels.core.lang import EARLY, WARP, T, begin_early, is_short, macro
 from tile_kernels.moe._macros import (
     LOWEST,
     WARP_PASS_CONFIGS,
@@ -39,9 +39,11 @@ MAX_SLOTS_OF_TWO = 32
 
 def choose(num_experts: int, num_topk: int, dtype: torch.dtype, vector_bytes: int, packed: bool, size: int) -> dict:
     """Few tokens spread over the SMs, one per block. From two waves of blocks on, a warp ranks two rows at once."""
+    early = is_short(size * num_experts * dtype.itemsize)
     if size <= 1024:
-        return dict(num_warps=1, rows=1)
-    return dict(num_warps=1, rows=2) if size >= 8192 else dict(num_warps=4, rows=1)
+        return dict(num_warps=1, rows=1, early=early)
+    num_warps, rows = (1, 2) if size >= 8192 else (4, 1)
+    return dict(num_warps=num_warps, rows=rows, early=early)
 
 
 # Ranking ------------------------------------------------------------------------------------
@@ -309,9 +311,17 @@ def select_topk(ranking: Ranking, logits, bias: Any, at: Place, x, expert, value
 # Kernel -------------------------------------------------------------------------------------
 
 
-@kernel(choose=choose, space=dict(num_warps=(1, 2, 4, 8), rows=(1, 2)), pass_configs=WARP_PASS_CONFIGS)
+@kernel(choose=choose, space=dict(num_warps=(1, 2, 4, 8), rows=(1, 2), early=EARLY), pass_configs=WARP_PASS_CONFIGS)
 def topk_gate_kernel(
-    num_experts: int, num_topk: int, dtype: torch.dtype, vector_bytes: int, packed: bool, *, num_warps: int, rows: int
+    num_experts: int,
+    num_topk: int,
+    dtype: torch.dtype,
+    vector_bytes: int,
+    packed: bool,
+    *,
+    num_warps: int,
+    rows: int,
+    early: bool,
 ):
     """Experts of one or two tokens per warp."""
     layout = RowLayout.of(num_experts, dtype.itemsize, vector_bytes)
@@ -326,6 +336,8 @@ def topk_gate_kernel(
         topk_idx: T.Tensor((num_tokens, num_topk), 'int64'),
     ):
         with T.Kernel(T.ceildiv(num_tokens, num_warps * rows), threads=num_warps * WARP) as pid:
+            if early:
+                begin_early()
             T.assume(row_stride % layout.vec == 0)
             x_local = T.alloc_local((rows, layout.num_slots), 'float32')
             expert_local = T.alloc_local((ranking.num_picks,), 'int32')

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import WARP, T, macro
+from tile_kernels.core.lang import EARLY, WARP, T, begin_early, is_short, macro
 from tile_kernels.moe._macros import (
     EPSILON,
     FAST_FUNCTIONS,
@@ -43,13 +43,15 @@ STEEP = {ScoringFunc.SIGMOID: (-80.0, 8.0), ScoringFunc.SQRTSOFTPLUS: (-80.0, 10
 # Config -------------------------------------------------------------------------------------
 
 
-def choose(*static_and_size: Any) -> dict:
+def choose(num_experts: int, *static_and_size: Any) -> dict:
     """Few tokens spread over the SMs, one per block. With many tokens per SM, a warp ranks two rows at once."""
     num_groups, num_topk_groups, _, _, size = static_and_size[-5:]
+    early = is_short(4 * size * num_experts)
     if size <= 1024:
-        return dict(num_warps=1, rows=1)
+        return dict(num_warps=1, rows=1, early=early)
     grouped = num_topk_groups < num_groups  # then a warp has one row, and an SM holds few blocks of one warp
-    return dict(num_warps=1, rows=2) if size >= 3072 and not grouped else dict(num_warps=4, rows=1)
+    num_warps, rows = (1, 2) if size >= 3072 and not grouped else (4, 1)
+    return dict(num_warps=num_warps, rows=rows, early=early)
 
 
 # Groups -------------------------------------------------------------------------------------
@@ -258,7 +260,7 @@ class ScoreRanking(Ranking):
 # Kernels ------------------------------------------------------------------------------------
 
 
-@kernel(choose=choose, space=dict(num_warps=(1, 2, 4, 8), rows=(1, 2)), pass_configs=WARP_PASS_CONFIGS)
+@kernel(choose=choose, space=dict(num_warps=(1, 2, 4, 8), rows=(1, 2), early=EARLY), pass_configs=WARP_PASS_CONFIGS)
 def topk_gating_kernel(
     num_experts: int,
     num_topk: int,
@@ -274,6 +276,7 @@ def topk_gating_kernel(
     *,
     num_warps: int,
     rows: int,
+    early: bool,
 ):
     """Experts and weights of one or two tokens per warp."""
     layout = RowLayout.of(num_experts, dtype.itemsize, vector_bytes)
@@ -292,6 +295,8 @@ def topk_gating_kernel(
         scale: T.float32,
     ):
         with T.Kernel(T.ceildiv(num_tokens, num_warps * rows), threads=num_warps * WARP) as pid:
+            if early:
+                begin_early()
             T.assume(row_stride % layout.vec == 0)
             T.import_source(FAST_FUNCTIONS)
             x_local = T.alloc_local((rows, layout.num_slots), 'float32')

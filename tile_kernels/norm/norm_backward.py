@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
+from tile_kernels.core.front import replayed
 from tile_kernels.core.op import Mut, op
 from tile_kernels.norm._checks import (
     as_rows,
@@ -57,6 +58,7 @@ def norm_backward_(
 
 
 @_norm_backward.public
+@replayed
 def norm_backward(
     out_grad: Tensor,
     x: Tensor,

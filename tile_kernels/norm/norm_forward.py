@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.core import check
+from tile_kernels.core.front import replayed
 from tile_kernels.core.op import Out, op
 from tile_kernels.norm._checks import (
     as_rows,
@@ -70,6 +71,7 @@ def norm_forward_(
 
 
 @_norm_forward.public
+@replayed
 def norm_forward(
     x: Tensor,
     weight: Tensor | None,

@@ -16,6 +16,7 @@ from tile_kernels.core import check
 from tile_kernels.core.autograd import needs_gradient
 from tile_kernels.core.cases import grid
 from tile_kernels.core.formats import QuantFormat, QuantTensor
+from tile_kernels.core.front import replayed
 from tile_kernels.core.op import Mut, Out, op
 from tile_kernels.norm._checks import (
     as_rows,
@@ -172,6 +173,7 @@ def norm_forward_and_per_token_cast_(
 
 
 @_norm_forward_and_per_token_cast.public
+@replayed
 def norm_forward_and_per_token_cast(
     x: Tensor,
     weight: Tensor | None,

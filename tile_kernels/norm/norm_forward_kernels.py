@@ -13,7 +13,7 @@ from torch import Tensor
 from tile_kernels.core import check
 from tile_kernels.core.formats import QuantFormat
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import WARP, T, macro, resident_blocks
+from tile_kernels.core.lang import EARLY, WARP, T, begin_early, is_short, macro, resident_blocks
 from tile_kernels.core.launch import launch
 from tile_kernels.device.bits import bits_of
 from tile_kernels.device.codes import code_registers, encode_and_store
@@ -43,20 +43,21 @@ def choose(
     row then counts less. This needs rows for many waves and enough registers.
     """
     pieces, vectors = row_warps(hidden), 8 // x_dtype.itemsize
+    early = is_short(2 * num_tokens * hidden * x_dtype.itemsize)
     warps = team_warps(hidden, vectors)
     if fmt is not None and not residual and x_dtype.itemsize == 2 and num_tokens * pieces >= 1 << 14:
         fewer = 1 << max(pieces // vectors, 1).bit_length() - 1
         warps = min(warps, fewer) if pieces < 8 * vectors else team_warps(hidden, 2 * vectors)
     owned = -(-pieces // warps)
     if owned <= vectors:
-        return dict(warps=warps, resident_threads=1024)
+        return dict(warps=warps, resident_threads=1024, early=early)
     fitting = owned <= 2 * vectors and weight_dtype is not torch.float32
-    return dict(warps=warps, resident_threads=768 if fitting else 512)
+    return dict(warps=warps, resident_threads=768 if fitting else 512, early=early)
 
 
 @kernel(
     choose=choose,
-    space=dict(warps=(1, 2, 4, 8, 16), resident_threads=(512, 768, 1024)),
+    space=dict(warps=(1, 2, 4, 8, 16), resident_threads=(512, 768, 1024), early=EARLY),
     pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True, 'TL_ENABLE_LOWER_LDGSTG': True},
     fixed='warps',
 )
@@ -74,6 +75,7 @@ def norm_forward_kernel(
     *,
     warps: int,
     resident_threads: int,
+    early: bool,
 ):
     """`scaled`: out_scale is not 1; `plain`: y is written in the dtype of x; `batched`, `mega`: see `place_sf`."""
     vectors = -(-row_warps(hidden) // warps)
@@ -196,6 +198,8 @@ def norm_forward_kernel(
         mega_rows: T.int32,
     ):
         with T.Kernel(T.ceildiv(num_tokens, teams), threads=num_threads) as pid:
+            if early:
+                begin_early()
             T.assume(x_pitch % piece == 0)
             if residual:
                 T.assume(residual_pitch % piece == 0)

@@ -3,10 +3,12 @@
 from torch import Tensor
 
 from tile_kernels.core import check
+from tile_kernels.core.front import replayed
 from tile_kernels.quant._checks import Block, Pair, dtype_of, with_format
 from tile_kernels.quant.dequantize import dequantize
 
 
+@replayed
 def cast_back(
     x: Pair, fmt: str = 'bf16', x_block_size: Block | None = None, x_special_fmt: str | None = None
 ) -> Tensor:

@@ -16,7 +16,7 @@ from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.formats import QuantFormat, QuantTensor
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import WARP, T, macro
+from tile_kernels.core.lang import EARLY, WARP, T, begin_early, is_short, macro
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
 from tile_kernels.device.codes import decode
@@ -40,7 +40,8 @@ def choose(hidden: int, fmt: QuantFormat, dtype: torch.dtype, vector_bytes: int,
     """
     lanes = num_tokens * -(-hidden // _lane(fmt, dtype))
     vectors = 2 if lanes >= 2 << 17 else 1
-    return dict(vectors=vectors, along=vectors, num_threads=128)
+    early = is_short(num_tokens * (fmt.data.stored(hidden) + hidden * dtype.itemsize))
+    return dict(vectors=vectors, along=vectors, num_threads=128, early=early)
 
 
 # Kernel -------------------------------------------------------------------------------------
@@ -75,11 +76,19 @@ def load_factors(x_sf, fmt, i, row, col, hidden, factors):
 
 @kernel(
     choose=choose,
-    space=dict(vectors=(1, 2, 4, 8), along=(1, 2, 4), num_threads=(128, 256, 512, 1024)),
+    space=dict(vectors=(1, 2, 4, 8), along=(1, 2, 4), num_threads=(64, 128, 256, 512, 1024), early=EARLY),
     pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True},
 )
 def dequantise_kernel(
-    hidden: int, fmt: QuantFormat, dtype: torch.dtype, vector_bytes: int, *, vectors: int, along: int, num_threads: int
+    hidden: int,
+    fmt: QuantFormat,
+    dtype: torch.dtype,
+    vector_bytes: int,
+    *,
+    vectors: int,
+    along: int,
+    num_threads: int,
+    early: bool,
 ):
     """Of the vectors of a lane, `along` are in the same row if rows divide so; a scale factor of all is read once."""
     lane = _lane(fmt, dtype)
@@ -101,6 +110,8 @@ def dequantise_kernel(
         with T.Kernel(
             T.ceildiv(T.ceildiv(num_tokens, band_rows) * band_lanes, num_threads), threads=num_threads
         ) as pid:
+            if early:
+                begin_early()
             T.assume(x_pitch % piece == 0)
             row = T.alloc_var(T.int32)
             slot = T.alloc_var(T.int32)

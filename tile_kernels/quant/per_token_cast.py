@@ -26,6 +26,7 @@ from torch import Tensor
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.formats import QuantFormat, QuantTensor
+from tile_kernels.core.front import replayed
 from tile_kernels.core.op import op
 from tile_kernels.quant._checks import (
     Block,
@@ -62,6 +63,7 @@ def _per_token_cast(
 
 
 @_per_token_cast.public
+@replayed
 def per_token_cast(
     x: Tensor | Pair,
     fmt: str | QuantFormat,

@@ -3,10 +3,12 @@
 from torch import Tensor
 
 from tile_kernels.core import check
+from tile_kernels.core.front import replayed
 from tile_kernels.quant._checks import Pair, dtype_of, with_token_format
 from tile_kernels.quant.dequantize import dequantize
 
 
+@replayed
 def per_token_cast_back(
     x: Pair, fmt: str = 'bf16', num_per_channels: int | None = None, x_special_fmt: str | None = None
 ) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from tile_kernels.core import check
 from tile_kernels.core.formats import QuantFormat
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import WARP, T, macro
+from tile_kernels.core.lang import EARLY, WARP, T, begin_early, is_short, macro
 from tile_kernels.core.launch import launch
 from tile_kernels.device.codes import code_registers, decode_halves, encode_and_store
 from tile_kernels.device.reduce import lane_max, scatter_max, shuffle_steps
@@ -58,33 +58,41 @@ def _along_row(hidden: int, fmt: QuantFormat, vectors: int) -> int:
     return 1 if fmt.col or row_lanes % WARP else math.gcd(vectors, row_lanes // WARP)
 
 
+def _moved_bytes(num_tokens: int, hidden: int, source: torch.dtype | QuantFormat) -> int:
+    """Bytes of a matrix and of its codes."""
+    dtype, stored = _storage(source, hidden)
+    return num_tokens * (stored * dtype.itemsize + hidden)
+
+
 def choose_grouped(
     hidden: int, fmt: QuantFormat, source: torch.dtype | QuantFormat, vector_bytes: int, task: str, num_tokens: int
 ) -> dict:
     """Many loads in flight where rows are many, as registers allow; casts to fp4 compute more than they load."""
+    early = is_short(_moved_bytes(num_tokens, hidden, source))
     if num_tokens * num_lanes(hidden) < 4 << 17:
-        return dict(vectors=2, num_threads=128)
+        return dict(vectors=2, num_threads=128, early=early)
     if task == 'stochastic':
-        return dict(vectors=4 if fmt.data.name == 'e2m1' else 8, num_threads=128)
+        return dict(vectors=4 if fmt.data.name == 'e2m1' else 8, num_threads=128, early=early)
     if fmt.data.name == 'e2m1' and not fmt.col and isinstance(source, torch.dtype):
-        return dict(vectors=2, num_threads=128)
+        return dict(vectors=2, num_threads=128, early=early)
     whole = _piece(hidden, source, vector_bytes) == _storage(source, LANE)[1]
     small = isinstance(source, QuantFormat) or source is torch.bfloat16
-    return dict(vectors=8, num_threads=128) if whole and small else dict(vectors=4, num_threads=256)
+    vectors, num_threads = (8, 128) if whole and small else (4, 256)
+    return dict(vectors=vectors, num_threads=num_threads, early=early)
 
 
 def choose_row(
     hidden: int, fmt: QuantFormat, source: torch.dtype | QuantFormat, vector_bytes: int, task: str, num_tokens: int
 ) -> dict:
     """Four vectors for each thread, half as many where rows are few, twice as many where a long row then fits."""
-    lanes = num_lanes(hidden)
+    lanes, early = num_lanes(hidden), is_short(_moved_bytes(num_tokens, hidden, source))
     if num_tokens * lanes < 4 << 17 and lanes <= 2048:
-        return dict(vectors=2)
+        return dict(vectors=2, early=early)
     if isinstance(source, QuantFormat):  # small
-        return dict(vectors=8)
+        return dict(vectors=8, early=early)
     if source is torch.float32:
-        return dict(vectors=4 if lanes <= 2048 else 2)
-    return dict(vectors=4 if lanes <= 4096 else 8)
+        return dict(vectors=4 if lanes <= 2048 else 2, early=early)
+    return dict(vectors=4 if lanes <= 4096 else 8, early=early)
 
 
 # Kernels ------------------------------------------------------------------------------------
@@ -126,7 +134,7 @@ def multiplier(x_factor, source, i, sf_inv):
 
 @kernel(
     choose=choose_grouped,
-    space=dict(vectors=(2, 4, 8), num_threads=(128, 256)),
+    space=dict(vectors=(1, 2, 4, 8), num_threads=(64, 128, 256), early=EARLY),
     pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True},
 )
 def per_token_cast_kernel(
@@ -138,6 +146,7 @@ def per_token_cast_kernel(
     *,
     vectors: int,
     num_threads: int,
+    early: bool,
 ):
     """Groups of at most a warp.
 
@@ -165,6 +174,8 @@ def per_token_cast_kernel(
         with T.Kernel(
             T.ceildiv(T.ceildiv(num_tokens, band_rows) * band_lanes, num_threads), threads=num_threads
         ) as pid:
+            if early:
+                begin_early()
             T.assume(x_pitch % piece == 0)
             T.annotate_min_blocks_per_sm(1024 // num_threads)
             thread = T.get_thread_binding()
@@ -222,9 +233,20 @@ def per_token_cast_kernel(
     return per_token_cast
 
 
-@kernel(choose=choose_row, space=dict(vectors=(1, 2, 4, 8)), pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True})
+@kernel(
+    choose=choose_row,
+    space=dict(vectors=(1, 2, 4, 8), early=EARLY),
+    pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True},
+)
 def per_token_cast_row_kernel(
-    hidden: int, fmt: QuantFormat, source: torch.dtype | QuantFormat, vector_bytes: int, task: str, *, vectors: int
+    hidden: int,
+    fmt: QuantFormat,
+    source: torch.dtype | QuantFormat,
+    vector_bytes: int,
+    task: str,
+    *,
+    vectors: int,
+    early: bool,
 ):
     """Whole rows, one block each: `vectors` times 8 channels for every thread and pass; arguments as above."""
     num_threads = min(1024, -(-num_lanes(hidden) // (vectors * WARP)) * WARP)
@@ -253,6 +275,8 @@ def per_token_cast_row_kernel(
         amax_floor: T.float32,
     ):
         with T.Kernel(num_tokens, threads=num_threads) as row:
+            if early:
+                begin_early()
             T.assume(x_pitch % piece == 0)
             T.annotate_min_blocks_per_sm(1024 // num_threads)
             thread = T.get_thread_binding()

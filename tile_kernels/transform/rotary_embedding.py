@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.core import check
+from tile_kernels.core.front import replayed
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
 from tile_kernels.transform._samples import BENCH, FULL, PARTIAL, SMOKE, random_heads
@@ -161,6 +162,7 @@ def _rotary_embedding(
 
 
 @_rotary_embedding.public
+@replayed
 def rotary_embedding(
     query: Tensor,
     cos_sin_cache: Tensor,

@@ -9,7 +9,7 @@ import math
 import torch
 
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T, macro
+from tile_kernels.core.lang import EARLY, T, begin_early, is_short, macro
 
 # Config -------------------------------------------------------------------------------------
 
@@ -28,7 +28,7 @@ def choose(
     num_rows: int,
 ) -> dict:
     """Two heads per thread; more would need registers and lower the occupancy."""
-    return dict(heads=2, resident_threads=1024)
+    return dict(heads=2, resident_threads=1024, early=is_short(2 * num_rows * num_rotated * dtype.itemsize))
 
 
 # Kernel -------------------------------------------------------------------------------------
@@ -36,7 +36,7 @@ def choose(
 
 @kernel(
     choose=choose,
-    space=dict(heads=(1, 2, 4), resident_threads=(1024, 1280, 1536, 2048)),
+    space=dict(heads=(1, 2, 4), resident_threads=(1024, 1280, 1536, 2048), early=EARLY),
     pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True, 'TL_ENABLE_LOWER_LDGSTG': True},
 )
 def rotary_kernel(
@@ -53,6 +53,7 @@ def rotary_kernel(
     *,
     heads: int,
     resident_threads: int,
+    early: bool,
 ):
     """Each thread rotates `width` pairs; the `tail` channels after the rotated ones are copied."""
     num_threads = 128
@@ -181,6 +182,8 @@ def rotary_kernel(
         query_blocks = T.ceildiv(num_tokens * T.ceildiv(query_heads, heads) * slots, num_threads)
         key_blocks = T.ceildiv(num_tokens * T.ceildiv(key_heads, heads) * slots, num_threads) if with_key else 0
         with T.Kernel(query_blocks + key_blocks, threads=num_threads) as pid:
+            if early:
+                begin_early()
             for stride in promised:
                 T.assume(stride % width == 0)
             T.annotate_min_blocks_per_sm(resident_threads // num_threads)
