@@ -64,7 +64,7 @@ def choose(hidden: int, fmt: QuantFormat, x_dtype: torch.dtype, piece: int, num_
     )
 
 
-def _sf_size(fmt: QuantFormat, num_groups: int) -> int:
+def sf_size_of(fmt: QuantFormat, num_groups: int) -> int:
     """Bytes per access to scale factors: one factor, or a word of several neighbors."""
     size = fmt.sf_dtype.itemsize
     return size if fmt.col or size == 4 else math.gcd(num_groups, 4)
@@ -150,7 +150,7 @@ def expand_and_per_token_cast_kernel(
     vectors = split.vectors
     part_groups = vectors * row_threads // group_lanes
     part_slots = -(-part_groups // 4) * 4
-    sf_size = _sf_size(fmt, num_groups)
+    sf_size = sf_size_of(fmt, num_groups)
     slots_per_word = sf_size * fmt.sf_pack // fmt.sf_dtype.itemsize
     sf_words = -(-num_groups // slots_per_word)
     part_words = part_slots // slots_per_word
@@ -288,7 +288,7 @@ def expand_and_per_token_cast(
         pos_to_token = torch.empty_like(pos_to_expert)
         sf_rows = torch.empty((num_tokens, y.sf.shape[1]), dtype=BITS[y.sf.element_size()], device=x.device)
     maps = (token_topk_to_pos, pos_to_expert, pos_to_token)
-    results = (y.data.view(torch.uint8), y.sf.view(BITS[_sf_size(fmt, fmt.blocks(1, hidden)[1])]))
+    results = (y.data.view(torch.uint8), y.sf.view(BITS[sf_size_of(fmt, fmt.blocks(1, hidden)[1])]))
     launch(expand_and_per_token_cast_kernel, static, x, *maps, sf_rows, *results, fmt.amax_floor, size=num_expanded)
     return y
 
