@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels import ArgumentError, knobs
+from tile_kernels.core.launch import on_gpu
 from tile_kernels.linear_attention import (
     chunk_delta_rule,
     chunk_gated_delta_rule,
@@ -107,6 +108,12 @@ STRESS = [
     dict(SIZES, tokens=17, channels=True, gate='drop', state=F32),
     dict(SIZES, tokens=34, channels=True, betas='one', gate='weak'),
 ]
+#: Errors of sums that cancel grow with the chunk.
+STRESS += [
+    dict(tokens=130, dims=(64, 64), keys='equal', betas='one', gate='none', chunk=64, state=F32),
+    dict(tokens=130, dims=(64, 64), keys='equal', betas='one', gate='none', chunk=64, gpu='a100'),
+    dict(tokens=70, dims=(64, 64), keys='equal', betas='one', gate='none', chunk=64, channels=True, state=F32),
+]
 if FULL:
     STRESS += [
         dict(tokens=130, heads=(2, 6), dims=(64, 64), state=F32, chunk=64, channels=channels, gate=gate)
@@ -120,8 +127,13 @@ def test_errors_keep_the_bounds(case):
     """Without decay, or with equal keys, the bounds are wider. Gates that decide nothing have no relative error."""
     slack = 2.0 if case.get('keys') == 'equal' else 1.5 if case.get('gate') in ('none', 'weak') else 1.0
     skip = ('k', 'q', 'g') if case.get('betas') == 'zero' and 'state' not in case else ()
+    case = dict(case)
+    gpu = case.pop('gpu', 'h200')
+    if case.get('keys') == 'equal' and 'state' not in case:
+        skip = ('g',)
     given = inputs(**case)
-    compare(given, run_gdn(case.get('chunk', 16)), recurrence, slack, skip)
+    with on_gpu(gpu):
+        compare(given, run_gdn(case.get('chunk', 16)), recurrence, slack, skip)
 
 
 def gate_of(g: Tensor, A_log: Tensor, dt_bias: Tensor, bound: float | None) -> Tensor:
@@ -130,18 +142,20 @@ def gate_of(g: Tensor, A_log: Tensor, dt_bias: Tensor, bound: float | None) -> T
     return -rate * torch.nn.functional.softplus(x) if bound is None else bound * torch.sigmoid(rate * x)
 
 
-@pytest.mark.parametrize('bound', [None, -4.0])
-@pytest.mark.parametrize('channels', [False, True])
-def test_options_have_gradients_to_their_inputs(channels, bound):
-    if bound is not None and not channels:
-        return
-    given = inputs(tokens=34, heads=(2, 4), dims=(32, 32), channels=channels, form=1)
+@pytest.mark.parametrize(
+    ('channels', 'bound', 'tokens', 'chunk'),
+    [(False, None, 34, 16), (True, None, 34, 16), (True, -4.0, 34, 16), (True, None, 66, 64)],
+)
+def test_options_have_gradients_to_their_inputs(channels, bound, tokens, chunk):
+    """The gradient of A_log is a sum over all tokens and channels, in which pairs of tokens cancel."""
+    given = inputs(tokens=tokens, heads=(2, 4), dims=(32, 32), channels=channels, form=1)
     given |= dict(q=given['q'] * 3, k=given['k'] * 2, g=torch.randn(given['g'].shape).to(BF16))
     given |= dict(A_log=torch.randn(4) * 0.3, dt_bias=torch.randn(given['g'].shape[2:].numel()))
 
     def run(q, k, v, g, beta, A_log, dt_bias):
         options = dict(use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True)
-        options |= dict(use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias, output_final_state=True, chunk_size=16)
+        options |= dict(use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias, output_final_state=True)
+        options['chunk_size'] = chunk
         if channels:
             return chunk_kda(q, k, v, g, beta, **options, safe_gate=bound is not None, lower_bound=bound)
         return chunk_gdn(q, k, v, g, beta, **options)
@@ -225,6 +239,22 @@ def test_no_gate_overflows(gate):
         o, final = run_gdn()(*leaves)
         assert o.isfinite().all() and final.isfinite().all()
         assert all(x.isfinite().all() for x in torch.autograd.grad(o.float().sum() + final.sum(), leaves))
+
+
+@pytest.mark.parametrize('gpu', ['h200', 'a100'])
+@pytest.mark.parametrize('channels', [False, True])
+def test_nan_reaches_no_earlier_token(channels, gpu):
+    """A token with NaN makes the same results NaN as in the recurrence, but for other values of the same token."""
+    clean = inputs(tokens=70, heads=(1, 2), dims=(32, 32), channels=channels, state=F32)
+    run = run_gdn(64)
+    with on_gpu(gpu):
+        for name in ('q', 'k', 'v', 'g', 'beta'):
+            given = {n: x.clone() for n, x in clean.items()}
+            given[name][0, 20, 0 if name in 'qk' else 1].view(-1)[0] = math.nan
+            (o, final), (exact, last) = run(**given), recurrence(**given)
+            assert torch.equal(o.isnan(), exact.isnan()), name
+            assert torch.equal(final.isnan(), last.isnan()), name
+            assert off(o.nan_to_num(), exact.nan_to_num()) <= 1.5 * LIMITS['o'], name
 
 
 def test_repeated_runs_have_equal_bits():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tile_kernels import ArgumentError, knobs
+from tile_kernels import ArgumentError
 from tile_kernels.core.registry import load_ops
 from tile_kernels.linear_attention import (
     chunk_gated_delta_rule,
@@ -114,16 +114,14 @@ def test_mamba_returns_states_as_often_as_they_are_asked_for():
 @pytest.mark.parametrize(
     'case',
     [
-        dict(tokens=100, dims=(32, 48), chunk=32, gate='weak', state=F32),
+        dict(tokens=200, dims=(32, 48), chunk=64, gate='weak', state=F32),
         dict(tokens=140, dims=(32, 32), chunk=64, gate='weak', channels=True),
     ],
     ids=['heads', 'channels'],
 )
 def test_pieces_of_a_sequence_are_joined_exactly(case, monkeypatch):
-    """In the interpreter: a setting, until a GPU has run them."""
     op = load_ops()['linear_attention.delta_rule']
     monkeypatch.setitem(op.fn.__globals__, 'LEAST_CHUNKS', 1)
-    with knobs(delta_pieces=True):
-        launches = op.trace_case(case | dict(output_final_state=True))
-        check_kernel(op, case | dict(output_final_state=True))
+    launches = op.trace_case(case | dict(output_final_state=True))
+    check_kernel(op, case | dict(output_final_state=True))
     assert [launch.kernel.name for launch in launches].count('delta_states_sm90_kernel') == 2

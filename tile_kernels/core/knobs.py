@@ -122,12 +122,6 @@ KNOBS: dict[str, Knob] = {
         False,
         'split the sum over k of products of up to 16 rows; not run on a GPU yet',
     ),
-    'delta_pieces': Knob(
-        'TK_DELTA_PIECES',
-        FLAG,
-        False,
-        'cut long sequences with few heads into pieces in the delta rule on Hopper; not run on a GPU yet',
-    ),
     'tuned': Knob(
         'TK_TUNED', TUNED, 'all', "tables of tuned configs that launches use: all, shipped (not the user's) or off"
     ),
@@ -210,7 +204,6 @@ class Knobs:
     disable_jit: bool
     print_source: bool
     few_rows: bool
-    delta_pieces: bool
     tuned: str
     log: str | None
     full_test: bool

@@ -22,7 +22,6 @@ from tile_kernels.core import check
 from tile_kernels.core.autograd import autocast
 from tile_kernels.core.cases import grid
 from tile_kernels.core.gpus import SUM_SMS
-from tile_kernels.core.knobs import knobs
 from tile_kernels.core.launch import gpu_of, launch, variant_for
 from tile_kernels.core.op import op
 from tile_kernels.linear_attention._checks import (
@@ -203,8 +202,8 @@ def delta_rule_bwd(
     )
     u, dx = half(*v.shape), half(*v.shape)
     bits, size = _bits(number), number * v.numel()
-    operands: tuple = (q, k, None, beta, cu_seqlens, g_sum, scores, None, None, number, bits)
-    operands += (None, None, None) if channels else ()
+    operands: tuple = (q, k, None, beta, cu_seqlens, g_sum, scores, None, None, number, bits, None)
+    operands += (None, None) if channels else ()
     launch(delta_channel_scores_kernel if channels else delta_scores_kernel, (*static, True), *operands, size=v.numel())
     operands = (q, k, v, g_sum, beta, None, inverse, initial_state, cu_seqlens, None, None, h, u, number, scale)
     operands += (None, None, None, 1)
@@ -295,32 +294,28 @@ def delta_rule(
     initial = None if initial_state is None else initial_state.dtype
     whole: tuple = (*static, channels, initial, v_first, output_final_state, False)
     on_hopper = variant_for(STATES, (*whole, WHOLE), gpu_of(q)) is delta_states_sm90_kernel
-    operands: tuple = (q, k, g, beta, cu_seqlens, g_sum, scores, inverse, o, number, _bits(number))
-    until = None
-    if channels:
-        decayed: list[Tensor | None] = [None] * 3
-        if on_hopper:
-            decayed = [torch.empty(g.shape, dtype=q.dtype, device=q.device) for _ in range(3)]
-        launch(CHANNEL_SCORES, (*static, False), *operands, *decayed, size=inverse.numel())
-        if on_hopper:
-            operands, until = (*decayed[:2], *operands[2:]), decayed[2]
-    else:
-        launch(SCORES, (*static, False), *operands, size=inverse.numel())
-    final = final_state if output_final_state else None
-    operands = (*operands[:2], v, g_sum, beta, scores, inverse, initial_state, cu_seqlens, o, final, None, None)
-    operands += (number, scale)
-    size = number * value_heads
-    pieces = 1
-    if knobs.delta_pieces and on_hopper and not packed and isinstance(size * tokens, int):
+
+    def wide_half() -> Tensor | None:
+        return torch.empty(*v.shape[:3], dim, dtype=q.dtype, device=q.device) if on_hopper else None
+
+    writes = wide_half()
+    decayed: tuple = (wide_half(), wide_half()) if channels else ()
+    operands: tuple = (q, k, g, beta, cu_seqlens, g_sum, scores, inverse, o, number, _bits(number), writes, *decayed)
+    launch(CHANNEL_SCORES if channels else SCORES, (*static, False), *operands, size=inverse.numel())
+    operands = decayed if channels and on_hopper else (q, k)
+    operands += (v, g_sum, beta, scores, None if on_hopper else inverse, initial_state, cu_seqlens, o)
+    operands += (final_state if output_final_state else None, None, None, number, scale, writes)
+    size, pieces = number * value_heads, 1
+    if on_hopper and not packed and isinstance(size * tokens, int):
         pieces = count_pieces(tokens // chunk_size, size * -(-value_dim // 64))
     if pieces == 1:
-        launch(STATES, (*whole, WHOLE), *operands, until, None, None, 1, size=size)
+        launch(STATES, (*whole, WHOLE), *operands, None, None, 1, size=size)
         return o, final_state, g_sum, inverse
     wide = padded(dim)
     maps = torch.empty(number * (pieces - 1), value_heads, wide, wide, dtype=q.dtype, device=q.device)
     offsets = torch.empty(number * (pieces - 1), value_heads, value_dim, wide, device=q.device)
     for mode in (MAPS, JOINED):
-        launch(STATES, (*whole, mode), *operands, until, maps, offsets, pieces, size=size)
+        launch(STATES, (*whole, mode), *operands, maps, offsets, pieces, size=size)
     return o, final_state, g_sum, inverse
 
 
@@ -367,7 +362,7 @@ def chunk_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule, differentiable in all tensors and the initial state; takes the calls of fla.
 
-    A NaN reaches all tokens of its chunk and those behind it.
+    A NaN or an infinity in a token makes the results of that token and of those behind it NaN.
 
     Args:
         q: (batch, tokens, heads, dim) bfloat16 or float16; dim is a multiple of 16 up to 256. The last dimension is
@@ -498,7 +493,7 @@ SMOKE = (
     + grid(tokens=[(0, 1, 0, 35)], channels=[True], chunk=[32], behind=[3])
     + grid(tokens=[(0, 65, 3)], heads=[(1, 2)], dims=[(48, 80)], channels=[True], chunk=[64], behind=[3])
 )
-PIECES = grid(tokens=[600], dims=[(32, 48)], chunk=[32], gate=['weak'], state=[F32], output_final_state=[True])
+PIECES = grid(tokens=[1100], dims=[(32, 48)], chunk=[64], gate=['weak'], state=[F32], output_final_state=[True])
 D64, D128 = (64, 64), (128, 128)
 FULL = (
     grid(tokens=[1, 63, 64, 65, 4097], heads=[(2, 6)], dims=[D128], chunk=[64], output_final_state=[True])

@@ -14,6 +14,8 @@ The states before every chunk are computed again and kept for the call (`delta_s
 chunks backwards. The last one owns a chunk of a value head and computes all that needs no order.
 """
 
+from typing import Any
+
 import torch
 
 from tile_kernels.core.jit import kernel
@@ -267,6 +269,7 @@ def delta_gradients_kernel(
             dp_shared = T.alloc_shared((chunk, chunk), elem)
             da_shared = T.alloc_shared((chunk, chunk), elem)
             db_shared = T.alloc_shared((chunk, chunk), elem)
+            rest_shared = T.alloc_shared((chunk, chunk), elem)
             sum_shared = T.alloc_shared((chunk,), T.float32)
             beta_shared = T.alloc_shared((chunk,), T.float32)
             dsum_shared = T.alloc_shared((chunk,), T.float32)
@@ -348,6 +351,8 @@ def delta_gradients_kernel(
                     dp_shared[i, j] = dp[i, j]
                     da_shared[i, j] = da[i, j]
                     db_shared[i, j] = da[i, j] * beta_shared[i]
+                for i, j in T.Parallel(chunk, chunk):
+                    rest_shared[i, j] = dp[i, j] - T.cast(T.cast(dp[i, j], elem), T.float32)
                 T.gemm(dp_shared, k_shared, dq_acc, policy=rowwise)
                 T.gemm(da_shared, k_shared, r_acc, policy=rowwise)
                 T.gemm(dp_shared, q_shared, c_acc, transpose_A=True, policy=rowwise)
@@ -368,6 +373,8 @@ def delta_gradients_kernel(
                     c_acc[i, d] = c_acc[i, d] + r_acc[i, d]
                 T.reduce_sum(terms, row_sum, dim=1)
                 T.copy(row_sum, dsum_shared)
+                # With equal keys dq is a telescoping sum. dg needs dq without this: its pairs cancel.
+                T.gemm(rest_shared, k_shared, dq_acc, policy=rowwise)
                 store_rows(dq, batch, first, value_head, rows, dq_acc)
                 store_rows(dk, batch, first, value_head, rows, c_acc)
                 T.sync_threads()
@@ -390,6 +397,11 @@ def delta_gradients_kernel(
                         dbeta[batch, first + i, value_head] = 0.0
 
     return delta_gradients
+
+
+def rounded(x: Any, decay: Any, elem: Any) -> Any:
+    """A row times its decay, as the products read it."""
+    return T.cast(T.cast(T.cast(x, T.float32) * decay, elem), T.float32)
 
 
 @kernel(pass_configs=PORTABLE)
@@ -517,6 +529,11 @@ def delta_channel_gradients_kernel(
                     all_da[i, j] = -da[i, j]
                     if i == j:
                         diagonal_shared[i] = dp[i, j] * scale
+                # Sums of dg cancel pair by pair. Both sides of a pair therefore multiply the same rounded rows.
+                for i, d in T.Parallel(chunk, wide):
+                    dsum_shared[i, d] = acc[i, d] * T.cast(q_shared[i, d], T.float32) + (
+                        r_acc[i, d] * beta_shared[i]
+                    ) * T.cast(k_shared[i, d], T.float32)
                 for level in T.serial(levels):
                     for i, d in T.Parallel(chunk, wide):
                         scaled_k[i, d] = T.cast(k_shared[i, d], T.float32) * early_decay(sum_shared, i, d, level)
@@ -527,11 +544,17 @@ def delta_channel_gradients_kernel(
                     T.clear(terms)
                     T.gemm(dp_shared, scaled_k, terms, policy=rowwise)
                     for i, d in T.Parallel(chunk, wide):
-                        acc[i, d] = acc[i, d] + terms[i, d] * late_decay(sum_shared, i, d, level)
+                        late = late_decay(sum_shared, i, d, level)
+                        acc[i, d] = acc[i, d] + terms[i, d] * late
+                        dsum_shared[i, d] = dsum_shared[i, d] + terms[i, d] * rounded(q_shared[i, d], late, elem)
                     T.clear(terms)
                     T.gemm(da_shared, scaled_k, terms, policy=rowwise)
                     for i, d in T.Parallel(chunk, wide):
-                        r_acc[i, d] = r_acc[i, d] + terms[i, d] * late_decay(sum_shared, i, d, level)
+                        late = late_decay(sum_shared, i, d, level)
+                        r_acc[i, d] = r_acc[i, d] + terms[i, d] * late
+                        dsum_shared[i, d] = dsum_shared[i, d] + terms[i, d] * rounded(
+                            k_shared[i, d], late * beta_shared[i], elem
+                        )
                 for i, d in T.Parallel(chunk, wide):
                     acc[i, d] = acc[i, d] + diagonal_shared[i] * T.cast(k_shared[i, d], T.float32)
                     terms[i, d] = r_acc[i, d] * T.cast(k_shared[i, d], T.float32)
@@ -542,9 +565,6 @@ def delta_channel_gradients_kernel(
                         dbeta[batch, first + i, value_head] = (row_sum[i] + value_shared[i]) * slope
                 for i, d in T.Parallel(chunk, wide):
                     r_acc[i, d] = r_acc[i, d] * beta_shared[i]
-                    dsum_shared[i, d] = acc[i, d] * T.cast(q_shared[i, d], T.float32) + r_acc[i, d] * T.cast(
-                        k_shared[i, d], T.float32
-                    )
                 store_rows(dq, batch, first, value_head, rows, acc)
 
                 # c, which belongs to the earlier row.
@@ -563,6 +583,8 @@ def delta_channel_gradients_kernel(
                 for i, d in T.Parallel(chunk, wide):
                     acc[i, d] = acc[i, d] * T.exp(sum_shared[chunk - 1, d] - sum_shared[i, d])
                     terms[i, d] = acc[i, d] * T.cast(k_shared[i, d], T.float32)
+                for i, d in T.Parallel(chunk, wide):
+                    dsum_shared[i, d] = dsum_shared[i, d] - terms[i, d]
                 T.reduce_sum(terms, column_sum, dim=0)
                 T.copy(column_sum, later_shared)
                 for level in T.serial(levels):
@@ -578,14 +600,14 @@ def delta_channel_gradients_kernel(
                     T.gemm(dp_shared, scaled_q, terms, transpose_A=True, policy=rowwise)
                     T.gemm(da_shared, scaled_k, terms, transpose_A=True, policy=rowwise)
                     for i, d in T.Parallel(chunk, wide):
-                        acc[i, d] = acc[i, d] + terms[i, d] * early_decay(sum_shared, i, d, level)
+                        early = early_decay(sum_shared, i, d, level)
+                        acc[i, d] = acc[i, d] + terms[i, d] * early
+                        dsum_shared[i, d] = dsum_shared[i, d] - terms[i, d] * rounded(k_shared[i, d], early, elem)
                 T.sync_threads()
                 for d in T.Parallel(wide):
                     later_shared[d] = later_shared[d] + whole_shared[d] * T.exp(sum_shared[chunk - 1, d])
                 for i, d in T.Parallel(chunk, wide):
-                    acc[i, d] = acc[i, d] + diagonal_shared[i] * T.cast(q_shared[i, d], T.float32)
-                    dsum_shared[i, d] = dsum_shared[i, d] - acc[i, d] * T.cast(k_shared[i, d], T.float32)
-                    acc[i, d] = acc[i, d] + r_acc[i, d]
+                    acc[i, d] = acc[i, d] + diagonal_shared[i] * T.cast(q_shared[i, d], T.float32) + r_acc[i, d]
                 store_rows(dk, batch, first, value_head, rows, acc)
                 T.sync_threads()
                 for block in T.serial(-(-dim // threads)):

@@ -8,6 +8,7 @@ owns the chunk numbers from start[b] // chunk + b on, one more than it can need.
 sequence N.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,15 +156,25 @@ def load_beta(beta, batch, first, head, rows, beta_shared, form: int):
         )
 
 
+def finite(x: Any) -> Any:
+    """A number, or 0 for NaN and infinities: products would take them to rows that do not see their token."""
+    return T.if_then_else(T.isfinite(x), x, T.float32(0.0))
+
+
 # Chunks -------------------------------------------------------------------------------------
 
 
 @macro
-def invert(lower_shared, inverse_shared):
-    """The inverse of 1 + A, from `lower_shared[j, i]` = A[i, j]; thread c owns column c."""
+def invert(lower_shared, inverse_shared, elem):
+    """The inverse of 1 + A, from `lower_shared[j, i]` = A[i, j], rounded to `elem`; thread c owns column c.
+
+    A rounding error is added to the next row: with equal keys a result is a sum over rows, and errors have one sign.
+    """
     size = lower_shared.shape[0]
     column = T.get_thread_binding()
     rows = T.alloc_local((16,), T.float32)
+    error = T.alloc_var(T.float32, init=0.0)
+    exact = T.alloc_var(T.float32, init=0.0)
     if column < size:
         for block in T.serial(size // 16):
             for i in T.unroll(16):
@@ -177,6 +188,10 @@ def invert(lower_shared, inverse_shared):
                         rows[i] = rows[i] - lower_shared[block * 16 + j, block * 16 + i] * rows[j]
             for i in T.unroll(16):
                 inverse_shared[block * 16 + i, column] = rows[i]
+        for i in T.serial(size):
+            exact = inverse_shared[i, column] + error
+            inverse_shared[i, column] = T.cast(T.cast(exact, elem), T.float32)
+            error = exact - inverse_shared[i, column]
 
 
 @kernel(pass_configs=BY_HAND)
@@ -203,6 +218,7 @@ def delta_scores_kernel(dim: int, value_dim: int, dtype: torch.dtype, chunk: int
         o: T.Tensor((batch_size, num_tokens, value_heads, value_dim), elem),
         num_sequences: T.int32,
         bits: T.int32,
+        writes: T.Tensor((batch_size, num_tokens, value_heads, dim), elem),
     ):
         with T.Kernel(num_chunks, value_heads, threads=2 * chunk) as (index, value_head):
             for stride in q_strides + k_strides:
@@ -249,9 +265,9 @@ def delta_scores_kernel(dim: int, value_dim: int, dtype: torch.dtype, chunk: int
                     T.gemm(k_shared, k_shared, products, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
                     for i, j in T.Parallel(chunk, chunk):
                         decayed = products[i, j] * T.exp(sum_shared[i] - sum_shared[j]) * beta_shared[i]
-                        lower_shared[j, i] = T.if_then_else(j < i, decayed, T.float32(0.0))
+                        lower_shared[j, i] = T.if_then_else(j < i, finite(decayed), T.float32(0.0))
                     T.sync_threads()
-                    invert(lower_shared, inverse_shared)
+                    invert(lower_shared, inverse_shared, elem)
                     T.sync_threads()
                     for i, j in T.Parallel(chunk, chunk):
                         inverse[index, value_head, i, j] = T.cast(inverse_shared[i, j], elem)
@@ -328,9 +344,9 @@ def delta_channel_scores_kernel(
         o: T.Tensor((batch_size, num_tokens, value_heads, value_dim), elem),
         num_sequences: T.int32,
         bits: T.int32,
+        writes: T.Tensor(decayed, elem),
         q_since: T.Tensor(decayed, elem),
         k_since: T.Tensor(decayed, elem),
-        k_until: T.Tensor(decayed, elem),
     ):
         with T.Kernel(num_chunks, value_heads, threads=threads) as (index, value_head):
             for stride in q_strides + k_strides:
@@ -399,9 +415,9 @@ def delta_channel_scores_kernel(
                     scores[index, value_head, i, j] = pairs[i, j]
                 if not again:
                     for i, j in T.Parallel(chunk, chunk):
-                        lower_shared[j, i] = key_pairs[i, j] * beta_shared[i]
+                        lower_shared[j, i] = finite(key_pairs[i, j] * beta_shared[i])
                     T.sync_threads()
-                    invert(lower_shared, inverse_shared)
+                    invert(lower_shared, inverse_shared, elem)
                     T.sync_threads()
                     for i, j in T.Parallel(chunk, chunk):
                         inverse[index, value_head, i, j] = T.cast(inverse_shared[i, j], elem)
@@ -494,7 +510,7 @@ def vectors_of(x_shared: Any, columns: int) -> int:
 
 
 @macro
-def fetch_rows(x, batch, first, head, rows, column, x_shared, slot, threads: int, columns: int = 0):
+def fetch_rows(x, batch, first, head, rows, column, x_shared, slot, threads: int, columns: int = 0, access: str = 'w'):
     """Start to copy rows of a head from `column` on; 0 behind the last row and behind the last column."""
     size, vectors = x_shared.shape[1], vectors_of(x_shared, columns)
     for r in T.unroll(-(-size * vectors // threads)):
@@ -502,7 +518,7 @@ def fetch_rows(x, batch, first, head, rows, column, x_shared, slot, threads: int
         i, d = at // vectors, at % vectors * 8
         if at < size * vectors:
             T.ptx_cp_async(
-                T.access_ptr(x_shared[slot, i, d], 'w', 8),
+                T.access_ptr(x_shared[slot, i, d], access, 8),
                 T.access_ptr(x[batch, first + i, head, column + d], 'r', 8),
                 8,
                 T.And(i < rows, column + d < x.shape[3]),
@@ -510,14 +526,14 @@ def fetch_rows(x, batch, first, head, rows, column, x_shared, slot, threads: int
 
 
 @macro
-def fetch_square(x, index, head, x_shared, slot, threads: int):
+def fetch_square(x, index, head, x_shared, slot, threads: int, access: str = 'w'):
     """Start to copy what a chunk has for every pair of its rows."""
     size, vectors = x_shared.shape[1], x_shared.shape[2] // 8
     for r in T.unroll(-(-size * vectors // threads)):
         at = r * threads + T.get_thread_binding()
         i, j = at // vectors, at % vectors * 8
         if at < size * vectors:
-            T.ptx_cp_async(T.access_ptr(x_shared[slot, i, j], 'w', 8), T.access_ptr(x[index, head, i, j], 'r', 8), 8)
+            T.ptx_cp_async(T.access_ptr(x_shared[slot, i, j], access, 8), T.access_ptr(x[index, head, i, j], 'r', 8), 8)
 
 
 @macro
@@ -541,6 +557,16 @@ def row_factors(beta_shared, sum_shared, slot, factor_shared, since_shared, unti
         if not channels:
             since_shared[i] = T.exp(sum_shared[slot, i])
             until_shared[i] = T.exp(sum_shared[slot, size - 1] - sum_shared[slot, i])
+
+
+@macro
+def split_rows(x, high_shared, low_shared):
+    """A number as the sum of two in half precision: sums of rows that cancel keep their digits."""
+    for i, j in T.Parallel(x.shape[0], x.shape[1]):
+        high_shared[i, j] = T.cast(x[i, j], high_shared.dtype)
+    for i, j in T.Parallel(x.shape[0], x.shape[1]):
+        rounded = T.cast(T.cast(x[i, j], high_shared.dtype), T.float32)
+        low_shared[i, j] = T.cast(x[i, j] - rounded, low_shared.dtype)
 
 
 @kernel(pass_configs=PORTABLE)
@@ -591,7 +617,7 @@ def delta_states_kernel(
         u: T.Tensor((batch_size, num_tokens, value_heads, value_dim), elem),
         num_sequences: T.int32,
         scale: T.float32,
-        k_until: T.Tensor((batch_size, num_tokens, value_heads, dim), elem),
+        writes: T.Tensor((batch_size, num_tokens, value_heads, dim), elem),
         maps: T.Tensor((num_maps, value_heads, wide, wide), elem),
         offsets: T.Tensor((num_maps, value_heads, value_dim, wide), T.float32),
         pieces: T.int32,
@@ -610,7 +636,9 @@ def delta_states_kernel(
             sum_shared = T.alloc_shared((2, chunk), T.float32)
             x_shared = T.alloc_shared((chunk, tile), elem)
             u_shared = T.alloc_shared((chunk, tile), elem)
+            rest_shared = T.alloc_shared((chunk, tile), elem)
             state_shared = T.alloc_shared((wide, tile), elem)
+            first_odd = T.alloc_shared((tile,), T.int32)
             factor_shared = T.alloc_shared((chunk,), T.float32)
             since_shared = T.alloc_shared((chunk,), T.float32)
             until_shared = T.alloc_shared((chunk,), T.float32)
@@ -668,10 +696,17 @@ def delta_states_kernel(
                     T.gemm(k_shared[at, :, :], state_shared, acc, policy=rowwise)
                     for i, j in T.Parallel(chunk, tile):
                         known = acc[i, j] if channels else acc[i, j] * since_shared[i]
-                        x_shared[i, j] = factor_shared[i] * (T.cast(v_shared[other, i, j], T.float32) - known)
+                        acc[i, j] = factor_shared[i] * (T.cast(v_shared[other, i, j], T.float32) - known)
+                    T.fill(first_odd, chunk)
+                    T.sync_threads()
+                    for i, j in T.Parallel(chunk, tile):
+                        if T.Not(T.isfinite(acc[i, j])):
+                            T.atomic_min(first_odd[j], i)
+                    for i, j in T.Parallel(chunk, tile):
+                        x_shared[i, j] = finite(acc[i, j])
                     T.clear(fresh)
                     T.gemm(inverse_shared[other, :, :], x_shared, fresh, policy=rowwise)
-                    T.copy(fresh, u_shared)
+                    split_rows(fresh, u_shared, rest_shared)
                     if again:
                         for i, j in T.Parallel(chunk, tile):
                             if T.And(i < rows, column + j < value_dim):
@@ -683,20 +718,26 @@ def delta_states_kernel(
                             for i, j in T.Parallel(chunk, tile):
                                 acc[i, j] = acc[i, j] * since_shared[i]
                         T.gemm(scores_shared[other, :, :], u_shared, acc, policy=rowwise)
+                        T.gemm(scores_shared[other, :, :], rest_shared, acc, policy=rowwise)
+                        for i, j in T.Parallel(chunk, tile):
+                            acc[i, j] = T.if_then_else(i < first_odd[j], acc[i, j] * scale, T.float32(math.nan))
                         for i, j in T.Parallel(chunk, tile):
                             if T.And(i < rows, column + j < value_dim):
-                                o[own.batch, first + i, value_head, column + j] = acc[i, j] * scale
+                                o[own.batch, first + i, value_head, column + j] = acc[i, j]
                     if channels:
                         load_undecayed(k, g_sum, own.batch, first, head, value_head, used, k_shared, last_shared)
                         for i, j in T.Parallel(wide, tile):
                             state[i, j] = state[i, j] * T.exp(last_shared[i])
-                        T.gemm(k_shared[at, :, :], u_shared, state, transpose_A=True)
                     else:
                         for i, j in T.Parallel(chunk, tile):
-                            x_shared[i, j] = fresh[i, j] * until_shared[i]
+                            fresh[i, j] = fresh[i, j] * until_shared[i]
+                        split_rows(fresh, u_shared, rest_shared)
                         for i, j in T.Parallel(wide, tile):
                             state[i, j] = state[i, j] * since_shared[chunk - 1]
-                        T.gemm(k_shared[at, :, :], x_shared, state, transpose_A=True)
+                    T.gemm(k_shared[at, :, :], u_shared, state, transpose_A=True)
+                    T.gemm(k_shared[at, :, :], rest_shared, state, transpose_A=True)
+                    for i, j in T.Parallel(wide, tile):
+                        state[i, j] = T.if_then_else(first_odd[j] < chunk, T.float32(math.nan), state[i, j])
             if final:
                 store_state(state, final_state, sequence, value_head, column, v_first)
 

@@ -1,14 +1,20 @@
-"""Kernels of the delta rule for Hopper, one gate for a token and head. See `delta_rule` for the formula.
+"""Kernels of the delta rule for Hopper. See `delta_rule` for the formula.
 
-`delta_scores_sm90_kernel` is `delta_scores_kernel` with products by wgmma. It inverts the blocks of 16 rows on the
-diagonal in float32, by columns. Let D be their inverses and N be D times the other blocks of A. Then the inverse of
-1 + A is D - N D + N^2 D - N^3 D. It is computed as Y <- D - N Y.
+With x = beta (v - e^G k S) and T = (1 + A)^-1, two brackets of a chunk need no state:
 
-`delta_states_sm90_kernel` keeps the state transposed: values are rows. So the state, v - k S and u are first operands
-from registers. Second operands are k, q, the scores and the inverse, as they lie in memory. There is one barrier per
-chunk, for the copies of that chunk.
+    o = scale (e^G q S + (P T) x),      S' = e^{G_C} S + (T^T e^{G_C - G} k)^T x
+
+`delta_scores_sm90_kernel` computes both, `reads` and `writes`, and T. So u = T x is never rounded: with equal keys o
+is a telescoping sum of it. The kernel inverts the blocks of 16 rows on the diagonal in float32, by columns. Let D be
+their inverses and N be D times the other blocks of A. Then T = D - N T. Both D and T are sums of two numbers in half
+precision. For Y = T - D_high the kernel computes Y <- D_low - N D_high - N Y.
+
+`delta_states_sm90_kernel` keeps the state transposed: values are rows. So the state and x are first operands from
+registers. Second operands are k, q, `reads` and `writes`, as they lie in memory. There is one barrier per chunk, for
+the copies of that chunk.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -23,7 +29,7 @@ from tile_kernels.linear_attention.delta_rule_kernels import (
     fetch_square,
     find_chunk,
     find_sequence,
-    is_late,
+    finite,
     meets,
     padded,
     reference_row,
@@ -77,8 +83,11 @@ def sum_gates(g, batch, first, head, rows, sum_shared):
 
 
 @macro
-def invert_blocks(lower_shared, inverse_shared):
-    """Inverses of the blocks of 16 on the diagonal of 1 + A, where `lower_shared[j, i % 16]` is A[i, j]."""
+def invert_blocks(lower_shared, inverse_shared, rest_shared):
+    """Inverses of the blocks of 16 on the diagonal of 1 + A, where `lower_shared[j, i % 16]` is A[i, j].
+
+    They are sums of two numbers in half precision: with equal keys errors of the inverse have the same sign.
+    """
     column = T.get_thread_binding()
     rows = T.alloc_local((16,), T.float32)
     if column < lower_shared.shape[0]:
@@ -91,6 +100,9 @@ def invert_blocks(lower_shared, inverse_shared):
                     rows[i] = rows[i] - lower_shared[start + j, i] * rows[j]
         for i in T.unroll(16):
             inverse_shared[start + i, column] = T.cast(rows[i], inverse_shared.dtype)
+        for i in T.unroll(16):
+            rounded = T.cast(T.cast(rows[i], rest_shared.dtype), T.float32)
+            rest_shared[start + i, column] = T.cast(rows[i] - rounded, rest_shared.dtype)
 
 
 @macro
@@ -106,7 +118,20 @@ def store_square(x_shared, x, index, head, threads: int):
 
 
 @macro
-def split_lower(products, lower_shared, off_shared, blocks_shared):
+def store_values(x_shared, slot, x, batch, first, head, rows, column, tile: int, threads: int):
+    """Store rows of a head from `column` on, 16 bytes a thread."""
+    size, vectors = x_shared.shape[1], tile // 8
+    for r in T.unroll(-(-size * vectors // threads)):
+        at = r * threads + T.get_thread_binding()
+        i, d = at // vectors, at % vectors * 8
+        if at < size * vectors:  # noqa: SIM102
+            if T.And(i < rows, column + d < x.shape[3]):
+                for e in T.vectorized(8):
+                    x[batch, first + i, head, column + d + e] = x_shared[slot, i, d + e]
+
+
+@macro
+def split_lower(products, lower_shared, off_shared, blocks_shared, rest_shared):
     """Spread A: blocks of 16 on the diagonal in float32, the others in the dtype of q, and zeros for inverses."""
     size, elem = products.shape[0], off_shared.dtype
     for i, j in T.Parallel(size, size):
@@ -117,15 +142,61 @@ def split_lower(products, lower_shared, off_shared, blocks_shared):
         off_shared[i, j] = T.if_then_else(near, T.cast(0.0, elem), T.cast(products[i, j], elem))
     for i, j in T.Parallel(size, size):
         blocks_shared[i, j] = T.cast(0.0, elem)
+    for i, j in T.Parallel(size, size):
+        rest_shared[i, j] = T.cast(0.0, elem)
 
 
 @macro
-def refine(blocks_shared, products, next_shared):
-    """Y <- D - N Y, where `products` is N Y; all threads see it afterwards."""
-    for i, j in T.Parallel(next_shared.shape[0], next_shared.shape[1]):
-        next_shared[i, j] = T.cast(T.cast(blocks_shared[i, j], T.float32) - products[i, j], next_shared.dtype)
+def begin_rest(rest_shared, products, terms_shared):
+    """The first terms D_low - N D_high of T - D_high, where `products` is N D_high; all threads see them afterwards."""
+    for i, j in T.Parallel(terms_shared.shape[0], terms_shared.shape[1]):
+        terms_shared[i, j] = T.cast(T.cast(rest_shared[i, j], T.float32) - products[i, j], terms_shared.dtype)
     T.fence_proxy_async()
     T.sync_threads()
+
+
+@macro
+def refine_rest(terms_shared, products, next_shared):
+    """More terms of T - D_high, where `products` is N times those so far; all threads see them afterwards."""
+    for i, j in T.Parallel(next_shared.shape[0], next_shared.shape[1]):
+        next_shared[i, j] = T.cast(T.cast(terms_shared[i, j], T.float32) - products[i, j], next_shared.dtype)
+    T.fence_proxy_async()
+    T.sync_threads()
+
+
+@macro
+def split_inverse(blocks_shared, products, terms_shared, low_shared):
+    """T as the sum of two numbers in half precision, the first in place of the first terms of T - D_high.
+
+    `products` is N times the terms so far, and T afterwards.
+    """
+    for i, j in T.Parallel(low_shared.shape[0], low_shared.shape[1]):
+        known = T.cast(blocks_shared[i, j], T.float32) + T.cast(terms_shared[i, j], T.float32)
+        products[i, j] = known - products[i, j]
+    for i, j in T.Parallel(low_shared.shape[0], low_shared.shape[1]):
+        terms_shared[i, j] = T.cast(products[i, j], low_shared.dtype)
+    for i, j in T.Parallel(low_shared.shape[0], low_shared.shape[1]):
+        rounded = T.cast(T.cast(products[i, j], low_shared.dtype), T.float32)
+        low_shared[i, j] = T.cast(products[i, j] - rounded, low_shared.dtype)
+    T.fence_proxy_async()
+    T.sync_threads()
+
+
+@macro
+def store_inverse(high_shared, low_shared, inverse, index, head, threads: int):
+    """Store the inverse in half precision. A rounding error is added to the next row, as `invert` does."""
+    size, elem = high_shared.shape[0], high_shared.dtype
+    rows = size * size // threads
+    thread = T.get_thread_binding()
+    column, first = thread % size, thread // size * rows
+    exact = T.alloc_var(T.float32, init=0.0)
+    error = T.alloc_var(T.float32, init=0.0)
+    for e in T.serial(rows):
+        exact = (
+            T.cast(high_shared[first + e, column], T.float32) + T.cast(low_shared[first + e, column], T.float32) + error
+        )
+        inverse[index, head, first + e, column] = T.cast(exact, elem)
+        error = exact - T.cast(T.cast(exact, elem), T.float32)
 
 
 def serves_scores(static: Any, gpu: Any) -> bool:
@@ -137,7 +208,7 @@ def serves_scores(static: Any, gpu: Any) -> bool:
 def delta_scores_sm90_kernel(
     dim: int, value_dim: int, dtype: torch.dtype, chunk: int, packed: bool, form: int, again: bool
 ):
-    """Gate sums, scores and inverse of a chunk."""
+    """Gate sums, `reads`, `writes` and inverse of a chunk."""
     batch_size, num_tokens, heads, value_heads = (
         T.dynamic(n) for n in ('batch_size', 'num_tokens', 'heads', 'v_heads')
     )
@@ -154,11 +225,12 @@ def delta_scores_sm90_kernel(
         beta: T.Tensor((batch_size, num_tokens, value_heads), T.float32),
         cu_seqlens: T.Tensor((num_starts,), T.int32),
         g_sum: T.Tensor((batch_size, num_tokens, value_heads), T.float32),
-        scores: T.Tensor((num_chunks, value_heads, chunk, chunk), elem),
+        reads: T.Tensor((num_chunks, value_heads, chunk, chunk), elem),
         inverse: T.Tensor((num_chunks, value_heads, chunk, chunk), elem),
         o: T.Tensor((batch_size, num_tokens, value_heads, value_dim), elem),
         num_sequences: T.int32,
         bits: T.int32,
+        writes: T.Tensor((batch_size, num_tokens, value_heads, dim), elem),
     ):
         with T.Kernel(num_chunks * value_heads, threads=threads) as block:
             index = T.alloc_var(T.int32)
@@ -174,12 +246,14 @@ def delta_scores_sm90_kernel(
             blocks_shared = T.alloc_shared((chunk, chunk), elem)
             first_shared = T.alloc_shared((chunk, chunk), elem)
             second_shared = T.alloc_shared((chunk, chunk), elem)
-            scores_shared = T.alloc_shared((chunk, chunk + PAD), elem)
+            rest_shared = T.alloc_shared((chunk, chunk), elem)
             sum_shared = T.alloc_shared((chunk,), T.float32)
             beta_shared = T.alloc_shared((chunk,), T.float32)
             pairs = T.alloc_fragment((chunk, chunk), T.float32)
             products = T.alloc_fragment((chunk, chunk), T.float32)
             factor = T.alloc_fragment((chunk, chunk), elem)
+            scores = T.alloc_fragment((chunk, chunk), elem)
+            late = T.alloc_fragment((chunk, wide), T.float32)
             thread = T.get_thread_binding()
             own = find_chunk(cu_seqlens, index, num_sequences, bits, num_tokens, chunk, packed)
             head = T.alloc_var(T.int32)
@@ -204,28 +278,51 @@ def delta_scores_sm90_kernel(
                 for i, j in T.Parallel(chunk, chunk):
                     decay = T.__exp(T.min(sum_shared[i] - sum_shared[j], T.float32(0.0)))
                     pairs[i, j] = T.if_then_else(j <= i, pairs[i, j] * decay, T.float32(0.0))
-                    products[i, j] = T.if_then_else(j < i, products[i, j] * decay * beta_shared[i], T.float32(0.0))
-                for i, j in T.Parallel(chunk, chunk):
-                    scores_shared[i, j] = T.cast(pairs[i, j], elem)
-                split_lower(products, lower_shared, first_shared, blocks_shared)
+                    products[i, j] = T.if_then_else(
+                        j < i, finite(products[i, j] * decay * beta_shared[i]), T.float32(0.0)
+                    )
+                T.copy(pairs, scores)
+                split_lower(products, lower_shared, first_shared, blocks_shared, rest_shared)
                 T.sync_threads()
-                invert_blocks(lower_shared, blocks_shared)
-                store_square(scores_shared, scores, index, value_head, threads)
+                invert_blocks(lower_shared, blocks_shared, rest_shared)
                 T.fence_proxy_async()
                 T.sync_threads()
                 T.wgmma_gemm(blocks_shared, first_shared, products, clear_accum=True)
+                T.wgmma_gemm(rest_shared, first_shared, products)
                 T.wait_wgmma(0)
                 T.copy(products, factor)
                 T.wgmma_gemm(factor, blocks_shared, products, clear_accum=True)
                 T.wait_wgmma(0)
-                refine(blocks_shared, products, second_shared)
+                begin_rest(rest_shared, products, second_shared)
                 T.wgmma_gemm(factor, second_shared, products, clear_accum=True)
                 T.wait_wgmma(0)
-                refine(blocks_shared, products, first_shared)
+                refine_rest(second_shared, products, first_shared)
                 T.wgmma_gemm(factor, first_shared, products, clear_accum=True)
                 T.wait_wgmma(0)
-                refine(blocks_shared, products, second_shared)
-                store_square(second_shared, inverse, index, value_head, threads)
+                split_inverse(blocks_shared, products, second_shared, rest_shared)
+                T.wgmma_gemm(scores, second_shared, pairs, clear_accum=True)
+                T.wgmma_gemm(scores, rest_shared, pairs)
+                for i, j in T.Parallel(chunk, chunk):
+                    products[i, j] = products[i, j] * T.exp(sum_shared[chunk - 1] - sum_shared[i])
+                for i, j in T.Parallel(chunk, chunk):
+                    blocks_shared[i, j] = T.cast(products[i, j], elem)
+                for i, j in T.Parallel(chunk, chunk):
+                    rounded = T.cast(T.cast(products[i, j], elem), T.float32)
+                    first_shared[i, j] = T.cast(products[i, j] - rounded, elem)
+                store_inverse(second_shared, rest_shared, inverse, index, value_head, threads)
+                T.wait_wgmma(0)
+                T.fence_proxy_async()
+                T.sync_threads()
+                for i, j in T.Parallel(chunk, chunk):
+                    second_shared[i, j] = T.cast(pairs[i, j], elem)
+                T.wgmma_gemm(blocks_shared, k_shared[0, :, :], late, transpose_A=True, clear_accum=True)
+                T.wgmma_gemm(first_shared, k_shared[0, :, :], late, transpose_A=True)
+                T.wait_wgmma(0)
+                for i, d in T.Parallel(chunk, wide):
+                    q_shared[0, i, d] = T.cast(late[i, d], elem)
+                T.sync_threads()
+                store_square(second_shared, reads, index, value_head, threads)
+                store_values(q_shared, 0, writes, own.batch, own.first, value_head, own.rows, 0, wide, threads)
             else:
                 for i, j in T.Parallel(chunk, chunk):
                     inverse[index, value_head, i, j] = T.cast(0.0, elem)
@@ -269,10 +366,93 @@ def sum_channels(g, batch, first, head, rows, g_sum, sum_shared, threads: int):
                 g_sum[batch, first + part * half + e, head, column] = own[e]
 
 
-def meeting_power(sum_shared: Any, i: Any, d: Any, level: Any) -> Any:
-    """The logarithm of the decay between a row and the reference of its block; see `reference_row`."""
-    power = sum_shared[i, d] - sum_shared[reference_row(i, level), d]
-    return T.if_then_else(is_late(i, level), power, -power)
+def late_sign(i: Any, level: Any) -> Any:
+    """1 for rows in the second half of their block, -1 for others; see `is_late`."""
+    return T.cast(2 * ((i >> level) & 1) - 1, T.float32)
+
+
+@macro
+def load_vectors(x_shared, x, threads: int):
+    """Keep the vectors of a thread."""
+    size, vectors = x_shared.shape[1], x_shared.shape[2] // 8
+    for r in T.unroll(size * vectors // threads):
+        at = r * threads + T.get_thread_binding()
+        for e in T.vectorized(8):
+            x[r * 8 + e] = x_shared[0, at // vectors, at % vectors * 8 + e]
+
+
+@macro
+def scale_vector(x, r: int, decay, scaled):
+    """Scale a vector of a thread."""
+    for e in T.vectorized(8):
+        scaled[e] = T.cast(T.cast(x[r * 8 + e], T.float32) * decay[e], scaled.dtype)
+
+
+@macro
+def store_decayed(q, k, sum_shared, q_since, k_since, batch, first, head, rows, threads: int):
+    """Store q and k times the decay since the start of the chunk."""
+    size, vectors, dim = sum_shared.shape[0], sum_shared.shape[1] // 8, q_since.shape[3]
+    decay = T.alloc_local((8,), T.float32)
+    scaled = T.alloc_local((8,), q_since.dtype)
+    for r in T.unroll(size * vectors // threads):
+        at = r * threads + T.get_thread_binding()
+        i, d = at // vectors, at % vectors * 8
+        for e in T.vectorized(8):
+            decay[e] = sum_shared[i, d + e]
+        for e in T.unroll(8):
+            decay[e] = T.__exp(decay[e])
+        if T.And(i < rows, d < dim):
+            scale_vector(q, r, decay, scaled)
+            for e in T.vectorized(8):
+                q_since[batch, first + i, head, d + e] = scaled[e]
+            scale_vector(k, r, decay, scaled)
+            for e in T.vectorized(8):
+                k_since[batch, first + i, head, d + e] = scaled[e]
+
+
+@macro
+def meet(q, k, sum_shared, level, q_shared, k_shared, threads: int):
+    """Write q and k times the decay between their row and the reference of its block; see `reference_row`."""
+    size, vectors = sum_shared.shape[0], sum_shared.shape[1] // 8
+    decay = T.alloc_local((8,), T.float32)
+    other = T.alloc_local((8,), T.float32)
+    scaled = T.alloc_local((8,), q_shared.dtype)
+    for r in T.unroll(size * vectors // threads):
+        at = r * threads + T.get_thread_binding()
+        i, d = at // vectors, at % vectors * 8
+        for e in T.vectorized(8):
+            decay[e] = sum_shared[i, d + e]
+        for e in T.vectorized(8):
+            other[e] = sum_shared[reference_row(i, level), d + e]
+        for e in T.unroll(8):
+            decay[e] = T.__exp((decay[e] - other[e]) * late_sign(i, level))
+        scale_vector(q, r, decay, scaled)
+        for e in T.vectorized(8):
+            q_shared[0, i, d + e] = scaled[e]
+        scale_vector(k, r, decay, scaled)
+        for e in T.vectorized(8):
+            k_shared[0, i, d + e] = scaled[e]
+
+
+@macro
+def decay_until(k, sum_shared, k_shared, threads: int):
+    """Write k times the decay until the end of the chunk."""
+    size, vectors = sum_shared.shape[0], sum_shared.shape[1] // 8
+    decay = T.alloc_local((8,), T.float32)
+    other = T.alloc_local((8,), T.float32)
+    scaled = T.alloc_local((8,), k_shared.dtype)
+    for r in T.unroll(size * vectors // threads):
+        at = r * threads + T.get_thread_binding()
+        i, d = at // vectors, at % vectors * 8
+        for e in T.vectorized(8):
+            decay[e] = sum_shared[i, d + e]
+        for e in T.vectorized(8):
+            other[e] = sum_shared[size - 1, d + e]
+        for e in T.unroll(8):
+            decay[e] = T.__exp(other[e] - decay[e])
+        scale_vector(k, r, decay, scaled)
+        for e in T.vectorized(8):
+            k_shared[0, i, d + e] = scaled[e]
 
 
 @kernel(pass_configs=BY_HAND, serves=serves_scores)
@@ -282,7 +462,7 @@ def delta_channel_scores_sm90_kernel(
     """`delta_scores_sm90_kernel` for gates of every channel; see `delta_channel_scores_kernel`.
 
     In a product of pairs a row is either the later or the earlier of its pairs, so it has one decay. The kernel also
-    stores q and k times the decay since the start of the chunk, and k times the decay until its end.
+    stores q and k times the decay since the start of the chunk.
     """
     batch_size, num_tokens, heads, value_heads = (
         T.dynamic(n) for n in ('batch_size', 'num_tokens', 'heads', 'value_heads')
@@ -302,14 +482,14 @@ def delta_channel_scores_sm90_kernel(
         beta: T.Tensor((batch_size, num_tokens, value_heads), T.float32),
         cu_seqlens: T.Tensor((num_starts,), T.int32),
         g_sum: T.Tensor(decayed, T.float32),
-        scores: T.Tensor((num_chunks, value_heads, chunk, chunk), elem),
+        reads: T.Tensor((num_chunks, value_heads, chunk, chunk), elem),
         inverse: T.Tensor((num_chunks, value_heads, chunk, chunk), elem),
         o: T.Tensor((batch_size, num_tokens, value_heads, value_dim), elem),
         num_sequences: T.int32,
         bits: T.int32,
+        writes: T.Tensor(decayed, elem),
         q_since: T.Tensor(decayed, elem),
         k_since: T.Tensor(decayed, elem),
-        k_until: T.Tensor(decayed, elem),
     ):
         with T.Kernel(num_chunks * value_heads, threads=threads) as block:
             index = T.alloc_var(T.int32)
@@ -327,10 +507,13 @@ def delta_channel_scores_sm90_kernel(
             first_shared = T.alloc_shared((chunk, chunk), elem)
             second_shared = T.alloc_shared((chunk, chunk), elem)
             factor_shared = T.alloc_shared((chunk, chunk), elem)
+            pairs_shared = T.alloc_shared((chunk, chunk), elem)
+            rest_shared = T.alloc_shared((chunk, chunk), elem)
             beta_shared = T.alloc_shared((chunk,), T.float32)
-            q_rows = T.alloc_fragment((chunk, wide), elem)
-            k_rows = T.alloc_fragment((chunk, wide), elem)
+            q_rows = T.alloc_local((chunk * wide // threads,), elem)
+            k_rows = T.alloc_local((chunk * wide // threads,), elem)
             acc = T.alloc_fragment((chunk, chunk), T.float32)
+            late = T.alloc_fragment((chunk, wide), T.float32)
             thread = T.get_thread_binding()
             own = find_chunk(cu_seqlens, index, num_sequences, bits, num_tokens, chunk, packed)
             head = T.alloc_var(T.int32)
@@ -347,65 +530,47 @@ def delta_channel_scores_sm90_kernel(
                 T.fence_proxy_async()
                 T.sync_threads()
                 T.wgmma_gemm(q_shared[0, :, :], k_shared[0, :, :], acc, transpose_B=True, clear_accum=True)
-                for i, d in T.Parallel(chunk, wide):
-                    q_rows[i, d] = q_shared[0, i, d]
-                for i, d in T.Parallel(chunk, wide):
-                    k_rows[i, d] = k_shared[0, i, d]
+                load_vectors(q_shared, q_rows, threads)
+                load_vectors(k_shared, k_rows, threads)
                 T.wait_wgmma(0)
-                for i, d in T.Parallel(chunk, wide):
-                    if T.And(i < own.rows, T.truncdiv(d, 8) * 8 < dim):
-                        q_since[own.batch, own.first + i, value_head, d] = T.cast(
-                            T.cast(q_rows[i, d], T.float32) * T.__exp(gates_shared[i, d]), elem
-                        )
-                for i, d in T.Parallel(chunk, wide):
-                    if T.And(i < own.rows, T.truncdiv(d, 8) * 8 < dim):
-                        k_since[own.batch, own.first + i, value_head, d] = T.cast(
-                            T.cast(k_rows[i, d], T.float32) * T.__exp(gates_shared[i, d]), elem
-                        )
-                for i, d in T.Parallel(chunk, wide):
-                    if T.And(i < own.rows, T.truncdiv(d, 8) * 8 < dim):
-                        k_until[own.batch, own.first + i, value_head, d] = T.cast(
-                            T.cast(k_rows[i, d], T.float32) * T.__exp(gates_shared[chunk - 1, d] - gates_shared[i, d]),
-                            elem,
-                        )
+                store_decayed(
+                    q_rows, k_rows, gates_shared, q_since, k_since, own.batch, own.first, value_head, own.rows, threads
+                )
                 for i, j in T.Parallel(chunk, chunk):
-                    second_shared[i, j] = T.cast(T.if_then_else(i == j, acc[i, j], T.float32(0.0)), elem)
+                    pairs_shared[i, j] = T.cast(T.if_then_else(i == j, acc[i, j], T.float32(0.0)), elem)
                 for i, j in T.Parallel(chunk, chunk):
                     first_shared[i, j] = T.cast(0.0, elem)
                 for i, j in T.Parallel(chunk, chunk):
                     blocks_shared[i, j] = T.cast(0.0, elem)
-                for level in T.serial(levels):
+                for i, j in T.Parallel(chunk, chunk):
+                    rest_shared[i, j] = T.cast(0.0, elem)
+                for level in T.unroll(levels):  # a loop would keep the places of all pairs in registers
                     T.sync_threads()
-                    for i, d in T.Parallel(chunk, wide):
-                        q_shared[0, i, d] = T.cast(
-                            T.cast(q_rows[i, d], T.float32) * T.__exp(meeting_power(gates_shared, i, d, level)), elem
-                        )
-                        k_shared[0, i, d] = T.cast(
-                            T.cast(k_rows[i, d], T.float32) * T.__exp(meeting_power(gates_shared, i, d, level)), elem
-                        )
+                    meet(q_rows, k_rows, gates_shared, level, q_shared, k_shared, threads)
                     T.fence_proxy_async()
                     T.sync_threads()
                     T.wgmma_gemm(q_shared[0, :, :], k_shared[0, :, :], acc, transpose_B=True, clear_accum=True)
                     T.wait_wgmma(0)
                     for i, j in T.Parallel(chunk, chunk):
                         if meets(i, j, level):
-                            second_shared[i, j] = T.cast(acc[i, j], elem)
+                            pairs_shared[i, j] = T.cast(acc[i, j], elem)
                     T.wgmma_gemm(k_shared[0, :, :], k_shared[0, :, :], acc, transpose_B=True, clear_accum=True)
                     T.wait_wgmma(0)
                     if level < 4:  # blocks of 16 on the diagonal of A
                         for i, j in T.Parallel(chunk, chunk):
                             if meets(i, j, level):
-                                lower_shared[j, T.truncmod(i, 16)] = acc[i, j] * beta_shared[i]
+                                lower_shared[j, T.truncmod(i, 16)] = finite(acc[i, j] * beta_shared[i])
                     else:
                         for i, j in T.Parallel(chunk, chunk):
                             if meets(i, j, level):
-                                first_shared[i, j] = T.cast(acc[i, j] * beta_shared[i], elem)
+                                first_shared[i, j] = T.cast(finite(acc[i, j] * beta_shared[i]), elem)
                 T.sync_threads()
-                invert_blocks(lower_shared, blocks_shared)
-                store_square(second_shared, scores, index, value_head, threads)
+                invert_blocks(lower_shared, blocks_shared, rest_shared)
+                decay_until(k_rows, gates_shared, k_shared, threads)
                 T.fence_proxy_async()
                 T.sync_threads()
                 T.wgmma_gemm(blocks_shared, first_shared, acc, clear_accum=True)
+                T.wgmma_gemm(rest_shared, first_shared, acc)
                 T.wait_wgmma(0)
                 for i, j in T.Parallel(chunk, chunk):
                     factor_shared[i, j] = T.cast(acc[i, j], elem)
@@ -413,14 +578,26 @@ def delta_channel_scores_sm90_kernel(
                 T.sync_threads()
                 T.wgmma_gemm(factor_shared, blocks_shared, acc, clear_accum=True)
                 T.wait_wgmma(0)
-                refine(blocks_shared, acc, second_shared)
+                begin_rest(rest_shared, acc, second_shared)
                 T.wgmma_gemm(factor_shared, second_shared, acc, clear_accum=True)
                 T.wait_wgmma(0)
-                refine(blocks_shared, acc, first_shared)
+                refine_rest(second_shared, acc, first_shared)
                 T.wgmma_gemm(factor_shared, first_shared, acc, clear_accum=True)
                 T.wait_wgmma(0)
-                refine(blocks_shared, acc, second_shared)
-                store_square(second_shared, inverse, index, value_head, threads)
+                split_inverse(blocks_shared, acc, second_shared, rest_shared)
+                T.wgmma_gemm(pairs_shared, second_shared, acc, clear_accum=True)
+                T.wgmma_gemm(pairs_shared, rest_shared, acc)
+                T.wgmma_gemm(second_shared, k_shared[0, :, :], late, transpose_A=True, clear_accum=True)
+                T.wgmma_gemm(rest_shared, k_shared[0, :, :], late, transpose_A=True)
+                store_inverse(second_shared, rest_shared, inverse, index, value_head, threads)
+                T.wait_wgmma(0)
+                for i, j in T.Parallel(chunk, chunk):
+                    factor_shared[i, j] = T.cast(acc[i, j], elem)
+                for i, d in T.Parallel(chunk, wide):
+                    q_shared[0, i, d] = T.cast(late[i, d], elem)
+                T.sync_threads()
+                store_square(factor_shared, reads, index, value_head, threads)
+                store_values(q_shared, 0, writes, own.batch, own.first, value_head, own.rows, 0, wide, threads)
             else:
                 for i, j in T.Parallel(chunk, chunk):
                     inverse[index, value_head, i, j] = T.cast(0.0, elem)
@@ -475,19 +652,6 @@ def find_piece(cu_seqlens, sequence, num_tokens, piece, pieces, size: int, is_pa
     return Sequence(own.batch, start, length, index)
 
 
-@macro
-def store_values(x_shared, slot, x, batch, first, head, rows, column, tile: int, threads: int):
-    """Store rows of a head from `column` on, 16 bytes a thread."""
-    size, vectors = x_shared.shape[1], tile // 8
-    for r in T.unroll(-(-size * vectors // threads)):
-        at = r * threads + T.get_thread_binding()
-        i, d = at // vectors, at % vectors * 8
-        if at < size * vectors:  # noqa: SIM102
-            if T.And(i < rows, column + d < x.shape[3]):
-                for e in T.vectorized(8):
-                    x[batch, first + i, head, column + d + e] = x_shared[slot, i, d + e]
-
-
 def choose_states(
     dim: int,
     value_dim: int,
@@ -509,10 +673,32 @@ def choose_states(
 
 
 def serves_states(static: Any, gpu: Any) -> bool:
-    """States that fit into the registers of one thread for each value."""
-    fits = static.chunk >= 32 and static.dim <= 128
-    fits = fits and (static.chunk == 64 or not static.channels)  # their operands come from the kernel for 64 rows
-    return gpu.has_wgmma and fits and not static.again
+    """States that fit into the registers of one thread for each value; operands come from kernels for 64 rows."""
+    return gpu.has_wgmma and static.chunk == 64 and static.dim <= 128 and not static.again
+
+
+@macro
+def note_odd(x, first_odd, any_odd, turn):
+    """Note the first token with NaN or an infinity for every value."""
+    for j, i in T.Parallel(x.shape[0], x.shape[1]):
+        if T.Not(T.isfinite(x[j, i])):
+            T.atomic_min(first_odd[turn, j], i)
+            any_odd[turn] = 1
+
+
+@macro
+def poison_state(state, first_odd, turn, size: int):
+    """The state behind a chunk is NaN for values with an odd token in it."""
+    for j, i in T.Parallel(state.shape[0], state.shape[1]):
+        state[j, i] = T.if_then_else(first_odd[turn, j] < size, T.float32(math.nan), state[j, i])
+
+
+@macro
+def poison_results(o_shared, slot, first_odd, turn, tile: int):
+    """Results of a chunk are NaN from the first odd token on."""
+    for i, j in T.Parallel(o_shared.shape[1], tile):
+        if i >= first_odd[turn, j]:
+            o_shared[slot, i, j] = T.cast(math.nan, o_shared.dtype)
 
 
 @kernel(choose_states, space=dict(tile=(64, 128)), pass_configs=BY_HAND, serves=serves_states)
@@ -548,7 +734,6 @@ def delta_states_sm90_kernel(
     k_type, k_strides = strided('k', (batch_size, num_tokens, heads, dim), elem)
     v_type, v_strides = strided('v', (batch_size, num_tokens, value_heads, value_dim), elem)
     states = state_shape(number, value_heads, dim, value_dim, v_first)
-    stages = 2 if channels or tile == 128 or mode == JOINED else 3  # what fits into shared memory
     value_parts = -(-value_dim // tile)
     parts = value_parts + (-(-wide // tile) if mode == MAPS else 0)
     num_maps, skipped = T.dynamic('num_maps'), int(mode == MAPS)  # nothing follows the last piece
@@ -561,7 +746,7 @@ def delta_states_sm90_kernel(
         v: v_type,
         g_sum: T.Tensor(sums_shape(batch_size, num_tokens, value_heads, dim, channels), T.float32),
         beta: T.Tensor((batch_size, num_tokens, value_heads), T.float32),
-        scores: T.Tensor((num_chunks, value_heads, chunk, chunk), elem),
+        reads: T.Tensor((num_chunks, value_heads, chunk, chunk), elem),
         inverse: T.Tensor((num_chunks, value_heads, chunk, chunk), elem),
         initial_state: T.Tensor(states, T.dtype(initial or torch.float32)),
         cu_seqlens: T.Tensor((num_starts,), T.int32),
@@ -571,7 +756,7 @@ def delta_states_sm90_kernel(
         u: T.Tensor((batch_size, num_tokens, value_heads, value_dim), elem),
         num_sequences: T.int32,
         scale: T.float32,
-        k_until: T.Tensor((batch_size, num_tokens, value_heads, dim), elem),
+        writes: T.Tensor((batch_size, num_tokens, value_heads, dim), elem),
         maps: T.Tensor((num_maps, value_heads, wide, wide), elem),
         offsets: T.Tensor((num_maps, value_heads, value_dim, wide), T.float32),
         pieces: T.int32,
@@ -583,33 +768,28 @@ def delta_states_sm90_kernel(
         ):
             for stride in q_strides + k_strides + v_strides:
                 T.assume(stride % 8 == 0)
-            k_shared = T.alloc_shared((stages, chunk, wide), elem)
-            inverse_shared = T.alloc_shared((stages, chunk, chunk), elem)
-            v_shared = T.alloc_shared((stages, chunk, tile + PAD), elem)
+            k_shared = T.alloc_shared((2, chunk, wide), elem)
+            writes_shared = T.alloc_shared((2, chunk, wide), elem)
+            v_shared = T.alloc_shared((2, chunk, tile + PAD), elem)
             if mode != MAPS:
-                q_shared = T.alloc_shared((stages, chunk, wide), elem)
-                scores_shared = T.alloc_shared((stages, chunk, chunk), elem)
+                q_shared = T.alloc_shared((2, chunk, wide), elem)
+                reads_shared = T.alloc_shared((2, chunk, chunk), elem)
                 o_shared = T.alloc_shared((2, chunk, tile + PAD), elem)
                 out = T.alloc_fragment((tile, chunk), T.float32)
             if mode == JOINED:
                 map_shared = T.alloc_shared((1, wide, wide), elem)
             factor_shared = T.alloc_shared((2, threads), T.float32)
             since_shared = T.alloc_shared((2, threads), T.float32)
-            until_shared = T.alloc_shared((2, threads), T.float32)
             if channels:
-                late_shared = T.alloc_shared((stages, chunk, wide), elem)
                 whole_shared = T.alloc_shared((2, wide), T.float32)
+            first_odd = T.alloc_shared((3, tile), T.int32)
+            any_odd = T.alloc_shared((3,), T.int32)
             state = T.alloc_fragment((tile, wide), T.float32)
             state_half = T.alloc_fragment((tile, wide), elem)
             known = T.alloc_fragment((tile, chunk), T.float32)
-            fresh = T.alloc_fragment((tile, chunk), T.float32)
             x_half = T.alloc_fragment((tile, chunk), elem)
-            u_half = T.alloc_fragment((tile, chunk), elem)
-            if not channels:
-                late_half = T.alloc_fragment((tile, chunk), elem)
             next_beta = T.alloc_var(T.float32, init=0.0)
             next_sum = T.alloc_var(T.float32, init=0.0)
-            next_last = T.alloc_var(T.float32, init=0.0)
             thread = T.get_thread_binding()
 
             sequence = T.alloc_var(T.int32)
@@ -647,116 +827,114 @@ def delta_states_sm90_kernel(
                             inside, offsets[number_of_map, value_head, column + j, i], T.float32(0.0)
                         )
                     T.sync_threads()
-            for ahead in T.serial(stages - 1):
-                if ahead < steps:
-                    first, rows = own.start + ahead * chunk, own.length - ahead * chunk
-                    fetch_rows(k, own.batch, first, head, rows, 0, k_shared, ahead, threads)
-                    if mode != MAPS:
-                        fetch_rows(q, own.batch, first, head, rows, 0, q_shared, ahead, threads)
-                    if channels:
-                        fetch_rows(k_until, own.batch, first, head, rows, 0, late_shared, ahead, threads)
-                    fetch_rows(v, own.batch, first, value_head, rows, column, v_shared, ahead, threads, tile)
-                    fetch_square(inverse, own.index + ahead, value_head, inverse_shared, ahead, threads)
-                    if mode != MAPS:
-                        fetch_square(scores, own.index + ahead, value_head, scores_shared, ahead, threads)
-                T.ptx_commit_group()
             if steps > 0:
-                for ahead in T.serial(2):
-                    if ahead > 0:  # numbers of the first chunk, before those of the second are read
-                        factor_shared[0, thread] = beta_of(next_beta, form)
-                        if channels:
-                            if thread < wide:
-                                whole_shared[0, thread] = T.__exp(next_last)
-                        else:
-                            since_shared[0, thread] = T.__exp(next_sum)
-                            until_shared[0, thread] = T.__exp(next_last - next_sum)
-                    start = own.start + T.min(ahead, steps - 1) * chunk
-                    length = T.min(own.start + own.length - start, chunk)
-                    next_beta = beta[own.batch, start + T.min(thread, length - 1), value_head]
-                    if channels:
-                        next_last = g_sum[own.batch, start + length - 1, value_head, channel]
-                    else:
-                        next_sum = g_sum[own.batch, start + T.min(thread, length - 1), value_head]
-                        next_last = g_sum[own.batch, start + length - 1, value_head]
+                fetch_rows(k, own.batch, own.start, head, own.length, 0, k_shared, 0, threads)
+                fetch_rows(writes, own.batch, own.start, value_head, own.length, 0, writes_shared, 0, threads)
+                fetch_rows(v, own.batch, own.start, value_head, own.length, column, v_shared, 0, threads, tile)
+                if mode != MAPS:
+                    fetch_rows(q, own.batch, own.start, head, own.length, 0, q_shared, 0, threads)
+                    fetch_square(reads, own.index, value_head, reads_shared, 0, threads)
+                T.ptx_commit_group()
+                length = T.min(own.length, chunk)
+                factor_shared[0, thread] = beta_of(
+                    beta[own.batch, own.start + T.min(thread, length - 1), value_head], form
+                )
+                if channels:
+                    if thread < wide:
+                        whole_shared[0, thread] = T.__exp(g_sum[own.batch, own.start + length - 1, value_head, channel])
+                else:
+                    since_shared[0, thread] = T.__exp(
+                        g_sum[own.batch, own.start + T.min(thread, length - 1), value_head]
+                    )
+                for turn in T.unroll(3):
+                    if thread < tile:
+                        first_odd[turn, thread] = chunk
+                    any_odd[turn] = 0
             for step in T.serial(steps):
-                slot, turn = T.truncmod(step, stages), T.truncmod(step, 2)
-                T.ptx_wait_group(stages - 2)
+                slot, turn, before = T.truncmod(step, 2), T.truncmod(step, 3), T.truncmod(step + 2, 3)
+                T.ptx_wait_group(0)
                 T.fence_proxy_async()
                 T.sync_threads()
+                if any_odd[before] != 0:
+                    poison_state(state, first_odd, before, chunk)
+                    if mode != MAPS:
+                        poison_results(o_shared, 1 - slot, first_odd, before, tile)
+                    T.fence_proxy_async()
+                    T.sync_threads()
                 T.copy(state, state_half)
                 T.wgmma_gemm(
                     state_half, k_shared[slot, :, :], known, transpose_B=True, clear_accum=True, policy=rows_first
                 )
-                ahead = step + (stages - 1)
-                later = T.truncmod(ahead, stages)
-                first, rows = own.start + ahead * chunk, own.length - ahead * chunk
-                index = own.index + T.min(ahead, steps - 1)
-                fetch_rows(k, own.batch, first, head, rows, 0, k_shared, later, threads)
                 if mode != MAPS:
-                    fetch_rows(q, own.batch, first, head, rows, 0, q_shared, later, threads)
-                if channels:
-                    fetch_rows(k_until, own.batch, first, head, rows, 0, late_shared, later, threads)
-                fetch_rows(v, own.batch, first, value_head, rows, column, v_shared, later, threads, tile)
-                fetch_square(inverse, index, value_head, inverse_shared, later, threads)
-                if mode != MAPS:
-                    fetch_square(scores, index, value_head, scores_shared, later, threads)
-                T.ptx_commit_group()
-                if mode != MAPS:
-                    done = own.start + (step - 1) * chunk
-                    whole = T.if_then_else(step > 0, chunk, 0)
-                    store_values(o_shared, 1 - turn, o, own.batch, done, value_head, whole, column, tile, threads)
-                factor_shared[1 - turn, thread] = beta_of(next_beta, form)
-                if channels:
-                    if thread < wide:
-                        whole_shared[1 - turn, thread] = T.__exp(next_last)
-                else:
-                    since_shared[1 - turn, thread] = T.__exp(next_sum)
-                    until_shared[1 - turn, thread] = T.__exp(next_last - next_sum)
-                start = own.start + T.min(step + 2, steps - 1) * chunk
-                length = T.min(own.start + own.length - start, chunk)
-                next_beta = beta[own.batch, start + T.min(thread, length - 1), value_head]
-                if channels:
-                    next_last = g_sum[own.batch, start + length - 1, value_head, channel]
-                else:
-                    next_sum = g_sum[own.batch, start + T.min(thread, length - 1), value_head]
-                    next_last = g_sum[own.batch, start + length - 1, value_head]
-                for j, i in T.Parallel(tile, wide):
-                    state[j, i] = state[j, i] * (whole_shared[turn, i] if channels else since_shared[turn, chunk - 1])
-                T.wait_wgmma(0)
-                for j, i in T.Parallel(tile, chunk):
-                    value = T.cast(v_shared[slot, i, j], T.float32)
-                    decay = T.float32(1.0) if channels else since_shared[turn, i]
-                    known[j, i] = factor_shared[turn, i] * (value - known[j, i] * decay)
-                T.copy(known, x_half)
-                T.wgmma_gemm(
-                    x_half, inverse_shared[slot, :, :], fresh, transpose_B=True, clear_accum=True, policy=rows_first
-                )
-                if mode == MAPS:
-                    T.wait_wgmma(0)
-                else:
                     T.wgmma_gemm(
                         state_half, q_shared[slot, :, :], out, transpose_B=True, clear_accum=True, policy=rows_first
                     )
-                    T.wait_wgmma(1)
-                T.copy(fresh, u_half)
+                # From here to the last product nothing but these copies writes shared memory: a fence would wait for
+                # them. TileLang places fences by what is said to be written.
+                first, rows = own.start + (step + 1) * chunk, own.length - (step + 1) * chunk
+                index = own.index + T.min(step + 1, steps - 1)
+                other = 1 - slot
+                fetch_rows(k, own.batch, first, head, rows, 0, k_shared, other, threads, access='r')
+                fetch_rows(writes, own.batch, first, value_head, rows, 0, writes_shared, other, threads, access='r')
+                fetch_rows(v, own.batch, first, value_head, rows, column, v_shared, other, threads, tile, access='r')
+                if mode != MAPS:
+                    fetch_rows(q, own.batch, first, head, rows, 0, q_shared, other, threads, access='r')
+                    fetch_square(reads, index, value_head, reads_shared, other, threads, access='r')
+                T.ptx_commit_group()
+                start = own.start + T.min(step + 1, steps - 1) * chunk
+                length = T.min(own.start + own.length - start, chunk)
+                next_beta = beta[own.batch, start + T.min(thread, length - 1), value_head]
                 if channels:
-                    T.wgmma_gemm(u_half, late_shared[slot, :, :], state, policy=rows_first)
+                    next_sum = g_sum[own.batch, start + length - 1, value_head, channel]
                 else:
-                    for j, i in T.Parallel(tile, chunk):
-                        fresh[j, i] = fresh[j, i] * until_shared[turn, i]
-                    T.copy(fresh, late_half)
-                    T.wgmma_gemm(late_half, k_shared[slot, :, :], state, policy=rows_first)
+                    next_sum = g_sum[own.batch, start + T.min(thread, length - 1), value_head]
+                if mode != MAPS:
+                    done = own.start + (step - 1) * chunk
+                    whole = T.if_then_else(step > 0, chunk, 0)
+                    store_values(o_shared, other, o, own.batch, done, value_head, whole, column, tile, threads)
+                for j, i in T.Parallel(tile, wide):
+                    state[j, i] = state[j, i] * (whole_shared[slot, i] if channels else since_shared[slot, chunk - 1])
                 if mode == MAPS:
                     T.wait_wgmma(0)
                 else:
                     T.wait_wgmma(1)
+                for j, i in T.Parallel(tile, chunk):
+                    value = T.cast(v_shared[slot, i, j], T.float32)
+                    decay = T.float32(1.0) if channels else since_shared[slot, i]
+                    known[j, i] = factor_shared[slot, i] * (value - known[j, i] * decay)
+                for j, i in T.Parallel(tile, chunk):
+                    x_half[j, i] = T.cast(finite(known[j, i]), elem)
+                T.wgmma_gemm(x_half, writes_shared[slot, :, :], state, policy=rows_first)
+                if mode != MAPS:
                     if not channels:
+                        T.wait_wgmma(1)
                         for j, i in T.Parallel(tile, chunk):
-                            out[j, i] = out[j, i] * since_shared[turn, i]
-                    T.wgmma_gemm(u_half, scores_shared[slot, :, :], out, transpose_B=True, policy=rows_first)
-                    T.wait_wgmma(0)
+                            out[j, i] = out[j, i] * since_shared[slot, i]
+                    T.wgmma_gemm(x_half, reads_shared[slot, :, :], out, transpose_B=True, policy=rows_first)
+                note_odd(known, first_odd, any_odd, turn)
+                factor_shared[other, thread] = beta_of(next_beta, form)
+                if channels:
+                    if thread < wide:
+                        whole_shared[other, thread] = T.__exp(next_sum)
+                else:
+                    since_shared[other, thread] = T.__exp(next_sum)
+                following = T.truncmod(step + 1, 3)  # all have read it before the barrier of this step
+                if thread < tile:
+                    first_odd[following, thread] = chunk
+                if thread == 0:
+                    any_odd[following] = 0
+                T.wait_wgmma(0)
+                if mode != MAPS:
                     for j, i in T.Parallel(tile, chunk):
-                        o_shared[turn, i, j] = T.cast(out[j, i] * scale, elem)
+                        o_shared[slot, i, j] = T.cast(out[j, i] * scale, elem)
+            if steps > 0:
+                T.sync_threads()
+                last = T.truncmod(steps - 1, 3)
+                if any_odd[last] != 0:
+                    poison_state(state, first_odd, last, chunk)
+                    if mode != MAPS:
+                        poison_results(o_shared, T.truncmod(steps - 1, 2), first_odd, last, tile)
+                        T.sync_threads()
             if mode == MAPS:
                 if part < value_parts:  # outside of T.Parallel: TileLang loses conditions of stores that cast
                     for j, i in T.Parallel(tile, wide):
@@ -767,7 +945,6 @@ def delta_states_sm90_kernel(
                         if (part - value_parts) * tile + j < wide:
                             maps[block, value_head, (part - value_parts) * tile + j, i] = T.cast(state[j, i], elem)
             else:
-                T.sync_threads()
                 if steps > 0:
                     done, rows = own.start + (steps - 1) * chunk, own.length - (steps - 1) * chunk
                     slot = T.truncmod(steps - 1, 2)
