@@ -13,6 +13,7 @@ from typing import Any
 from tile_kernels import knobs
 from tile_kernels.core import cache, nvcc
 from tile_kernels.core.jit import Kernel
+from tile_kernels.sight.guards import unguarded_loads
 
 RECORD = Path(__file__).parent / 'lowered.json'
 
@@ -59,6 +60,7 @@ def compiled(kernel: Kernel, static: tuple, config: dict, arch: str) -> dict[str
         'named': kernel.name in source,
         'unfenced': unfenced_products(source),
         'early': touched_early(source),
+        'unguarded': unguarded_loads(source),
         'proxy_fence': 'fence_proxy_async' in source,
     }
     if arch == 'sm_90a':

@@ -98,6 +98,41 @@ def test_decode_equals_prefill(dtype):
         torch.testing.assert_close(again[0], whole[0, :5], rtol=bound, atol=bound)
 
 
+def packed_steps(layer: MLA, x: torch.Tensor, cache: LatentCache) -> None:
+    """Three sequences of 7 tokens in packed steps, some without a token, agree with whole ones."""
+    part = cache.layer(0)
+    with torch.no_grad():
+        whole = layer(x)
+        first = torch.cat((x[0, :4], x[2, :7]))
+        first = layer(first, cu_seqlens=torch.tensor([0, 4, 4, 11], device=DEVICE), cache=part)
+        assert cache.lengths.tolist() == [4, 0, 7]
+        second = torch.cat((x[0, 4:], x[1, :2], x[2, :1]))  # the last token belongs to nobody
+        second = layer(second, cu_seqlens=torch.tensor([0, 3, 5, 5], device=DEVICE), cache=part)
+        assert cache.lengths.tolist() == [7, 2, 7]
+        third = layer(torch.cat((x[1, 2:], x[2, :0])), cu_seqlens=torch.tensor([0, 0, 5, 5], device=DEVICE), cache=part)
+    bound = 1e-2 if cache.pages.dtype is BF16 else 5e-2
+    own = (first[:4], second[:3], second[3:5], third, first[4:])
+    torch.testing.assert_close(torch.cat(own), whole.flatten(0, 1), rtol=bound, atol=bound)
+    assert not second[5:].any()
+
+
+@pytest.mark.parametrize('dtype', [BF16, 'e4m3'])
+def test_packed_tokens_are_appended_to_a_cache(dtype):
+    layer, cache = make(), LatentCache(1, 3, 16, page=16, dtype=dtype, device=DEVICE)
+    x = torch.randn(3, 7, HIDDEN, device=DEVICE).to(BF16)
+    packed_steps(layer, x, cache)
+    with torch.no_grad():
+        cuts = torch.tensor([0, 10, 10, 10], device=DEVICE)
+        with pytest.raises(ArgumentError, match='cache must have capacity for 10 more tokens, got 7 of 16 taken'):
+            layer(x.flatten(0, 1)[:10], cu_seqlens=cuts, cache=cache.layer(0))
+        with pytest.raises(ArgumentError, match='cu_seqlens must be'):
+            layer(x[0], cu_seqlens=cuts[:3], cache=cache.layer(0))
+        cache._counts = [[1, 1, 1]]  # as in the replay of a graph
+        cache._lengths[0, 0] = 16
+        y = layer(x[0, :2], cu_seqlens=torch.tensor([0, 1, 2, 2], device=DEVICE), cache=cache.layer(0))
+        assert y[0].isnan().all() and y[1].isfinite().all()
+
+
 @pytest.mark.parametrize('dtype', [BF16, 'e4m3'])
 def test_a_full_cache_is_told_and_not_overwritten(dtype):
     layer, cache = make(), LatentCache(1, 2, 16, page=16, dtype=dtype, device=DEVICE)
@@ -256,6 +291,11 @@ def test_sparse_decode_equals_sparse_prefill(indexing, dtype):
         steps = [layer(part, cache=cache.layer(0)) for part in x.split([5, 1, 2], dim=1)]
         bound = 1e-2 if dtype is BF16 else 5e-2
         torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=bound, atol=bound)
+
+
+def test_packed_tokens_select_keys_of_a_cache(indexing):
+    cache = LatentCache(1, 3, 64, index_dim=64, device=DEVICE)
+    packed_steps(make_sparse(3), torch.randn(3, 7, HIDDEN, device=DEVICE).to(BF16), cache)
 
 
 def test_a_full_cache_gives_nan_with_selected_keys_too(indexing):

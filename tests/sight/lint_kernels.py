@@ -245,3 +245,25 @@ def guarded_cast(joined):
                             y[block * 32 + i, j] = T.cast(tile[i, j], 'bfloat16')  # <- lost-guard
 
     return kernel
+
+
+def guarded_load(alone):
+    """A load that converts its dtype under a condition; TileLang drops that of an expression."""
+
+    @T.prim_func
+    def kernel(x: T.Tensor((32, 128), 'bfloat16'), used: T.Tensor((1,), 'int32'), y: T.Tensor((32,), 'float32')):
+        with T.Kernel(1, threads=128):
+            tile = T.alloc_fragment((32, 128), 'float32')
+            sums = T.alloc_fragment((32,), 'float32')
+            if alone:
+                T.clear(tile)
+                for i, j in T.Parallel(32, 128):
+                    if i < used[0]:
+                        tile[i, j] = T.cast(x[i, j], 'float32')
+            else:
+                for i, j in T.Parallel(32, 128):
+                    tile[i, j] = T.if_then_else(i < used[0], T.cast(x[i, j], 'float32'), 0.0)  # <- load
+            T.reduce_sum(tile, sums, dim=1)
+            T.copy(sums, y)
+
+    return kernel

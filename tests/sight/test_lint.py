@@ -81,6 +81,12 @@ def test_a_rule_is_silent_about_the_corrected_kernel(rule):
     assert rule not in [finding.rule for finding in found_by(good, dynamic)]
 
 
+def test_a_load_that_lost_its_condition_is_found():
+    bad, good = (found_by(lambda alone=alone: kernels.guarded_load(alone), {}) for alone in (False, True))
+    assert [(f.rule, f.line) for f in bad if f.rule == 'lost-guard'] == [('lost-guard', f'{SOURCE}:{MARKS["load"]}')]
+    assert 'lost-guard' not in [finding.rule for finding in good]
+
+
 def test_registers_and_spills_come_from_nvcc():
     assert [finding.rule for finding in lint(kernels.crowded(8)) if finding.rule in COMPILED] == ['spills']
     found = lint(kernels.crowded(1))

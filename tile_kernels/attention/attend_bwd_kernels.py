@@ -152,9 +152,9 @@ def attend_dq_cast_kernel(dtype: torch.dtype):
     ):
         with T.Kernel(T.ceildiv(num_numbers, block), threads=THREADS) as pid:
             T.assume(num_numbers % 8 == 0)
-            for i in T.Parallel(block):
-                if pid * block + T.truncdiv(i, 8) * 8 < num_numbers:
-                    dq[pid * block + i] = dq_sum[pid * block + i] * scale
+            for i, e in T.Parallel(block // 8, 8):
+                if pid * block + i * 8 < num_numbers:
+                    dq[pid * block + i * 8 + e] = dq_sum[pid * block + i * 8 + e] * scale
 
     return attend_dq_cast
 

@@ -86,12 +86,10 @@ def narrow_rows(x, batch, start, rows, row, num_rows, x_shared, unit_shared, wid
     size, columns = x_shared.shape
     wide = T.alloc_fragment((size, columns), T.float32)
     unit = T.alloc_fragment((size,), T.float32)
-    for i, d in T.Parallel(size, columns):
-        wide[i, d] = T.if_then_else(
-            T.And(row + i < num_rows, T.truncdiv(d, 8) * 8 < width),
-            T.cast(x[batch, start + rows.query[i], rows.head[i], d], T.float32),
-            0.0,
-        )
+    T.clear(wide)
+    for i, d in T.Parallel(size, columns):  # TileLang would load without the condition of an expression
+        if T.And(row + i < num_rows, T.truncdiv(d, 8) * 8 < width):
+            wide[i, d] = T.cast(x[batch, start + rows.query[i], rows.head[i], d], T.float32)
     T.reduce_absmax(wide, unit, dim=1)
     for i in T.Parallel(size):
         exponent = T.bitwise_and(T.reinterpret(unit[i], T.int32), 0x7F800000)

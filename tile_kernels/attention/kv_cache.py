@@ -115,25 +115,12 @@ class LayerCache:
             tokens = check.shape(k, 'k', 'tokens heads dim', **known)[0]
             check.shape(v, 'v', 'tokens heads dim', tokens=tokens, **known)
             check.packed(starts, 'cu_seqlens', 'sequences+1', torch.int32, **{'sequences+1': cache.batch + 1})
-        self._reserve(tokens, starts)
+        reserve(self, tokens, starts)
         k_pages, v_pages = cache.pages[self.index]
         given: dict[str, Any] = dict(cu_seqlens=starts, block_table=cache.block_table)
         given |= dict(k_descale=cache._factor, v_descale=cache._factor)
         append(k.detach(), v.detach(), k_pages, v_pages, self.lengths, **given)
         self.lengths.add_(tokens if starts is None else starts.diff())
-
-    def _reserve(self, tokens: int, starts: Tensor | None) -> None:
-        """Count new tokens; the device is asked only if packed ones might be too many."""
-        cache = self.cache
-        counts = cache._counts[self.index]
-        new = [tokens] * cache.batch
-        if starts is not None and max(counts) + tokens > cache.capacity and not _is_capturing(starts):
-            counts, new = self.lengths.tolist(), starts.diff().tolist()
-        for count, number in zip(counts, new, strict=True):
-            if count + number > cache.capacity and (starts is None or not _is_capturing(starts)):
-                fact = f'{count} of {cache.capacity} taken'
-                check.fail('cache', f'must have capacity for {number} more tokens', fact)
-        cache._counts[self.index] = [count + number for count, number in zip(counts, new, strict=True)]
 
     def attend(
         self,
@@ -178,6 +165,20 @@ class LayerCache:
             softcap=softcap,
             num_splits=num_splits,
         )[0]
+
+
+def reserve(layer: Any, tokens: int, starts: Tensor | None) -> None:
+    """Count new tokens in the cache of a layer; the device is asked only if packed ones might be too many."""
+    cache = layer.cache
+    counts = cache._counts[layer.index]
+    new = [tokens] * cache.batch
+    if starts is not None and max(counts) + tokens > cache.capacity and not _is_capturing(starts):
+        counts, new = layer.lengths.tolist(), starts.diff().tolist()
+    for count, number in zip(counts, new, strict=True):
+        if count + number > cache.capacity and (starts is None or not _is_capturing(starts)):
+            fact = f'{count} of {cache.capacity} taken'
+            check.fail('cache', f'must have capacity for {number} more tokens', fact)
+    cache._counts[layer.index] = [count + number for count, number in zip(counts, new, strict=True)]
 
 
 def _is_capturing(x: Tensor) -> bool:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tile_kernels.attention._checks import FP8, HALVES, check_extents
+from tile_kernels.attention._checks import FP8, HALVES, check_extents, lengths_int32
+from tile_kernels.attention.kv_cache import reserve
 from tile_kernels.attention.mla_decode import PAGE_MULTIPLE, flash_mla_with_kvcache
 from tile_kernels.attention.pack_mla_cache import KEY, LATENT, TOKEN_BYTES, pack_mla_cache
 from tile_kernels.core import check
@@ -122,31 +123,55 @@ class LatentLayerCache:
         """The keys of the indexer in pages, (pages, 64, 1, index_dim + 4) bytes."""
         return None if self.cache.index_pages is None else self.cache.index_pages[self.index]
 
-    def append(self, kv: Tensor, index_keys: tuple[Tensor, Tensor] | None = None) -> None:
-        """Append latent keys, (batch, tokens, 576), and advance the lengths.
+    def append(
+        self, kv: Tensor, index_keys: tuple[Tensor, Tensor] | None = None, cu_seqlens: Tensor | None = None
+    ) -> None:
+        """Append latent keys and advance the lengths.
 
-        `index_keys` are fp8 codes (batch, tokens, index_dim) and their factors (batch, tokens).
+        Args:
+            kv: (batch, tokens, 576), or (tokens, 576) with `cu_seqlens`.
+            index_keys: fp8 codes of the indexer, (..., index_dim), and their factors; dimensions before as in `kv`.
+            cu_seqlens: (batch + 1,) int32 or int64: where the new tokens of every sequence start, and the end of the
+                last. Sequences may get no token.
         """
         cache = self.cache
         if (index_keys is None) != (cache.index_pages is None):
             check.fail('index_dim of the cache', 'must be that of the layer', str(cache.index_dim))
-        _, tokens, _ = check_extents(kv, 'kv', f'batch tokens {KEY}', HALVES, batch=cache.batch)
-        counts = cache._counts[self.index]
-        if max(counts) + tokens > cache.capacity:
-            fact = f'{max(counts)} of {cache.capacity} taken'
-            check.fail('cache', f'must have capacity for {tokens} more tokens', fact)
-        cache._counts[self.index] = [count + tokens for count in counts]
-        own = self.lengths[:, None].long() + torch.arange(tokens, device=kv.device)
-        first = torch.arange(cache.batch, device=kv.device)[:, None] * cache.capacity
-        slots = torch.where(own < cache.capacity, first + own, cache.batch * cache.capacity).flatten()
-        rows = kv.detach().flatten(0, 1)
+        starts = lengths_int32(cu_seqlens, 'cu_seqlens')
+        if starts is None:
+            _, tokens, _ = check_extents(kv, 'kv', f'batch tokens {KEY}', HALVES, batch=cache.batch)
+        else:
+            tokens, _ = check_extents(kv, 'kv', f'tokens {KEY}', HALVES)
+            check.packed(starts, 'cu_seqlens', 'sequences+1', torch.int32, **{'sequences+1': cache.batch + 1})
+        reserve(self, tokens, starts)
+        new: Any = tokens if starts is None else starts.diff()
+        self.lengths.add_(new)
+        table, _, seen = self.units(tokens, starts)
+        own = table[:, :1].long() * cache.page + seen - 1
+        slots = torch.where((seen > 0) & (seen <= cache.capacity), own, cache.batch * cache.capacity).flatten()
+        rows = kv.detach().view(-1, KEY) if starts is not None else kv.detach().flatten(0, 1)
         if cache.is_fp8:
             pack_mla_cache(rows.to(torch.bfloat16), self.pages, slots)
         else:
             self.pages.view(-1, KEY).index_copy_(0, slots, rows.to(cache.pages.dtype))
         if index_keys is not None:
             self._append_index(index_keys, slots)
-        self.lengths.add_(tokens)
+
+    def units(self, tokens: int, starts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Pages and length of every unit of queries, and how many keys each of its tokens sees.
+
+        The tokens were appended before. Units are sequences; packed tokens, whose sequences begin at `starts`, are
+        units by themselves. A token behind the last sequence sees none.
+        """
+        cache, token = self.cache, torch.arange(tokens, device=self.lengths.device, dtype=torch.int32)
+        if starts is None:
+            return cache.block_table, self.lengths, self.lengths[:, None] - tokens + 1 + token
+        sequence = torch.searchsorted(starts, token, right=True) - 1
+        own = sequence.clamp(max=cache.batch - 1)
+        inside = sequence < cache.batch
+        length = torch.where(inside, self.lengths[own], 0)
+        seen = torch.where(inside, length - starts[own + 1] + token + 1, 0)
+        return cache.block_table[own], length, seen[:, None]
 
     def _append_index(self, index_keys: tuple[Tensor, Tensor], slots: Tensor) -> None:
         """Write codes and factors to their pages: a page has all of its codes first, then its factors."""
@@ -158,24 +183,39 @@ class LatentLayerCache:
         own_codes = rows[:, : page_size * dim].unflatten(1, (page_size, dim))
         own_factors = rows[:, page_size * dim :].view(torch.float32)
         page, offset = slots // page_size, slots % page_size
-        own_codes[page, offset] = codes.flatten(0, 1).view(torch.uint8)
+        own_codes[page, offset] = codes.reshape(-1, dim).view(torch.uint8)
         own_factors[page, offset] = factors.flatten()
 
-    def attend(self, q: Tensor, *, softmax_scale: float, indices: Tensor | None = None, **options: Any) -> Tensor:
-        """Attention of the last tokens, (batch, tokens, heads, 576), over all that was appended.
+    def attend(
+        self,
+        q: Tensor,
+        cu_seqlens: Tensor | None = None,
+        *,
+        softmax_scale: float,
+        indices: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Causal attention of the tokens that were appended last over all that was appended.
 
-        With `indices` (batch, tokens, topk) a token sees these keys only, counted from the start of its sequence; -1 is
-        none.
+        Args:
+            q: (batch, tokens, heads, 576), or (tokens, heads, 576) with `cu_seqlens`.
+            cu_seqlens: as in `append`.
+            softmax_scale: factor of the scores.
+            indices: (batch, tokens, topk), or (tokens, 1, topk) with `cu_seqlens`: the only keys that a token sees.
+                They are counted from the start of its sequence; -1 is none.
+            options: as in `flash_mla_with_kvcache`.
         """
-        cache = self.cache
+        cache, starts = self.cache, lengths_int32(cu_seqlens, 'cu_seqlens')
         given: dict[str, Any] = dict(softmax_scale=softmax_scale, is_fp8_kvcache=cache.is_fp8, **options)
+        rows = q if starts is None else q.unsqueeze(1)
+        table, length, seen = self.units(q.shape[-3], starts)
         if indices is None:
-            given |= dict(block_table=cache.block_table, cache_seqlens=self.lengths, causal=True)
+            keys = length if starts is None else seen.flatten()
+            given |= dict(block_table=table, cache_seqlens=keys, causal=starts is None)
         else:
-            first = torch.arange(cache.batch, device=q.device, dtype=indices.dtype)[:, None, None] * cache.capacity
-            listed = torch.where(indices >= 0, indices + first, -1)
+            listed = torch.where(indices >= 0, indices + table[:, :1, None] * cache.page, -1)
             given |= dict(block_table=None, cache_seqlens=None, indices=listed)
-        o, _ = flash_mla_with_kvcache(q, self.pages, head_dim_v=LATENT, **given)
-        if indices is None:
-            return o
-        return o.masked_fill((self.lengths > cache.capacity).view(-1, 1, 1, 1), math.nan)
+        o, _ = flash_mla_with_kvcache(rows, self.pages, head_dim_v=LATENT, **given)
+        if indices is not None or starts is not None:
+            o = o.masked_fill((length > cache.capacity).view(-1, 1, 1, 1), math.nan)
+        return o if starts is None else o.squeeze(1)

@@ -291,13 +291,12 @@ def nsa_attend_dq_kernel(
             place_heads(rows, token, head, group)
             load_rows(q, token.batch, 0, rows, 0, group, q_shared, head_dim)
             load_rows(do, token.batch, 0, rows, 0, group, do_shared, value_dim)
+            T.clear(terms)
             for i, d in T.Parallel(tile, wide_v):
-                terms[i, d] = T.if_then_else(
-                    T.And(i < group, d < value_dim),
-                    T.cast(o[token.batch, token.number, rows.head[i], T.min(d, value_dim - 1)], T.float32)
-                    * T.cast(do_shared[i, d], T.float32),
-                    T.float32(0.0),
-                )
+                if T.And(i < group, T.truncdiv(d, 8) * 8 < value_dim):
+                    terms[i, d] = T.cast(o[token.batch, token.number, rows.head[i], d], T.float32) * T.cast(
+                        do_shared[i, d], T.float32
+                    )
             T.reduce_sum(terms, sums, dim=1)
             for i in T.Parallel(tile):
                 own = lse[token.batch, rows.head[i], token.number] * LOG2E

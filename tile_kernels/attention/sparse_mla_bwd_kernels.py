@@ -125,13 +125,12 @@ def sparse_mla_bwd_kernel(
                     q_shared[p, i, d] = T.if_then_else(head + i < heads, q[token, head + i, p * PIECE + d], zero)
                 for i, d in T.Parallel(block_m, PIECE):
                     do_shared[p, i, d] = T.if_then_else(head + i < heads, do[token, head + i, p * PIECE + d], zero)
+                T.clear(product)
                 for i, d in T.Parallel(block_m, PIECE):
-                    product[i, d] = T.if_then_else(
-                        head + i < heads,
-                        T.cast(o[token, head + i, p * PIECE + d], T.float32)
-                        * T.cast(do[token, head + i, p * PIECE + d], T.float32),
-                        0.0,
-                    )
+                    if head + i < heads:
+                        product[i, d] = T.cast(o[token, head + i, p * PIECE + d], T.float32) * T.cast(
+                            do[token, head + i, p * PIECE + d], T.float32
+                        )
                 T.reduce_sum(product, delta, dim=1, clear=False)
             for i, d in T.Parallel(block_m, ROTARY):
                 q_rotary_shared[i, d] = T.if_then_else(head + i < heads, q[token, head + i, LATENT + d], zero)

@@ -317,14 +317,11 @@ def delta_gradients_kernel(
                     T.gemm(do_shared, h_shared, dq_acc, transpose_B=True, policy=rowwise)
                     T.gemm(dx_shared, h_shared, r_acc, transpose_B=True, policy=rowwise)
                     T.gemm(u_shared, dh_shared, c_acc, transpose_B=True, policy=rowwise)
+                    T.clear(dx_terms)
                     for i, j in T.Parallel(chunk, tile):
-                        inside = T.And(i < rows, column + T.truncdiv(j, 8) * 8 < value_dim)
-                        value = T.if_then_else(
-                            inside,
-                            T.cast(v[batch, first + i, value_head, column + j], T.float32),  # type: ignore[index]
-                            T.float32(0.0),
-                        )
-                        dx_terms[i, j] = T.cast(dx_shared[i, j], T.float32) * value
+                        if T.And(i < rows, column + T.truncdiv(j, 8) * 8 < value_dim):
+                            value = T.cast(v[batch, first + i, value_head, column + j], T.float32)  # type: ignore[index]
+                            dx_terms[i, j] = T.cast(dx_shared[i, j], T.float32) * value
                     T.reduce_sum(dx_terms, dx_sum, dim=1, clear=False)
                     for i, j in T.Parallel(wide, tile):
                         h_terms[i, j] = T.cast(h_shared[i, j], T.float32) * T.cast(dh_shared[i, j], T.float32)
@@ -511,14 +508,11 @@ def delta_channel_gradients_kernel(
                     T.gemm(dx_shared, u_shared, da, transpose_B=True, policy=rowwise)
                     T.gemm(do_shared, h_shared, acc, transpose_B=True, policy=rowwise)
                     T.gemm(dx_shared, h_shared, r_acc, transpose_B=True, policy=rowwise)
+                    T.clear(dx_terms)
                     for i, j in T.Parallel(chunk, tile):
-                        inside = T.And(i < rows, column + T.truncdiv(j, 8) * 8 < value_dim)
-                        value = T.if_then_else(
-                            inside,
-                            T.cast(v[batch, first + i, value_head, column + j], T.float32),  # type: ignore[index]
-                            T.float32(0.0),
-                        )
-                        dx_terms[i, j] = T.cast(dx_shared[i, j], T.float32) * value
+                        if T.And(i < rows, column + T.truncdiv(j, 8) * 8 < value_dim):
+                            value = T.cast(v[batch, first + i, value_head, column + j], T.float32)  # type: ignore[index]
+                            dx_terms[i, j] = T.cast(dx_shared[i, j], T.float32) * value
                     T.reduce_sum(dx_terms, dx_sum, dim=1, clear=False)
                 T.copy(dx_sum, value_shared)
                 for i, d in T.Parallel(chunk, wide):

@@ -440,13 +440,14 @@ def delta_channel_scores_kernel(
 @macro
 def load_state(state, sequence, head, column, acc, v_first: bool):
     """Load columns of a state; 0 behind the last row and column."""
+    T.clear(acc)
     for i, j in T.Parallel(acc.shape[0], acc.shape[1]):
         if v_first:
-            inside = T.And(i < state.shape[3], column + j < state.shape[2])
-            acc[i, j] = T.if_then_else(inside, T.cast(state[sequence, head, column + j, i], T.float32), T.float32(0.0))
+            if T.And(i < state.shape[3], column + j < state.shape[2]):
+                acc[i, j] = T.cast(state[sequence, head, column + j, i], T.float32)
         else:
-            inside = T.And(i < state.shape[2], column + j < state.shape[3])
-            acc[i, j] = T.if_then_else(inside, T.cast(state[sequence, head, i, column + j], T.float32), T.float32(0.0))
+            if T.And(i < state.shape[2], column + j < state.shape[3]):
+                acc[i, j] = T.cast(state[sequence, head, i, column + j], T.float32)
 
 
 @macro
@@ -469,15 +470,11 @@ def state_shape(number: Any, heads: Any, dim: int, value_dim: int, v_first: bool
 @macro
 def load_decayed(x, g_sum, batch, first, head, value_head, rows, x_shared):
     """Load rows of q or k times the decay since the start of the chunk, for gates of every channel."""
-    zero, width = T.float32(0.0), x.shape[3]
+    T.clear(x_shared)
     for i, d in T.Parallel(x_shared.shape[1], x_shared.shape[2]):
-        row = first + T.min(i, rows - 1)
-        x_shared[0, i, d] = T.if_then_else(
-            T.And(i < rows, d < width),
-            T.cast(x[batch, row, head, T.min(d, width - 1)], T.float32)
-            * T.exp(g_sum[batch, row, value_head, T.min(d, width - 1)]),
-            zero,
-        )
+        if T.And(i < rows, d < x.shape[3]):
+            decay = T.exp(g_sum[batch, first + i, value_head, d])
+            x_shared[0, i, d] = T.cast(x[batch, first + i, head, d], T.float32) * decay
 
 
 @macro
@@ -488,15 +485,12 @@ def load_undecayed(k, g_sum, batch, first, head, value_head, rows, k_shared, las
         last_shared[d] = T.if_then_else(
             d < width, g_sum[batch, first + rows - 1, value_head, T.min(d, width - 1)], zero
         )
+    T.clear(k_shared)
     T.sync_threads()
     for i, d in T.Parallel(k_shared.shape[1], k_shared.shape[2]):
-        row = first + T.min(i, rows - 1)
-        k_shared[0, i, d] = T.if_then_else(
-            T.And(i < rows, d < width),
-            T.cast(k[batch, row, head, T.min(d, width - 1)], T.float32)
-            * T.exp(last_shared[d] - g_sum[batch, row, value_head, T.min(d, width - 1)]),
-            zero,
-        )
+        if T.And(i < rows, d < width):
+            decay = T.exp(last_shared[d] - g_sum[batch, first + i, value_head, d])
+            k_shared[0, i, d] = T.cast(k[batch, first + i, head, d], T.float32) * decay
 
 
 def sums_shape(batch_size: Any, num_tokens: Any, value_heads: Any, dim: int, channels: bool) -> tuple:

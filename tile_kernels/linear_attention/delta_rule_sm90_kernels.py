@@ -618,12 +618,13 @@ def delta_channel_scores_sm90_kernel(
 def load_turned(state, sequence, head, column, acc, v_first: bool):
     """Load columns of a state as rows; 0 behind the last row and column."""
     dim, value_dim = (state.shape[3], state.shape[2]) if v_first else (state.shape[2], state.shape[3])
+    T.clear(acc)
     for j, i in T.Parallel(acc.shape[0], acc.shape[1]):
-        inside = T.And(i < dim, column + j < value_dim)
-        if v_first:
-            acc[j, i] = T.if_then_else(inside, T.cast(state[sequence, head, column + j, i], T.float32), T.float32(0.0))
-        else:
-            acc[j, i] = T.if_then_else(inside, T.cast(state[sequence, head, i, column + j], T.float32), T.float32(0.0))
+        if T.And(i < dim, column + j < value_dim):
+            if v_first:
+                acc[j, i] = T.cast(state[sequence, head, column + j, i], T.float32)
+            else:
+                acc[j, i] = T.cast(state[sequence, head, i, column + j], T.float32)
 
 
 @macro

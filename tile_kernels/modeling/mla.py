@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from tile_kernels import attention
 from tile_kernels.attention import flash_attn_func, flash_attn_varlen_func, flash_mla_sparse_fwd
+from tile_kernels.attention._checks import lengths_int32
 from tile_kernels.attention.latent_cache import LatentLayerCache
 from tile_kernels.attention.pack_mla_cache import LATENT, ROTARY
 from tile_kernels.core import check
@@ -174,7 +175,8 @@ class MLA(nn.Module):
             x: (batch, tokens, hidden_size), or (tokens, hidden_size) with `cu_seqlens`.
             positions: positions of the tokens for the rotary embedding, the shape of x without its last extent; counted
                 from the start of the sequence unless given.
-            cu_seqlens: (sequences + 1,) int32 or int64: 0, and where every packed sequence ends.
+            cu_seqlens: (sequences + 1,) int32 or int64: 0, and where every packed sequence ends. With a cache, its
+                sequences in their order; some may get no token.
             cache: the part of this layer of a `LatentCache`: new tokens are appended to it and see all of it. The
                 first tokens of an empty cache see each other in multi-head form, all later ones in latent form.
 
@@ -184,7 +186,7 @@ class MLA(nn.Module):
         dims = 'batch tokens hidden_size' if cu_seqlens is None else 'tokens hidden_size'
         rows = check.shape(x, 'x', dims, hidden_size=self.o_proj.out_features)[:-1]
         if cache is not None:
-            self._check_cache(x, cu_seqlens)
+            self._check_cache(x)
         angles = self._angles(self._positions(x, positions, rows, cu_seqlens, cache))
         compressed = x if self.q_lora_rank is None else self.q_a_layernorm(self.q_a_proj(x))
         q = (self.q_proj if self.q_lora_rank is None else self.q_b_proj)(compressed)
@@ -202,12 +204,13 @@ class MLA(nn.Module):
         else:
             is_first = cache.is_empty
             keys = None if selector is None else tuple(part.unflatten(0, rows) for part in selector[1])
-            cache.append(torch.cat((latent, k_rope.squeeze(-2)), dim=-1), keys)
+            cache.append(torch.cat((latent, k_rope.squeeze(-2)), dim=-1), keys, cu_seqlens)
             if is_first and rows[-1] > 1:
-                o = self._own_keys(q_nope, q_rope, latent, k_rope, None, selector)
+                o = self._own_keys(q_nope, q_rope, latent, k_rope, cu_seqlens, selector)
             else:
-                indices = None if selector is None else self._select_cached(selector, rows, cache)
-                o = self._absorbed(q_nope, q_rope, lambda q: cache.attend(q, softmax_scale=self.scale, indices=indices))
+                indices = None if selector is None else self._select_cached(selector, rows, cache, cu_seqlens)
+                options: dict[str, Any] = dict(softmax_scale=self.scale, indices=indices)
+                o = self._absorbed(q_nope, q_rope, lambda q: cache.attend(q, cu_seqlens, **options))
         return self.o_proj(o.flatten(-2))
 
     def _own_keys(
@@ -244,12 +247,14 @@ class MLA(nn.Module):
         listed: Any = attention.index_topk(q, keys, weights, start, token + 1, topk)
         return torch.where(listed >= 0, listed + start[:, None], -1)[:, None]
 
-    def _select_cached(self, selector: tuple, rows: tuple[int, ...], cache: LatentLayerCache) -> Tensor:
-        """The keys that every token sees, (batch, tokens, index_topk), counted from the start of its sequence."""
+    def _select_cached(
+        self, selector: tuple, rows: tuple[int, ...], cache: LatentLayerCache, cu_seqlens: Tensor | None
+    ) -> Tensor:
+        """The keys that every token sees, (units, tokens, index_topk), counted from the start of its sequence."""
         q, _, weights = selector
-        batch, tokens = rows
+        table, _, seen = cache.units(rows[-1], lengths_int32(cu_seqlens, 'cu_seqlens'))
+        batch, tokens = seen.shape
         q, weights = q.unflatten(0, (batch, tokens)), weights.unflatten(0, (batch, tokens))
-        seen = cache.lengths[:, None] - tokens + 1 + torch.arange(tokens, device=q.device, dtype=torch.int32)
         capacity = cache.cache.capacity
         seen = torch.where(seen <= capacity, seen, 0)  # a sequence that is too long sees nothing
         topk: Any = self.index_topk
@@ -263,7 +268,7 @@ class MLA(nn.Module):
                 pages,
                 weights[:, own].flatten(0, 1).contiguous(),
                 lengths,
-                cache.cache.block_table,
+                table,
                 None,
                 capacity,
             )
@@ -290,9 +295,7 @@ class MLA(nn.Module):
         q = torch.cat((torch.einsum('...hd,hdc->...hc', q_nope, to_key), q_rope), dim=-1)
         return torch.einsum('...hc,hdc->...hd', attend(q), to_value)
 
-    def _check_cache(self, x: Tensor, cu_seqlens: Tensor | None) -> None:
-        if cu_seqlens is not None:
-            check.fail('cu_seqlens', 'must be None with a cache', check.describe(cu_seqlens))
+    def _check_cache(self, x: Tensor) -> None:
         if needs_gradient(x, *self.parameters()):
             check.fail('cache', 'must come without gradients', 'a call that records them', hint='use torch.no_grad')
         check.equal((self.kv_lora_rank, self.rope), (LATENT, ROTARY), 'kv_lora_rank, qk_rope_head_dim with a cache')
@@ -312,7 +315,10 @@ class MLA(nn.Module):
         counted = torch.arange(rows[-1], device=x.device)
         if cu_seqlens is not None:
             sequence = torch.searchsorted(cu_seqlens, counted.to(cu_seqlens.dtype), right=True) - 1
-            return counted - cu_seqlens[sequence]
+            own = counted - cu_seqlens[sequence]
+            if cache is not None:
+                own = own + cache.lengths[sequence.clamp(max=cache.lengths.shape[0] - 1)]
+            return own
         if cache is not None:
             return counted + cache.lengths[:, None]
         return counted.expand(rows)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tile_kernels.sight.count import Access, Counts
-from tile_kernels.sight.guards import lost_guards
+from tile_kernels.sight.guards import lost_guards, unguarded_loads
 from tile_kernels.sight.limits import MAX_THREADS, REGISTERS, occupancy
 from tile_kernels.sight.lines import (
     GENERATED,
@@ -170,6 +170,10 @@ def _lost_guard(kernel: Kernel) -> Told:
         stores = [item.place for item in kernel.written if name in targets_of(item.node) and item.place[1]]
         why = f'the store to {name} converts its dtype, and TileLang 0.1.15 drops the inner condition around it'
         yield (stores or [GENERATED])[0], why, 'join the conditions by T.And, or put them outside of T.Parallel'
+    for name in unguarded_loads(kernel.source):
+        loads = [item.place for item in kernel.written if name in buffers_of(item.node) and item.place[1]]
+        why = f'the load of {name} converts its dtype, and TileLang 0.1.15 drops the condition of T.if_then_else'
+        yield (loads or [GENERATED])[0], why, 'clear the tile, then load it under a single if in the loop body'
 
 
 @_rule('store-not-waited')
