@@ -60,6 +60,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = chosen
 
 
+@pytest.fixture(autouse=True, scope='session')
+def rewrite_kernels_once() -> None:
+    """Builds of kernels share what depends on their code only; with `TK_FULL_TEST=1` they do not."""
+    from tile_kernels import knobs
+
+    if not knobs.full_test:
+        from tests import fast_tir
+
+        fast_tir.install()
+
+
 # Ops by name ---------------------------------------------------------------------------------
 
 

@@ -21,11 +21,16 @@ from tile_kernels.modeling import MoELayer
 
 
 def spawn(fn, world_size, *args):
-    """Run `fn` in processes joined by gloo; returns what each put into its results."""
+    """Run `fn` in processes joined by gloo; returns what each put into its results.
+
+    They are forks of one process that has imported this module, because importing it takes seconds.
+    """
     torch.set_num_threads(1)
+    mp.get_context('forkserver').set_forkserver_preload([__name__])
     with tempfile.NamedTemporaryFile() as rendezvous, mp.Manager() as manager:
         results = manager.dict()
-        mp.spawn(_enter, (fn, world_size, rendezvous.name + '.store', results, args), nprocs=world_size)
+        given = (fn, world_size, rendezvous.name + '.store', results, args)
+        mp.start_processes(_enter, given, nprocs=world_size, start_method='forkserver')
         return dict(results)
 
 

@@ -27,6 +27,7 @@ SEVERAL = -2
 ANOTHER_BLOCK = -3
 _SEVERAL_OF_WARP = -10  # minus the warp: several threads of that warp
 _AGREED = -4  # several threads that wrote the same value
+_MOST_SPREADS = 64  # most places of a buffer whose lanes are remembered
 _MOST_AGREED = 4096  # most elements of one statement for which the threads are kept
 _PAST = ('wrote', 'read', 'updated atomically')
 _TILE = 1 << 40  # agents of tiles and parallel loops start here
@@ -53,32 +54,42 @@ class Lanes:
     stamp: np.ndarray
     position: np.ndarray  # index in the lane array
     raw: np.ndarray  # bits that a store writes (empty for loads)
+    spot: np.ndarray | slice  # index in the traces, a slice if it is one
     changed: np.ndarray | None = None  # whether they differ from the stored bits
 
-    def repeat(self, count: int) -> Lanes:
-        """One entry for each of the cells that an element covers."""
-        parts = {name: np.repeat(part, count) for name, part in vars(self).items() if part is not None}
-        parts['cell'] = parts['cell'] * count + np.tile(np.arange(count), len(self.cell))
-        return Lanes(**parts)
+
+@dataclass
+class Spread:
+    """What the lanes of an access are, whenever it is made at the same place without a mask."""
+
+    access: Access  # kept alive, because its identity is part of the key
+    shape: tuple[int, ...]
+    block: np.ndarray
+    cell: np.ndarray
+    agent: np.ndarray
+    warp: np.ndarray
+    position: np.ndarray
+    spot: np.ndarray | slice
 
 
 class Trace:
     """The last reads, or the last writes, of every element of a shared buffer."""
 
     def __init__(self, shape: tuple[int, int]) -> None:
-        self.agent = np.full(shape, NOBODY, np.int64)
-        self.at = np.full(shape, -1, np.int32)
-        self.warp = np.full(shape, -1, np.int32)
-        self.warp_at = np.zeros(shape, np.int32)
-        self.stamp = np.zeros(shape, np.int32)
-        self.period = np.full(shape, -1, np.int32)  # period of the warp, for reads that nothing waits for; else -1
-        self.fences = np.full(shape, -1, np.int32)  # number of fences before the access; -1 for TMA writes
-        self.path = np.zeros(shape, np.int32)
+        self.cells, size = shape[1], shape[0] * shape[1]  # one row of cells per block, one after the other
+        self.agent = np.full(size, NOBODY, np.int64)
+        self.at = np.full(size, -1, np.int32)
+        self.warp = np.full(size, -1, np.int32)
+        self.warp_at = np.zeros(size, np.int32)
+        self.stamp = np.zeros(size, np.int32)
+        self.period = np.full(size, -1, np.int32)  # period of the warp, for reads that nothing waits for; else -1
+        self.fences = np.full(size, -1, np.int32)  # number of fences before the access; -1 for TMA writes
+        self.path = np.zeros(size, np.int32)
         self.agreed: dict[int, set[int]] = {}  # element -> threads that wrote the same value
 
     def unordered(self, clock: Clock, lanes: Lanes) -> Any:
         """Lanes that no barrier orders after the last access of another thread to their element."""
-        spot = lanes.block, lanes.cell
+        spot = lanes.spot
         other = self.agent[spot]
         clash: Any = ((self.at[spot] == lanes.now) | (other == ANOTHER_BLOCK)) & (other != lanes.agent)
         if not clash.any():
@@ -101,23 +112,23 @@ class Trace:
     def _wrote_it(self, lanes: Lanes, lane: int) -> bool:
         """Whether a lane is one of the threads that wrote an element, or a warp barrier orders it after them."""
         block, cell, agent = int(lanes.block[lane]), int(lanes.cell[lane]), int(lanes.agent[lane])
-        threads = self.agreed.get(block * self.agent.shape[1] + cell, set())
+        threads = self.agreed.get(block * self.cells + cell, set())
         if agent in threads or not threads:
             return True
         if {thread // 32 for thread in threads} != {agent // 32}:
             return False
-        return bool(self.warp_at[block, cell] < lanes.warp_now[lane])
+        return bool(self.warp_at[block * self.cells + cell] < lanes.warp_now[lane])
 
     def note_write(self, lanes: Lanes, lost: np.ndarray) -> None:
         """Record writes; if several threads write the value that is already stored, record all of them."""
-        spot = lanes.block, lanes.cell
+        spot = lanes.spot
         before = np.where(self.at[spot] == lanes.now, self.agent[spot], NOBODY)
         again = ~lost & self.repeats(lanes) & (before != NOBODY)
         self.note(lanes, merge=False)
         met = ~lost & ((self.agent[spot] != lanes.agent) | (again & (before != lanes.agent)))
         if not met.any():
             return
-        key = lanes.block * self.agent.shape[1] + lanes.cell
+        key = lanes.block * self.cells + lanes.cell
         if len(np.unique(key[met])) > _MOST_AGREED:
             return
         members = np.flatnonzero(np.isin(key, key[met]))
@@ -128,10 +139,9 @@ class Trace:
             if again[first]:  # earlier writers of the same value stay valid
                 threads |= self.agreed.get(one, set()) if before[first] == _AGREED else {int(before[first])}
             self.agreed[one] = threads
-            place = lanes.block[first], lanes.cell[first]
-            self.agent[place] = _AGREED
+            self.agent[one] = _AGREED
             if len({thread // 32 for thread in threads}) > 1:
-                self.warp[place] = -1
+                self.warp[one] = -1
 
     def repeats(self, lanes: Lanes) -> np.ndarray:
         """Lanes that write the value that their element already has."""
@@ -139,13 +149,15 @@ class Trace:
 
     def note(self, lanes: Lanes, merge: bool) -> None:
         """Record these accesses in addition to earlier ones of the same epoch (`merge`), or instead of them."""
-        spot = lanes.block, lanes.cell
+        spot = lanes.spot
         fresh = self.at[spot] != lanes.now
         self.warp[spot] = np.where(fresh | (not merge) | (self.warp[spot] == lanes.warp), lanes.warp, -1)
         if merge:
-            merged = _merge(np.where(fresh, NOBODY, self.agent[spot]), lanes.agent)
+            before = np.where(fresh, NOBODY, self.agent[spot])
+            known = (before == NOBODY) | (before == lanes.agent)
+            merged = lanes.agent if known.all() else _merge(before, lanes.agent)
             self.agent[spot] = merged
-            if (self.agent[spot] != merged).any():  # lanes of one statement access one element
+            if not isinstance(spot, slice) and (self.agent[spot] != merged).any():  # lanes share an element
                 for _ in range(2):
                     self.agent[spot] = _merge(self.agent[spot], lanes.agent)
                 self.warp[spot] = np.where(self.warp[spot] == lanes.warp, lanes.warp, -1)
@@ -163,6 +175,7 @@ class SharedMarks:
         self.memory = memory
         self.atomics: Trace | None = None  # atomic updates, once there is one
         self.readers: np.ndarray | None = None  # stamp of the last read of every warp, once a block has sent here
+        self.spreads: dict[tuple, Spread] = {}
 
     @cached_property
     def writes(self) -> Trace:
@@ -186,7 +199,7 @@ class SharedMarks:
         if access.asynchronous:
             self._require_fence(frame, access, lanes, shape)
         self.reads.note(lanes, merge=True)
-        spot = lanes.block, lanes.cell
+        spot = lanes.spot
         self.reads.period[spot] = frame.clock.period[lanes.block, lanes.warp] if access.only_moves else -1
         if self.readers is not None:
             self.readers[lanes.block, lanes.cell, lanes.warp] = lanes.stamp
@@ -212,7 +225,7 @@ class SharedMarks:
         TileLang inserts this fence if it finds the stores on the path to the copy or product, but not in another
         branch.
         """
-        spot, clock = (lanes.block, lanes.cell), frame.clock
+        spot, clock = lanes.spot, frame.clock
         at = self.writes.fences[spot]
         clash = at >= clock.fenced[lanes.block, lanes.warp]
         if not clash.any():
@@ -230,7 +243,7 @@ class SharedMarks:
 
     def _require_settled(self, frame: Frame, access: Access, lanes: Lanes, shape: tuple[int, ...]) -> None:
         """An arrival does not wait for earlier reads, so a copy may overwrite what another thread is still reading."""
-        spot, clock = (lanes.block, lanes.cell), frame.clock
+        spot, clock = lanes.spot, frame.clock
         reader, period = self.reads.warp[spot], self.reads.period[spot]
         known = (reader >= 0) & (period >= 0) & (self.reads.at[spot] == lanes.now)
         ended = clock.ended[lanes.block, np.maximum(reader, 0), np.maximum(period, 0)]
@@ -264,12 +277,10 @@ class SharedMarks:
             return
         lanes, shape = seen
         self.writes.note_write(lanes, _unlike(self._stored(access, lanes), lanes.raw))
-        spot = lanes.block, lanes.cell
+        spot = lanes.spot
         self.writes.path[spot] = access.path
         self.writes.fences[spot] = -1 if access.asynchronous == 'tma' else frame.clock.fences
-        lost = (self.writes.agent[lanes.block, lanes.cell] != lanes.agent) & (
-            _unlike(self._stored(access, lanes), lanes.raw)
-        )
+        lost = (self.writes.agent[spot] != lanes.agent) & (_unlike(self._stored(access, lanes), lanes.raw))
         self._report(frame, access, lost, lanes, shape, self.writes, 'writes', 'wrote')
 
     def send(self, frame: Frame, access: Access, place: Place, mask: Mask, away: np.ndarray) -> None:
@@ -286,7 +297,7 @@ class SharedMarks:
             self.readers = np.zeros((*cells, clock.seen.shape[1]), np.int64)
         rows = np.broadcast_to(away, shape).reshape(-1)[lanes.position]
         sender, lanes.block, lanes.cell = lanes.block, lanes.block + rows, lanes.cell - rows * cells[1]
-        spot = lanes.block, lanes.cell
+        lanes.spot = spot = lanes.block * cells[1] + lanes.cell
         there = clock.other(lanes.block, 0)[:, None] + np.arange(clock.others)
         known = clock.seen[sender[:, None], lanes.warp[:, None], there]  # the knowledge of the receiving block
         verb = "sends to another block's"
@@ -296,14 +307,14 @@ class SharedMarks:
         wrote = self.writes.warp[spot]
         clash = (wrote >= 0) & (self.writes.stamp[spot] > known[np.arange(len(wrote)), np.maximum(wrote, 0)])
         self._report(frame, access, clash, lanes, shape, self.writes, verb, 'wrote')
-        clash = (self.readers[spot] > known[:, :-1]).any(axis=1)
+        clash = (self.readers[lanes.block, lanes.cell] > known[:, :-1]).any(axis=1)
         self._report(frame, access, clash, lanes, shape, self.reads, verb, 'read')
         lanes.agent = np.full_like(lanes.agent, ANOTHER_BLOCK)
         lanes.warp = np.full_like(lanes.warp, clock.others - 1)
         lanes.now, lanes.stamp = clock.blocks[lanes.block], clock.sent[lanes.block]
         self.writes.note(lanes, merge=False)
         meet = np.ones(len(lanes.block), bool)
-        meet[np.unique(lanes.block * cells[1] + lanes.cell, return_index=True)[1]] = False
+        meet[np.unique(spot, return_index=True)[1]] = False
         self._report(frame, access, meet, lanes, shape, self.writes, verb, 'wrote')
 
     def _all_keep(self, access: Access, place: Place, mask: Mask, value: Any) -> bool:
@@ -317,49 +328,69 @@ class SharedMarks:
     def _stored(self, access: Access, lanes: Lanes) -> np.ndarray:
         dtype = access.buffer.dtype
         cells = self.memory.typed(dtype.storage)
+        if cells.shape == self.shape and not dtype.packed:
+            return cells.reshape(-1)[lanes.spot]
         element = lanes.cell // (dtype.bits // self.unit)
         return _half(cells[lanes.block, element >> 1], element) if dtype.packed else cells[lanes.block, element]
 
     def _lanes(
         self, frame: Frame, access: Access, place: Place, mask: Mask, value: Any = None
     ) -> tuple[Lanes | None, tuple[int, ...]]:
-        agent = _agents(frame, access)
-        flat = place.flat()
-        shape = np.broadcast_shapes(flat.shape, agent.shape, (frame.blocks,) + (1,) * (flat.ndim - 1))
-        raw = np.zeros((1,) * flat.ndim, np.uint8)
+        raw = None
         if value is not None:
             raw = encoder(access.buffer.dtype)(value)
-            raw = raw.reshape((1,) * flat.ndim) if raw.ndim == 0 else raw
-            shape = np.broadcast_shapes(shape, raw.shape)
+            raw = raw.reshape((1,) * (2 + len(place.extents))) if raw.ndim == 0 else raw
+        spread = self._spread(frame, access, place, mask, np.shape(raw))
+        if not spread.position.size:
+            return None, spread.shape
+        clock, per = frame.clock, access.buffer.dtype.bits // self.unit
+        count = len(spread.block)
+        if raw is None:
+            bits = np.zeros(count, np.uint8)
+        else:
+            bits = np.broadcast_to(raw, spread.shape).reshape(-1)
+            bits = (bits if mask is None else bits[spread.position[::per]]).repeat(per)
+        row = spread.block * clock.warps.shape[1] + spread.warp
+        now, warp_now, stamp = clock.blocks[spread.block], clock.warps.reshape(-1)[row], clock.stamps.reshape(-1)[row]
+        parts = spread.block, spread.cell, spread.agent, spread.warp, now, warp_now, stamp, spread.position
+        return Lanes(*parts, bits, spread.spot), spread.shape
+
+    def _spread(self, frame: Frame, access: Access, place: Place, mask: Mask, stored: tuple[int, ...]) -> Spread:
+        """The lanes of an access, remembered if neither a mask nor the place depends on threads."""
+        if mask is not None or frame.mask is not None or not isinstance(place.base, int):
+            return self._new_spread(frame, access, place, mask, stored)
+        extents = tuple(access.extents(frame))
+        key = (id(access), place.base, place.extents, place.steps, extents, stored, frame.blocks, frame.threads)
+        found = self.spreads.get(key)
+        if found is None:
+            if len(self.spreads) >= _MOST_SPREADS:
+                self.spreads.clear()
+            found = self.spreads[key] = self._new_spread(frame, access, place, mask, stored)
+        return found
+
+    def _new_spread(self, frame: Frame, access: Access, place: Place, mask: Mask, stored: tuple[int, ...]) -> Spread:
+        agent = _agents(frame, access)
+        flat = place.flat()
+        lead = (frame.blocks,) + (1,) * (flat.ndim - 1)
+        shape = np.broadcast_shapes(flat.shape, agent.shape, lead, stored)
         size = int(np.prod(shape[1:]))
-        parts = [np.broadcast_to(part, shape).reshape(-1) for part in (flat, agent, raw)]
+        cell, agent = (np.broadcast_to(part, shape).reshape(-1) for part in (flat, agent))
         if mask is None:
             position = np.arange(shape[0] * size)
             block = np.repeat(np.arange(shape[0]), size)
         else:
             position = np.flatnonzero(np.broadcast_to(any_over(mask, shape), shape))
             block = position // max(1, size)
-            parts = [part[position] for part in parts]
-        if not position.size:
-            return None, shape
-        cell, agent, raw = parts
+            cell, agent = cell[position], agent[position]
         warp = (first_thread(frame) // 32)[block]
-        if agent[0] < _TILE or (agent < _TILE).any():
+        if agent.size and (agent[0] < _TILE or (agent < _TILE).any()):
             warp = np.where((agent >= 0) & (agent < _TILE), agent // 32, warp)
-        clock = frame.clock
-        lanes = Lanes(
-            block,
-            cell,
-            agent,
-            warp,
-            clock.blocks[block],
-            clock.warps[block, warp],
-            clock.stamps[block, warp],
-            position,
-            raw,
-        )
         per = access.buffer.dtype.bits // self.unit
-        return lanes if per == 1 else lanes.repeat(per), shape
+        if per > 1:  # one entry for each of the cells that an element covers
+            cell = (cell[:, None] * per + np.arange(per)).reshape(-1)
+            block, agent, warp, position = (np.repeat(part, per) for part in (block, agent, warp, position))
+        spot = _as_slice(block * self.shape[1] + cell)
+        return Spread(access, shape, block, cell, agent, warp, position, spot)
 
     def _report(
         self,
@@ -378,7 +409,7 @@ class SharedMarks:
         first = int(np.argmax(clash))
         lane = tuple(int(part) for part in np.unravel_index(int(lanes.position[first]), shape))
         index = access.index_at(frame, lane)
-        me, them = (int(lanes.agent[first]), int(trace.agent[lanes.block[first], lanes.cell[first]]))
+        me, them = (int(lanes.agent[first]), int(trace.agent[lanes.block[first] * self.shape[1] + lanes.cell[first]]))
         text = f'{_agent_name(me, verb)} {access.buffer.name}{list(index)}, which {_agent_name(them, earlier)}'
         frame.report(
             DataRace,
@@ -388,6 +419,14 @@ class SharedMarks:
             access.buffer.name,
             index,
         )
+
+
+def _as_slice(spot: np.ndarray) -> np.ndarray | slice:
+    """A slice for numbers that follow each other, because it is faster than an array of them."""
+    size = len(spot)
+    if size and spot[-1] - spot[0] == size - 1 and bool((spot[1:] - spot[:-1] == 1).all()):
+        return slice(int(spot[0]), int(spot[0]) + size)
+    return spot
 
 
 def _half(byte: np.ndarray, element: np.ndarray) -> np.ndarray:
