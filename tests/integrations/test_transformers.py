@@ -178,6 +178,34 @@ def test_half_precision_decode_equals_prefill(static, padded):
     assert near(torch.cat((first.logits, rest), 1)[valid], whole[valid], 0.02)
 
 
+@pytest.mark.parametrize('name', ['Llama', 'DeepseekV3'])
+def test_a_cache_filled_before_patch_serves_after_it(name):
+    model, ids = build(name), tokens(1, 9)
+    with torch.no_grad():
+        expected = model(ids).logits[:, 6:]
+        caches = [model(ids[:, :6], use_cache=True).past_key_values]
+        patch(model)
+        caches.append(model(ids[:, :6], use_cache=True).past_key_values)
+        found = [model(ids[:, 6:], past_key_values=caches[0]).logits]
+        unpatch(model)
+        found.append(model(ids[:, 6:], past_key_values=caches[1]).logits)
+    for logits in found:
+        assert near(logits, expected, 0.02)
+
+
+def test_the_ends_of_packed_sequences_follow_their_positions():
+    model = build('Llama')
+    patch(model)
+    row, packed = tokens(1, 9), torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    with torch.no_grad():
+        first = model(row, position_ids=packed, use_cache=False).logits
+        packed.copy_(torch.arange(9)[None])  # the same tensor, now one sequence
+        second = model(row, position_ids=packed, use_cache=False).logits
+        unpatch(model)
+        expected = model(row).logits
+    assert near(second, expected, 0.02) and not near(first[:, 4:], expected[:, 4:], 0.1)
+
+
 def test_weights_load_before_and_after(tmp_path):
     model, ids = build('Mixtral'), tokens(1, 6)
     weights = copy.deepcopy(model.state_dict())

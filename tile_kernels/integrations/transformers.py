@@ -50,6 +50,9 @@ ATTENTION = 'tile_kernels'
 #: The folder of layers for the `kernels` mapping of `transformers`; see `tile_kernels.integrations.kernels`.
 KERNELS = Path(__file__).parent / 'kernels'
 
+#: Up to so many tokens, a step of decoding spreads the keys of a sequence over the GPU.
+FEW_QUERIES = 8
+
 _PATCHED = '_tile_kernels_patched'
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -531,6 +534,7 @@ def attention_forward(
     causal = getattr(module, 'is_causal', True) if is_causal is None else is_causal
     q, k, v = (_dense(x.transpose(1, 2)) for x in (query, key, value))
     options: dict[str, Any] = dict(softmax_scale=scaling, causal=causal, softcap=softcap or 0.0, sink=s_aux)
+    options['num_splits'] = 0 if q.shape[1] <= FEW_QUERIES else 1
     if sliding_window is not None:
         options['window_size'] = (sliding_window - 1, 0 if causal else sliding_window - 1)
     if cu_seq_lens_q is None and attention_mask is None:
