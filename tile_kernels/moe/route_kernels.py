@@ -71,6 +71,31 @@ def load_step(x, gate_weight, row, col, part, step, num_steps: int, x_shared, we
     T.barrier_arrive(full[slot])
 
 
+@macro
+def quantise_row(x, token, piece: int, hidden: int, fmt: QuantFormat, amax_floor, code_local, sf_shared):
+    """The codes of the lanes of this thread, and the scale factors of a row in shared memory."""
+    vectors, group_lanes = int(code_local.shape[0]), fmt.sf_block[1] // LANE
+    num_sf = -(-hidden // fmt.sf_block[1])
+    lanes_local = T.alloc_local((vectors, LANE), BF16)
+    amax = T.alloc_local((vectors,), T.float32)
+    sf = T.alloc_local((vectors,), sf_register_dtype(fmt))
+    sf_inv = T.alloc_local((vectors,), T.float32)
+    v_local = T.alloc_local((LANE,), T.float32)
+    y_local = T.alloc_local(*code_registers(fmt))
+    tx = T.get_thread_binding()
+    T.clear(lanes_local)
+    for v in T.unroll(vectors):
+        load_lane(x, lanes_local, v, token, tx + v * THREADS, piece, hidden)
+    quantise_lanes(lanes_local, fmt, amax_floor, amax, sf, sf_inv, v_local, y_local, code_local)
+    for v in T.unroll(vectors):
+        if tx % group_lanes == 0:
+            exists = (tx + v * THREADS) // group_lanes < num_sf
+            sf_shared[(tx + v * THREADS) // group_lanes] = T.if_then_else(exists, sf[v], T.cast(0, sf_shared.dtype))
+    slots = vectors * THREADS // group_lanes
+    if tx < sf_shared.shape[0] - slots:
+        sf_shared[slots + tx] = T.cast(0, sf_shared.dtype)
+
+
 @kernel(pass_configs=WARP_PASS_CONFIGS, serves=serves)
 def route_kernel(
     num_experts: int,
@@ -93,10 +118,12 @@ def route_kernel(
     num_steps = -(-hidden // (BLOCK_K * num_parts))
     stages = min(num_steps, MAX_STAGES)
     tiles, blocks = num_tiles(tiles_m, num_experts, num_parts), num_blocks(tiles_m, num_experts, num_parts)
+    turns = -(-tiles_m * BLOCK_M // blocks)  # tokens of a block
+    rounds = -(-num_experts // THREADS)
     # Codes: a thread has the lanes thread, thread + 128, ... of 8 channels.
     stored, width = fmt.data.stored(hidden), fmt.data.stored(LANE)
-    group_lanes = fmt.sf_block[1] // LANE
     num_sf = -(-hidden // fmt.sf_block[1])
+    group_lanes = fmt.sf_block[1] // LANE
     vectors = -(-num_sf * group_lanes // THREADS)
     sf_slots = -(-vectors * THREADS // group_lanes // 4) * 4
     sf_size = sf_size_of(fmt, num_sf)
@@ -137,12 +164,33 @@ def route_kernel(
             sum_frag = T.alloc_fragment((BLOCK_M, BLOCK_N), 'float32')
             tx = T.get_thread_binding()
 
+            # Shared memory and registers of phase 3; what does not depend on the choice is ready before it.
+            count_shared = T.alloc_shared((num_experts,), T.int32)
+            size_shared = T.alloc_shared((num_experts,), T.int32)
+            start_shared = T.alloc_shared((num_experts,), T.int32)
+            part_shared = T.alloc_shared((NUM_WARPS,), T.int32)
+            own_shared = T.alloc_shared((turns, num_topk), T.int32)
+            place_shared = T.alloc_shared((turns, num_topk), T.int32)
+            sf_shared = T.alloc_shared((sf_slots,), sf_register_dtype(fmt))
+            words_shared = T.view(sf_shared, (sf_slots // slots_per_word,), sf_dtype)
+            code_local = T.alloc_local((vectors, width), T.uint8)
+
             # 1: a part of a tile of logits
             part = block % num_parts
             row, col = block // num_parts % tiles_m * BLOCK_M, block // (num_parts * tiles_m) * BLOCK_N
             if block < tiles:
                 for step in T.unroll(stages):
                     load_step(x, gate_weight, row, col, part, step, num_steps, x_shared, weight_shared, full)
+            for i in T.serial(T.ceildiv(num_experts, THREADS)):
+                if i * THREADS + tx < num_experts:
+                    count_shared[i * THREADS + tx] = 0
+            for r in T.unroll(turns):
+                if tx < num_topk:
+                    own_shared[r, tx] = -1
+                    place_shared[r, tx] = 0
+            if block < num_tokens:
+                quantise_row(x, block, piece, hidden, fmt, amax_floor, code_local, sf_shared)
+            if block < tiles:
                 for step in T.serial(num_steps):
                     slot = step % stages
                     T.mbarrier_wait_parity(full[slot], step // stages % 2)
@@ -166,7 +214,7 @@ def route_kernel(
 
             # 2: the experts of a token
             logits_shared = T.alloc_shared((1, num_experts), 'float32')
-            part_local = T.alloc_local((num_parts,), 'float32')
+            part_local = T.alloc_local((rounds, num_parts), 'float32')
             x_local = T.alloc_local((1, layout.num_slots), 'float32')
             expert_local = T.alloc_local((ranking.num_picks,), 'int32')
             value_local = T.alloc_local((ranking.num_picks,), 'float32')
@@ -178,15 +226,16 @@ def route_kernel(
             rows_local[0] = 0
             for turn in T.serial(T.ceildiv(num_tokens - block, blocks)):
                 token = turn * blocks + block
-                for i in T.serial(T.ceildiv(num_experts, THREADS)):
-                    expert = i * THREADS + tx
-                    if expert < num_experts:
-                        for p in T.unroll(num_parts):
-                            part_local[p] = parts[p, token, expert]
+                for i in T.unroll(rounds):  # all loads are in flight at the same time
+                    for p in T.unroll(num_parts):
+                        if i * THREADS + tx < num_experts:
+                            part_local[i, p] = parts[p, token, i * THREADS + tx]
+                for i in T.unroll(rounds):
+                    if i * THREADS + tx < num_experts:
                         total = 0.0
                         for p in T.unroll(num_parts):
-                            total = total + part_local[p]
-                        logits_shared[0, expert] = total
+                            total = total + part_local[i, p]
+                        logits_shared[0, i * THREADS + tx] = total
                 T.sync_threads()
                 if tx < WARP:
                     load_rows(logits_shared, at, layout, x_local)
@@ -198,91 +247,58 @@ def route_kernel(
                         total = sum_of_renormalized(value_local, scoring, at, num_topk)
                     elif is_softmax:
                         exp_of_chosen(value_local, peak, at, num_topk)
-                    for p in T.unroll(ranking.num_picks):
-                        if p * WARP + at.lane < num_topk:
-                            weights[token, p * WARP + at.lane] = value_local[p] / total * scale
-                            indices[token, p * WARP + at.lane] = T.cast(expert_local[p], T.dtype(index_dtype))
+                    if at.lane < num_topk:
+                        indices[token, at.lane] = T.cast(expert_local[0], T.dtype(index_dtype))
+                        weights[token, at.lane] = value_local[0] / total * scale
+                        own_shared[turn, at.lane] = expert_local[0]
                 T.sync_threads()
             T.sync_grid()
 
             # 3: maps and rows
-            count_shared = T.alloc_shared((num_experts,), T.int32)
-            size_shared = T.alloc_shared((num_experts,), T.int32)
-            start_shared = T.alloc_shared((num_experts,), T.int32)
-            part_shared = T.alloc_shared((NUM_WARPS,), T.int32)
-            own_shared = T.alloc_shared((num_topk,), T.int32)
-            place_shared = T.alloc_shared((num_topk,), T.int32)
-            lanes_local = T.alloc_local((vectors, LANE), BF16)
-            amax = T.alloc_local((vectors,), T.float32)
-            sf = T.alloc_local((vectors,), sf_register_dtype(fmt))
-            sf_inv = T.alloc_local((vectors,), T.float32)
-            v_local = T.alloc_local((LANE,), T.float32)
-            y_local = T.alloc_local(*code_registers(fmt))
-            code_local = T.alloc_local((vectors, width), T.uint8)
-            sf_shared = T.alloc_shared((sf_slots,), sf_register_dtype(fmt))
-            words_shared = T.view(sf_shared, (sf_slots // slots_per_word,), sf_dtype)
-            expert = T.alloc_var(T.int32)
             place = T.alloc_var(T.int32)
-            for i in T.serial(T.ceildiv(num_experts, THREADS)):
-                if i * THREADS + tx < num_experts:
-                    count_shared[i * THREADS + tx] = 0
-            T.sync_threads()
+            chosen = T.alloc_var(T.int32)
             for i in T.serial(T.ceildiv(num_tokens * num_topk, THREADS)):
                 slot = i * THREADS + tx
                 if slot < num_tokens * num_topk:
-                    T.atomic_add(count_shared[T.cast(indices[slot // num_topk, slot % num_topk], T.int32)], 1)
+                    chosen = T.cast(indices[slot // num_topk, slot % num_topk], T.int32)
+                    T.atomic_add(count_shared[chosen], 1)
+                    for r in T.unroll(turns):
+                        if slot < (r * blocks + block) * num_topk:  # earlier slots of the experts of own tokens
+                            for k in T.unroll(num_topk):
+                                if own_shared[r, k] == chosen:
+                                    T.atomic_add(place_shared[r, k], 1)
             T.sync_threads()
             scan_experts(count_shared, alignment, size_shared, start_shared, part_shared)
             T.sync_threads()
-
             for turn in T.serial(T.ceildiv(num_tokens - block, blocks)):
                 token = turn * blocks + block
-                T.clear(lanes_local)
-                for v in T.unroll(vectors):
-                    load_lane(x, lanes_local, v, token, tx + v * THREADS, piece, hidden)
                 if tx < num_topk:
-                    own_shared[tx] = T.cast(indices[token, tx], T.int32)
-                    place_shared[tx] = start_shared[own_shared[tx]]
-                T.sync_threads()
-                for i in T.serial(T.ceildiv(token * num_topk, THREADS)):  # earlier slots of the same experts
-                    slot = i * THREADS + tx
-                    if slot < token * num_topk:
-                        expert = T.cast(indices[slot // num_topk, slot % num_topk], T.int32)
-                        for k in T.unroll(num_topk):
-                            if own_shared[k] == expert:
-                                T.atomic_add(place_shared[k], 1)
-                quantise_lanes(lanes_local, fmt, amax_floor, amax, sf, sf_inv, v_local, y_local, code_local)
-                for v in T.unroll(vectors):
-                    if tx % group_lanes == 0:
-                        exists = (tx + v * THREADS) // group_lanes < num_sf
-                        sf_shared[(tx + v * THREADS) // group_lanes] = T.if_then_else(
-                            exists, sf[v], T.cast(0, sf_shared.dtype)
-                        )
-                if tx < sf_slots - vectors * THREADS // group_lanes:
-                    sf_shared[vectors * THREADS // group_lanes + tx] = T.cast(0, sf_shared.dtype)
-                T.sync_threads()
-                if tx < num_topk:
-                    place = place_shared[tx]
+                    place = place_shared[turn, tx] + start_shared[own_shared[turn, tx]]
+                    place_shared[turn, tx] = place
                     token_topk_to_pos[token, tx] = T.if_then_else(place < num_expanded, place, -1)
                     if place < num_expanded:
                         set_place(
                             place,
-                            own_shared[tx],
+                            own_shared[turn, tx],
                             token * num_topk + tx,
                             num_topk,
                             pos_to_expert,
                             pos_to_token,
                             pos_to_token_topk,
                         )
+                T.sync_threads()
                 for k in T.unroll(num_topk, unroll_factor=8):
-                    if place_shared[k] < num_expanded:
-                        store_codes(code_local, y, place_shared[k], tx, THREADS)
+                    if place_shared[turn, k] < num_expanded:
+                        store_codes(code_local, y, place_shared[turn, k], tx, THREADS)
                         for i in T.unroll(T.ceildiv(sf_words, THREADS)):
                             if i * THREADS + tx < sf_words:
-                                y_sf[place_shared[k], i * THREADS + tx] = words_shared[i * THREADS + tx]
-                T.sync_threads()
+                                y_sf[place_shared[turn, k], i * THREADS + tx] = words_shared[i * THREADS + tx]
+                if token + blocks < num_tokens:
+                    T.sync_threads()
+                    quantise_row(x, token + blocks, piece, hidden, fmt, amax_floor, code_local, sf_shared)
 
             # The ends of experts, and what is behind their rows
+            expert = T.alloc_var(T.int32)
             T.clear(code_local)
             for i in T.serial(T.ceildiv(num_experts, blocks * THREADS)):
                 expert = (i * blocks + block) * THREADS + tx
