@@ -4,7 +4,8 @@
 
 A row is stored as k / 2 values and k / 8 bytes. A byte has four indices of two bits, the lowest first: two for each of
 two groups of four, rising. On Hopper sparse tensor cores read this as it is, in half precision and for k that is a
-multiple of 128. Elsewhere a kernel expands tiles to shared memory, which saves memory but no products.
+multiple of 128. In other cases it is expanded, which saves memory but no products: few rows expand tiles in shared
+memory, many rows all of it to a buffer.
 """
 
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from tile_kernels.gemm.gemm_sparse24_kernels import expand24_kernel, sparse24_ke
 from tile_kernels.gemm.grouped_gemm_kernels import PRODUCT
 
 KINDS = (*HALVES, FP8)
+#: Up to this many rows, tiles are expanded instead of the whole matrix.
+FEW_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -160,8 +163,12 @@ def _gemm_sparse24(a: Tensor, values: Tensor, index: Tensor) -> Tensor:
     static = (n, k, a.dtype)
     if sparse24_wgmma_kernel.claims(static, gpu_of(a)):
         launch(sparse24_wgmma_kernel, static, a, values, index.view(torch.int16), d, num_workers(a))
-    else:
+    elif m <= FEW_ROWS:
         launch(sparse24_kernel, static, a, values, index, d)
+    else:
+        w = torch.empty((n, k), dtype=d.dtype, device=a.device)
+        launch(expand24_kernel, static, values, index, w)
+        launch(PRODUCT, (n, k, DENSE, True, d.dtype), a.to(d.dtype), w.view(1, n, k), None, d, num_workers(a))
     return d
 
 
@@ -210,14 +217,14 @@ def _flops(a: Tensor, values: Tensor, **others: Tensor) -> int:
 
 
 SMOKE = grid(m=[0, 1, 70], n=[136], k=[72], dtype=[BF16]) + grid(m=[5], n=[8], k=[8], dtype=[F16])
-FP8_SMOKE = grid(m=[5], n=[24], k=[80], dtype=[FP8])
+FP8_SMOKE = grid(m=[5, 260], n=[24], k=[80], dtype=[FP8])
 WHOLE_SMOKE = grid(m=[70], n=[136], k=[384], dtype=[BF16])  # whole stages of indices
 BENCH = grid(m=[8192], n=[8192], k=[8192], dtype=[BF16, FP8])
 _gemm_sparse24.cases(
     make=_make,
     match=dict(rtol=1e-2, atol=2e-2),
     smoke=SMOKE + FP8_SMOKE + WHOLE_SMOKE,
-    full=grid(m=[1, 333], n=[577 * 8], k=[1096, 1152], dtype=[BF16, F16]),
+    full=grid(m=[1, 333], n=[577 * 8], k=[1104, 1152], dtype=[BF16, F16, FP8]),
     bench=BENCH,
     flops=_flops,
 )

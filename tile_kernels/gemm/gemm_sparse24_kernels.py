@@ -1,7 +1,7 @@
 """Kernels of the product with 2:4 sparse weights. See `gemm_sparse24`.
 
 On Hopper sparse wgmma multiplies only what was kept. It takes the sparse matrix as its first operand, so a tile of the
-result is computed transposed. Other GPUs, fp8, and k that is no multiple of 128 expand tiles to shared memory.
+result is computed transposed. In other cases few rows expand tiles to shared memory, and many rows the whole matrix.
 """
 
 from typing import Any
@@ -93,14 +93,13 @@ MEMBERS = 2  # warpgroups that multiply
 SPARSE_N = MEMBERS * WARPGROUP_ROWS  # rows of the sparse matrix in a tile
 STEP = 64  # channels of a stage
 STAGES = 4
-#: Stages of indices. One has those of two steps, because TMA copies at least 16 bytes of a row.
-INDEX_STAGES = 3
+#: Channels and stages of indices. TMA copies at least 16 bytes of a row, which are those of two steps.
+INDEX_CHANNELS, INDEX_STAGES = 128, 3
 
 
 def serves(static: Any, gpu: Any) -> bool:
-    """Half precision on Hopper, whole stages of indices."""
-    _, k, dtype = static
-    return gpu.has_wgmma and dtype is not FP8 and k % (2 * STEP) == 0
+    """Half precision and whole stages of indices, on Hopper. TileLang 0.1.15 has no sparse product of e4m3fn."""
+    return gpu.has_wgmma and static.dtype is not FP8 and static.k % INDEX_CHANNELS == 0
 
 
 def choose_tokens(n: int, k: int, dtype: torch.dtype, num_rows: int) -> dict:
@@ -113,6 +112,7 @@ def sparse24_wgmma_kernel(n: int, k: int, dtype: torch.dtype, *, tokens: int):
     """A block computes tiles of 128 rows of the sparse matrix and `tokens` rows of a."""
     elem = T.dtype(dtype)
     num_rows = T.dynamic('num_rows')
+    shared = INDEX_CHANNELS // STEP  # steps with one stage of indices
     steps, tiles_n = k // STEP, -(-n // SPARSE_N)
 
     @T.prim_func
@@ -126,7 +126,7 @@ def sparse24_wgmma_kernel(n: int, k: int, dtype: torch.dtype, *, tokens: int):
         with T.Kernel(num_sms, threads=(MEMBERS + 1) * WARPGROUP) as pid:
             a_shared = T.alloc_shared((STAGES, tokens, STEP), elem)
             value_shared = T.alloc_shared((STAGES, MEMBERS, WARPGROUP_ROWS, STEP // 2), elem)
-            index_shared = T.alloc_shared((INDEX_STAGES, MEMBERS, WARPGROUP_ROWS, STEP // 8), T.int16)
+            index_shared = T.alloc_shared((INDEX_STAGES, MEMBERS, WARPGROUP_ROWS, INDEX_CHANNELS // 16), T.int16)
             # The padding spreads the columns of the transposed result over the banks.
             d_shared = T.alloc_shared((MEMBERS, WARPGROUP_ROWS, WARPGROUP_ROWS + 8), elem)
             acc_frag = [T.alloc_fragment((WARPGROUP_ROWS, tokens), T.float32) for _ in range(MEMBERS)]
@@ -154,10 +154,12 @@ def sparse24_wgmma_kernel(n: int, k: int, dtype: torch.dtype, *, tokens: int):
                                 value_shared[slot, member, :, :],
                                 barrier=buffers.full[slot],
                             )
-                            if step % 2 == 0:  # the steps that used this stage of indices before it are complete
+                            if step % shared == 0:  # the steps that used this stage of indices before it are complete
                                 T.tma_copy(
-                                    index[first : first + WARPGROUP_ROWS, depth // 16 : depth // 16 + STEP // 8],
-                                    index_shared[buffers.used[0] // 2 % INDEX_STAGES, member, :, :],
+                                    index[
+                                        first : first + WARPGROUP_ROWS, depth // 16 : depth // 16 + INDEX_CHANNELS // 16
+                                    ],
+                                    index_shared[buffers.used[0] // shared % INDEX_STAGES, member, :, :],
                                     barrier=buffers.full[slot],
                                 )
                         T.barrier_arrive(buffers.full[slot])
@@ -171,10 +173,12 @@ def sparse24_wgmma_kernel(n: int, k: int, dtype: torch.dtype, *, tokens: int):
                         row, end, col = tile[1], tile[2], tile[4] * SPARSE_N + member * WARPGROUP_ROWS
                         for step in T.serial(tile[3] * steps):
                             slot = next_full(buffers)
-                            half = step % 2 * (STEP // 16)
+                            word = step % shared * (STEP // 16)
                             T.gemm_sp(
                                 value_shared[slot, member, :, :],
-                                index_shared[buffers.used[0] // 2 % INDEX_STAGES, member, :, half : half + STEP // 16],
+                                index_shared[
+                                    buffers.used[0] // shared % INDEX_STAGES, member, :, word : word + STEP // 16
+                                ],
                                 a_shared[slot, :, :],
                                 acc,
                                 transpose_B=True,
