@@ -121,7 +121,7 @@ def extra_pages(records: Sequence[Record], every: Sequence[Record], root: Path) 
     return {
         'benchmarks': benchmarks_page(records, every, root),
         'benchmarks-small': small_page(records),
-        'benchmarks-peers': peers_page(every, root),
+        **peers_pages(every, root),
         'examples': examples_page(root),
     }
 
@@ -155,8 +155,8 @@ def small_page(records: Sequence[Record]) -> str:
     return '\n\n'.join([GENERATED, '# Small calls and host time', about, *drawn]) + '\n'
 
 
-def peers_page(every: Sequence[Record], root: Path) -> str:
-    """Other libraries beside this one, one plot for each family, and how to repeat the round."""
+def peers_pages(every: Sequence[Record], root: Path) -> dict[str, str]:
+    """Other libraries beside this one: how the round was taken, and a page with plots for each family."""
     about = (
         'Each mark is one library at one case. Both ran in the same process, took turns, got the same inputs, and '
         'agreed with plain PyTorch in float32. A library that refuses a case has a hatched bar there. A library that '
@@ -169,13 +169,17 @@ def peers_page(every: Sequence[Record], root: Path) -> str:
         'or on a simpler layout. Gradients of attention and linear attention go through autograd.'
     )
     pairs = plots.beside(every, read_records(root / 'benchmarks' / 'results' / 'peers' / 'h200.jsonl'))
-    parts = [GENERATED, '# Beside other libraries', about]
-    for family in sorted({plots.family(ours) for ours, _ in pairs}):
+    families = sorted({plots.family(ours) for ours, _ in pairs})
+    links = '\n'.join(f'- [{family}](peers/{family}.md)' for family in families)
+    index = [GENERATED, '# Beside other libraries', about, links, toctree('', [f'peers/{name}' for name in families])]
+    pages = {'benchmarks-peers': '\n\n'.join(index) + '\n'}
+    for family in families:
         own = [pair for pair in pairs if plots.family(pair[0]) == family]
         columns = {'us': '', 'graph_us': '-graph', 'host_us': '-host'}
         drawn = [plots.peers(own, f'peers-{family}{word}', column) for column, word in columns.items()]
-        parts += [f'## {family}', '\n'.join(map(raw, drawn))]
-    return '\n\n'.join(parts) + '\n'
+        text = '[How the numbers were taken](../benchmarks-peers.md).'
+        pages[f'peers/{family}'] = '\n\n'.join([GENERATED, f'# {family}: others', text, *map(raw, drawn)]) + '\n'
+    return pages
 
 
 def examples_page(root: Path) -> str:
