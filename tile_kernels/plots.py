@@ -24,6 +24,9 @@ INK = '#123456'
 COLORS = ('#0072B2', '#E69F00', '#009E73', '#CC79A7', '#D55E00', '#56B4E9', '#B8A800', '#888888')
 MARKS = ('o', 's', '^', 'D', 'v', 'P', 'X', '*')
 
+#: How a round of `tools/peers.py` calls this package.
+OURS = 'tile_kernels'
+
 #: Smaller problems are bound by latency, so their % of copy says little.
 LARGE_BYTES = 32 << 20
 
@@ -420,40 +423,84 @@ def history(records: Iterable[Record], name: str, most: int = 6) -> Plot | None:
     )
 
 
-def peers(records: Iterable[Record], others: Iterable[Record], name: str = 'peers') -> Plot | None:
-    """Ours beside others on the same machine with the same timer and at the same commit, else they are left out."""
+def beside(records: Iterable[Record], others: Iterable[Record]) -> list[tuple[Record, Record]]:
+    """Pairs of ours and another's: of the same round, or on the same machine at the same commit with the same timer.
+
+    A round of `tools/peers.py` holds ours, too. Of several rounds the last one counts. A library that is absent, fails
+    or disagrees is left out; one that refuses a case stays.
+    """
+    others = sorted(others, key=lambda record: record['date'])
     ours = {(r['case'], r['commit'][:7], r['device'], r['timer']): r for r in records}
-    found = [(ours.get((p['case'], p['commit'][:7], p['device'], p['timer'])), p) for p in others]
-    pairs = [(own, peer) for own, peer in found if own is not None]
-    if not pairs:
+    rounds = {(r['work'], r['case'], r['date']): r for r in others if r['peer'] == OURS and 'us' in r}
+    found: dict[tuple, tuple[Record, Record]] = {}
+    for p in others:
+        if 'work' in p:
+            own = rounds.get((p['work'], p['case'], p['date'])) if p['status'] in ('ok', 'refused') else None
+        else:
+            own = ours.get((p['case'], p['commit'][:7], p['device'], p['timer']))
+        if own is not None and p['peer'] != OURS:
+            found[p.get('work', own['op']), p['case'], p['peer']] = own, p
+    return list(found.values())
+
+
+def peers(pairs: Sequence[tuple[Record, Record]], name: str = 'peers', column: str = 'us') -> Plot | None:
+    """Times of others as multiples of ours, a line for each case; who refuses a case has a hatched bar there."""
+    own = [
+        (ours, other) for ours, other in pairs if ours.get(column) and (other.get(column) or other.get('us') is None)
+    ]
+    if not own:
         return None
+    lines = list(dict.fromkeys((ours.get('work', ours['op']), ours['case'], ours[column]) for ours, _ in own))
+    names = sorted({other['peer'] for _, other in own})
+    looks = {peer: (COLORS[(i + i // 8) % 8], MARKS[i % 8]) for i, peer in enumerate(names)}
 
     def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        places = range(len(pairs))
-        axes.barh([i - 0.2 for i in places], [own['us'] for own, _ in pairs], 0.38, color=COLORS[0], label='ours')
-        for i, (own, peer) in enumerate(pairs):
-            refused = peer.get('us') is None
-            width = own['us'] if refused else peer['us']
-            look = {'color': 'none', 'edgecolor': INK, 'hatch': '///'} if refused else {'color': COLORS[1]}
-            axes.barh(i + 0.2, width, 0.38, label=None if i else 'other', **look)
-            said = 'refused' if refused else f'{peer["us"] / own["us"]:.2f} x'
-            axes.annotate(said, (max(width, own['us']), i), xytext=(4, 0), textcoords='offset points', va='center')
-        axes.set_yticks(places, [f'{peer["peer"]}\n{peer["case"]}' for _, peer in pairs], fontsize=7)
-        axes.set_ylim(len(pairs) - 0.5, -0.5)
-        axes.set_xlim(left=0)
-        axes.margins(x=0.15)
-        axes.set_xlabel('us; a factor above 1: ours is faster')
-        figure.legend(loc='outside upper right', ncols=2)
+        axes, aside = figure.subplots(1, 2, sharey=True, width_ratios=(5, 1))
+        refused: dict[int, list[str]] = {}
+        drawn: dict[str, tuple[list[float], list[int]]] = {}
+        for ours, other in own:
+            line = lines.index((ours.get('work', ours['op']), ours['case'], ours[column]))
+            if other.get(column) is None:
+                refused.setdefault(line, []).append(other['peer'])
+            else:
+                xs, ys = drawn.setdefault(other['peer'], ([], []))
+                xs.append(other[column] / ours[column])
+                ys.append(line)
+        for peer in names:
+            color, mark = looks[peer]
+            axes.scatter(*drawn.get(peer, ([], [])), s=22, c=color, marker=mark, label=peer, alpha=0.85)
+        for line, who in refused.items():
+            aside.barh(line, 1, 0.7, color='none', edgecolor=INK, hatch='///', linewidth=0.6)
+            aside.text(1.05, line, ', '.join(who), va='center', fontsize=6)
+        axes.axvline(1, color=INK, linewidth=1)
+        axes.set_xscale('log')
+        axes.set_yticks(range(len(lines)), [f'{op} {case}: {us:.3g} us' for op, case, us in lines], fontsize=6)
+        axes.set_ylim(len(lines) - 0.4, -0.6)
+        axes.set_xlabel('time of the other / ours (log scale); right of 1 ours is faster')
+        aside.set_xlim(0, 3)
+        aside.set_xticks([])
+        aside.set_xlabel('refused')
+        aside.grid(False)
+        figure.legend(loc='outside upper center', ncols=4, fontsize=7)
 
     rows = [
-        (p['peer'], p['case'], own['us'], p.get('us'), p['us'] / own['us'] if p.get('us') else 'refused')
-        for own, p in pairs
+        (
+            ours.get('work', ours['op']),
+            ours['case'],
+            other['peer'],
+            ours[column],
+            other.get(column),
+            other[column] / ours[column] if other.get(column) else 'refused',
+            *(record.get(key) for key in ('graph_us', 'host_us') for record in (ours, other)),
+        )
+        for ours, other in own
     ]
-    note = provenance([peer for _, peer in pairs], 'Peers that were measured in another run are not shown.')
-    size = (7.5, 0.5 * len(pairs) + 1)
-    heading = ('other', 'case', 'ours, us', 'other, us', 'other / ours')
-    return Plot(name, 'Side by side, same machine and same commit', note, heading, rows, size, draw)
+    words = {'us': 'Time', 'graph_us': 'Time in a graph', 'host_us': 'Host time'}[column]
+    where = ('graph: ours', 'graph: other', 'host: ours', 'host: other')
+    heading = ('op', 'case', 'other', 'ours, us', 'other, us', 'other / ours', *where)
+    note = provenance([other for _, other in own], 'Times of another run, commit or machine are not shown.')
+    title = f'{words} beside others, same machine and same run'
+    return Plot(name, title, note, heading, rows, (7.5, 0.16 * len(lines) + 1.6), draw)
 
 
 def layers(records: Iterable[Record], name: str = 'layers') -> Plot | None:

@@ -152,8 +152,8 @@ def compare(work: Work, peer: str, given: dict[str, Any], truth: Any) -> tuple[C
     except Exception as error:
         return None, verdict(error)
     if not found <= work.bound:
-        return None, {'status': 'differs', 'error': found, 'reason': f'relative error {found:.2g}'}
-    return call, {'status': 'ok', 'error': found}
+        return None, {'status': 'differs', 'reason': f'relative error {found:.2g}'}
+    return call, {'status': 'ok', 'error': float(f'{found:.3g}')}
 
 
 def measure(
@@ -225,7 +225,7 @@ def summary(times: dict[str, list[float]], device: str) -> Outcome:
         return {'wall_us': round(statistics.median(cold), 1)}
     low, *_, high = statistics.quantiles(cold, n=5, method='inclusive')
     found = {'us': statistics.median(cold), 'p20_us': low, 'p80_us': high}
-    found |= {name: 1e3 * min(times[name]) for name in ('graph_us', 'host_us') if times.get(name)}
+    found |= {name: 1e3 * statistics.median(times[name]) for name in ('graph_us', 'host_us') if times.get(name)}
     return {name: round(value, 3) for name, value in found.items()}
 
 
@@ -404,7 +404,7 @@ def report(records: list[Record]) -> str:
             mean = statistics.geometric_mean(found)
             lines.append(f'{words}: {mean:.2f} x the best peer in {len(found)} cases, slower by over 3 % in {lost}')
     said = Counter((r['peer'], r['status'], r.get('reason', '')[:60]) for r in records if r['status'] != 'ok')
-    lines += [f'{peer}: {status} in {n} cases: {why}'[:100] for (peer, status, why), n in said.most_common()]
+    lines += [f'{peer}: {status} in {n} cases: {why}'[:100] for (peer, status, why), n in said.most_common(40)]
     agreed = sum(r['status'] == 'ok' for r in records)
     return '\n'.join([*lines, f'{len(records)} records, {agreed} agree with the truth'])
 

@@ -100,10 +100,34 @@ def test_history_needs_three_commits_of_a_case():
 def test_others_count_only_at_the_same_commit_and_with_the_same_timer():
     product = RECORDS[4]
     peer = {**BASE, 'peer': 'cuBLAS', 'case': product['case'], 'us': 150.0}
-    assert plots.peers(RECORDS, [peer | {'commit': 'fff'}, peer | {'timer': 'wall clock'}]) is None
-    assert plots.peers(RECORDS, [peer]).rows == [('cuBLAS', product['case'], 300.0, 150.0, 0.5)]
-    refused = plots.peers(RECORDS, [peer | {'us': None}])
-    assert refused.rows[0][-1] == 'refused' and 'refused' in refused.svg()
+    assert not plots.beside(RECORDS, [peer | {'commit': 'fff'}, peer | {'timer': 'wall clock'}])
+    assert plots.peers([]) is None
+    plot = plots.peers(plots.beside(RECORDS, [peer]))
+    assert plot.rows[0][:6] == ('gemm.gemm', product['case'], 'cuBLAS', 300.0, 150.0, 0.5)
+    refused = plots.peers(plots.beside(RECORDS, [peer | {'us': None}]))
+    assert refused.rows[0][5] == 'refused' and 'refused' in refused.svg()
+
+
+def test_a_round_is_compared_with_itself_and_shows_refusals_but_no_failures():
+    def round_of(date, **times):
+        told = {'fast': 'ok', 'shy': 'refused', 'gone': 'absent', 'wrong': 'differs', plots.OURS: 'ok'}
+        one = {**BASE, 'date': date, 'op': 'norm.norm', 'work': 'norm.norm:add', 'case': 'tokens=64'}
+        got = [{**one, 'peer': peer, 'status': told[peer]} for peer in told]
+        return [r | ({'us': times[r['peer']], 'host_us': 3.0} if r['peer'] in times else {}) for r in got]
+
+    old = round_of('2026-01-01T00:00:00Z', tile_kernels=9.0, fast=1.0)
+    new = round_of('2026-01-02T00:00:00Z', tile_kernels=4.0, fast=2.0)
+    pairs = plots.beside(RECORDS, new + old)
+    plot = plots.peers(pairs)
+    assert [row[1:6] for row in plot.rows] == [
+        ('tokens=64', 'fast', 4.0, 2.0, 0.5),
+        ('tokens=64', 'shy', 4.0, None, 'refused'),
+    ]
+    axes, aside = plot.figure().axes
+    points = [tuple(point) for found in axes.collections for point in found.get_offsets()]
+    assert points == [(0.5, 0.0)] and axes.get_xlim()[0] < 0.5 and [bar.get_hatch() for bar in aside.patches] == ['///']
+    assert [row[5] for row in plots.peers(pairs, column='host_us').rows] == [1.0, 'refused']
+    assert plots.peers(pairs, column='graph_us') is None
 
 
 def test_the_same_records_give_the_same_bytes_and_the_text_color_of_the_page():
@@ -116,7 +140,7 @@ def test_the_same_records_give_the_same_bytes_and_the_text_color_of_the_page():
 def test_real_records_give_every_plot():
     records = report.checked(RESULTS / 'h200.jsonl')
     others = report.read_records(RESULTS / 'peers' / 'h200.jsonl')
-    assert plots.peers(report.read_records(RESULTS / 'h200.jsonl'), others).rows
+    assert plots.peers(plots.beside(report.read_records(RESULTS / 'h200.jsonl'), others)).rows
     assert len(plots.roofline(records, others).rows) > 50
     assert len(plots.layers(report.read_records(RESULTS / 'layer' / 'h200.jsonl')).rows) == 12
 

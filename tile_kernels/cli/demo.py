@@ -146,7 +146,7 @@ def comparisons(results: Path) -> list[str]:
         lines += ['', f'{title}, measured on an H200 ({shape["date"][:10]}), us:', *bars(rows, 'layer')]
     ours = {r['case']: r for r in recorded(results / 'h200.jsonl') if r['op'] == 'gemm.gemm'}
     for peer in recorded(results / 'peers' / 'h200.jsonl'):
-        if peer['case'] in ours and peer['us'] > 1000:
+        if peer['case'] in ours and (peer.get('us') or 0) > 1000:
             rows = sorted((peer, ours[peer['case']] | {'peer': 'tile_kernels'}), key=lambda r: r['us'])
             lines += ['', f'Dense GEMM, {peer["case"]}, us:', *bars(rows, 'peer')]
     return [*lines, ''] if lines else []

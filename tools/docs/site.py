@@ -39,7 +39,7 @@ NAVIGATION = {
     'Without a GPU': ('interpreter', 'debugging', 'writing-an-op', 'learn'),
     'Toolbox': ('sight', 'layouts-and-lint', 'tuning-and-profiling'),
     'Reference': ('api/README', 'ops/README', 'examples', 'glossary'),
-    'Numbers': ('benchmarks', 'benchmarks-small', 'status', 'support', 'model'),
+    'Numbers': ('benchmarks', 'benchmarks-small', 'benchmarks-peers', 'status', 'support', 'model'),
     'Project': ('decisions', 'notes/README', 'not-here', '../CHANGELOG', '../CONTRIBUTING'),
 }
 
@@ -121,6 +121,7 @@ def extra_pages(records: Sequence[Record], every: Sequence[Record], root: Path) 
     return {
         'benchmarks': benchmarks_page(records, every, root),
         'benchmarks-small': small_page(records),
+        **peers_pages(every, root),
         'examples': examples_page(root),
     }
 
@@ -132,7 +133,6 @@ def benchmarks_page(records: Sequence[Record], every: Sequence[Record], root: Pa
     sections = {
         'Memory-bound ops': (plots.shares(records, False, 'forward'), plots.shares(records, True, 'gradients')),
         'Matrix products': (plots.roofline(records, others),),
-        'Beside others': (plots.peers(every, others),),
         'A whole layer': (plots.layers(layers), plots.decoder_layers(layer_records(root))),
     }
     known = [f'## {title}\n\n' + '\n'.join(map(raw, found)) for title, found in sections.items()]
@@ -142,8 +142,8 @@ def benchmarks_page(records: Sequence[Record], every: Sequence[Record], root: Pa
         'of a device-to-device copy of the same bytes, divided by the time of the op.\n\n'
         '`tile-kernels bench OP` repeats the numbers of an op on your GPU. `python tools/gpu_check.py` repeats all of '
         'them, and `tile-kernels report` draws them for your own records.\n\n'
-        'Not measured: any GPU but one H200, links between GPUs, and most other libraries in the same run. '
-        '[Status](status.md) says what was run where. [Small calls](benchmarks-small.md) have a page of their own.'
+        'Not measured: any GPU but one H200, and links between GPUs. [Status](status.md) says what was run where. '
+        '[Small calls](benchmarks-small.md) and [other libraries](benchmarks-peers.md) have pages of their own.'
     )
     return '\n\n'.join([GENERATED, '# Benchmarks', method, *known]) + '\n'
 
@@ -153,6 +153,33 @@ def small_page(records: Sequence[Record]) -> str:
     about = 'Small calls are bound by latency. [Benchmarks](benchmarks.md) says how the numbers were taken.'
     drawn = (raw(plots.latency(records)), raw(plots.host(records)))
     return '\n\n'.join([GENERATED, '# Small calls and host time', about, *drawn]) + '\n'
+
+
+def peers_pages(every: Sequence[Record], root: Path) -> dict[str, str]:
+    """Other libraries beside this one: how the round was taken, and a page with plots for each family."""
+    about = (
+        'Each mark is one library at one case. Both ran in the same process, took turns, got the same inputs, and '
+        'agreed with plain PyTorch in float32. A library that refuses a case has a hatched bar there. A library that '
+        'was absent, failed or computed something else has a record in the file, and no mark.\n\n'
+        '`python tools/peers.py --seconds 600 --json benchmarks/results/peers/h200.jsonl` repeats the round; '
+        '`python tools/peers.py norm` repeats a family. The script measures every library that Python can import, and '
+        'needs none. It first compiles in as many processes as there are cores, then measures alone. Triton kernels '
+        'that choose a config by measuring choose it while other processes compile.\n\n'
+        'Layouts are converted before the clock starts. A name says where a library works in place, in another dtype, '
+        'or on a simpler layout. Gradients of attention and linear attention go through autograd.'
+    )
+    pairs = plots.beside(every, read_records(root / 'benchmarks' / 'results' / 'peers' / 'h200.jsonl'))
+    families = sorted({plots.family(ours) for ours, _ in pairs})
+    links = '\n'.join(f'- [{family}](peers/{family}.md)' for family in families)
+    index = [GENERATED, '# Beside other libraries', about, links, toctree('', [f'peers/{name}' for name in families])]
+    pages = {'benchmarks-peers': '\n\n'.join(index) + '\n'}
+    for family in families:
+        own = [pair for pair in pairs if plots.family(pair[0]) == family]
+        columns = {'us': '', 'graph_us': '-graph', 'host_us': '-host'}
+        drawn = [plots.peers(own, f'peers-{family}{word}', column) for column, word in columns.items()]
+        text = '[How the numbers were taken](../benchmarks-peers.md).'
+        pages[f'peers/{family}'] = '\n\n'.join([GENERATED, f'# {family}: others', text, *map(raw, drawn)]) + '\n'
+    return pages
 
 
 def examples_page(root: Path) -> str:
