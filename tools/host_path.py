@@ -28,8 +28,9 @@ _written: list[dict[str, Any]] = []
 
 def pretend() -> None:
     """Let CPU tensors take the path of CUDA tensors, up to the launch."""
-    for name, answer in (('is_cuda', True), ('is_cpu', False)):
-        setattr(torch.Tensor, name, property(lambda x, answer=answer: answer))
+    answers: dict[str, Callable[[Any], bool]] = {'is_cuda': lambda x: True, 'is_cpu': lambda x: False}
+    for name, answer in answers.items():
+        setattr(torch.Tensor, name, property(answer))
 
     def bind(kernels: Any, static: tuple, size: int, first: Any, rest: tuple) -> Callable:
         table = kernels[0].bound if isinstance(kernels, tuple) else kernels.bound
