@@ -43,7 +43,7 @@ def _cast(tokens: int, hidden: int) -> Call:
 
 def _cast_columns(tokens: int, hidden: int) -> Call:
     x = _rows(tokens, hidden)
-    options = dict(use_tma_aligned_col_major_sf=True, round_sf=True, use_packed_ue8m0=True)
+    options: dict[str, Any] = dict(use_tma_aligned_col_major_sf=True, round_sf=True, use_packed_ue8m0=True)
     return lambda: quant.per_token_cast(x, 'e4m3', 32, **options)
 
 

@@ -133,7 +133,7 @@ def allocations() -> Iterator[tuple[str, Call]]:
     device, shape = torch.device('cuda'), (64, 4)
     like, template = torch.empty(shape, device=device), torch.empty(shape, device=device)
     template.untyped_storage().resize_(0)
-    options = dict(dtype=torch.float32, device=device)
+    options: dict[str, Any] = dict(dtype=torch.float32, device=device)
     yield 'empty_strided', lambda: torch.empty_strided(shape, (4, 1), **options)
     yield '4 times empty_strided', lambda: [torch.empty_strided(shape, (4, 1), **options) for _ in range(4)]
     yield 'one empty and unsafe_chunk(4)', lambda: torch.empty((256, 4), **options).unsafe_chunk(4)

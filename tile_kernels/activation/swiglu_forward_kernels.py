@@ -90,7 +90,7 @@ def swiglu_forward_kernel(
     vectors: int,
     num_threads: int,
     resident_threads: int,
-    early: bool,
+    early: bool = False,
 ):
     """`out` is a dtype or a format; `split`: gate and up are two tensors. A block has at most `num_threads` threads."""
     quantized, weighted, counting = isinstance(out, QuantFormat), weights != '', num_counts > 0

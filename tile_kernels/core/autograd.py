@@ -35,50 +35,72 @@ def autocast(*tensors: Any) -> tuple:
     return tuple(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in tensors)
 
 
+class Plan:
+    """What the gradient of an op needs, by position: decided once, not at every call."""
+
+    def __init__(self, op: Op) -> None:
+        inputs, outputs, gradient = op.operator_form.flat_names, op.outputs, op.backward
+        given = {f'd{name}' for name in (*op.same_gradient, *op.constant)} | set(gradient.outputs)
+        #: Inputs that must not require a gradient.
+        self.refused = [i for i, name in enumerate(inputs) if f'd{name}' not in given]
+        #: Outputs without a parameter for their gradient.
+        self.constant_outputs = [i for i, name in enumerate(outputs) if f'd{name}' not in gradient.names]
+        #: Arguments of the gradient op that the forward call has, and their places among its inputs and outputs.
+        self.names = [name for name in gradient.names if name in (*inputs, *outputs)]
+        known = [*inputs, *outputs]
+        places = [len(known) - 1 - known[::-1].index(name) for name in self.names]  # of a name, the output
+        self.saved = [(i < len(inputs), i if i < len(inputs) else i - len(inputs)) for i in places]
+        #: Arguments that are gradients of outputs, and the outputs.
+        self.grads = [(f'd{name}', i) for i, name in enumerate(outputs) if f'd{name}' in gradient.names]
+        shared = {f'd{name}': f'd{other}' for name, other in op.same_gradient.items()}
+        places_of = {name: i for i, name in enumerate(gradient.outputs)}
+        #: For every input, the output of the gradient op that is its gradient, or None.
+        self.results = [places_of.get(shared.get(f'd{name}', f'd{name}')) for name in inputs]
+
+
 def setup_context(op: Op, ctx: Any, inputs: tuple, output: Any) -> None:
     """Save the tensors that the backward op needs; mark outputs without a gradient parameter as not differentiable."""
     results = output if isinstance(output, (tuple, list)) else (output,)
-    names = op.operator_form.flat_names
-    ctx.given = {name for name, value in zip(names, inputs, strict=True) if isinstance(value, Tensor)}
+    ctx.given = [isinstance(value, Tensor) for value in inputs]
     if op.backward == IDENTITY:
         ctx.mark_non_differentiable(*results[1:])
         return
-    given = {f'd{name}' for name in (*op.same_gradient, *op.constant)} | set(op.backward.outputs)
-    for name, value in zip(names, inputs, strict=True):
-        if isinstance(value, Tensor) and value.requires_grad and f'd{name}' not in given:
-            rule, fact = (
-                'must not require a gradient, since this op has none for it',
-                f'{check.describe(value)} that does',
-            )
+    plan = op.plan
+    for i in plan.refused:
+        if ctx.given[i] and inputs[i].requires_grad:
+            rule = 'must not require a gradient, since this op has none for it'
+            fact, name = f'{check.describe(inputs[i])} that does', op.operator_form.flat_names[i]
             check.fail(name, rule, fact, f'give it {name}.detach()', op.name)
-    wanted = set(op.backward.names)
-    ctx.mark_non_differentiable(*(r for name, r in zip(op.outputs, results, strict=True) if f'd{name}' not in wanted))
-    known = dict(zip(names, inputs, strict=True)) | dict(zip(op.outputs, results, strict=True))
-    saved = {name: known[name] for name in known if name in wanted}
-    ctx.tensor_names = [name for name, value in saved.items() if isinstance(value, Tensor)]
-    ctx.save_for_backward(*(saved[name] for name in ctx.tensor_names))
-    ctx.options = {name: value for name, value in saved.items() if not isinstance(value, Tensor)}
+    ctx.mark_non_differentiable(*[results[i] for i in plan.constant_outputs])
+    saved = [inputs[i] if is_input else results[i] for is_input, i in plan.saved]
+    ctx.save_for_backward(*[value for value in saved if isinstance(value, Tensor)])
+    ctx.options = [None if isinstance(value, Tensor) else (value,) for value in saved]
 
 
 def backward(op: Op, ctx: Any, *grads: Tensor | None) -> tuple:
     """Call the backward op with arguments by name and return its results in the order autograd expects."""
-    names = op.operator_form.flat_names
     if op.backward == IDENTITY:
-        return tuple(grads[0] if i == 0 else None for i in range(len(names)))
-    known = dict(zip(ctx.tensor_names, ctx.saved_tensors, strict=True)) | ctx.options
-    for name, grad in zip(op.outputs, grads, strict=True):
+        return tuple(grads[0] if i == 0 else None for i in range(len(ctx.given)))
+    plan, tensors = op.plan, iter(ctx.saved_tensors)
+    known = {
+        name: next(tensors) if option is None else option[0]
+        for name, option in zip(plan.names, ctx.options, strict=True)
+    }
+    for name, i in plan.grads:
+        grad = grads[i]
         if grad is not None:
-            known[f'd{name}'] = grad.contiguous()  # `sum().backward()` passes an expanded gradient
-    taken = tuple(name for name in op.backward.names if name in known)
-    values = [known[name] for name in taken]
+            known[name] = grad.contiguous()  # `sum().backward()` passes an expanded gradient
     if torch.is_grad_enabled():  # a second derivative may be requested
-        result = NoSecondDerivative.apply(op.name, op.backward, taken, *values)
+        result = NoSecondDerivative.apply(op.name, op.backward, tuple(known), *known.values())
     else:
-        result = op.backward.call(**dict(zip(taken, values, strict=True)))
+        result = op.backward.call(**known)
     results = result if isinstance(result, tuple) else (result,)
-    gradients = dict(zip(op.backward.outputs, results, strict=True))
-    gradients |= {f'd{name}': gradients[f'd{other}'] for name, other in op.same_gradient.items()}
-    return tuple(gradients.get(f'd{name}') if name in ctx.given else None for name in names)
+    return tuple(
+        [
+            results[place] if place is not None and given else None
+            for place, given in zip(plan.results, ctx.given, strict=True)
+        ]
+    )
 
 
 class Differentiable(torch.autograd.Function):
@@ -86,14 +108,27 @@ class Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, op: Op, *flat: Any) -> Any:
-        result = plain(op.call(**op.operator_form.unflatten(flat)))
+        result = op.call(*flat) if op.is_flat else plain(op.call(**op.operator_form.unflatten(flat)))
         ctx.op = op
         setup_context(op, ctx, flat, result)
+        ctx.set_materialize_grads(
+            False
+        )  # else each output without a gradient, as rstd, costs a kernel that writes zeros
+        if op.backward != IDENTITY and len(op.plan.grads) > 1:
+            ctx.shapes = [(result[i].shape, result[i].dtype, result[i].device) for _, i in op.plan.grads]
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
-        return (None, *backward(ctx.op, ctx, *grads))
+        op = ctx.op
+        used = [0] if op.backward == IDENTITY else [i for _, i in op.plan.grads]
+        missing = [i for i in used if grads[i] is None]
+        if len(missing) == len(used):
+            return (None,) * (1 + len(ctx.given))
+        if missing:
+            zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.shapes]
+            grads = tuple(zeros[used.index(i)] if i in missing else grad for i, grad in enumerate(grads))
+        return (None, *backward(op, ctx, *grads))
 
 
 class Transformable(torch.autograd.Function):

@@ -27,6 +27,9 @@ from tile_kernels.core.replay import BODY, MISS, record
 if TYPE_CHECKING:
     from tile_kernels.core.op import Op
 
+#: `Differentiable.apply` without its search for functorch transforms, which calls have done by then.
+DIFFERENTIABLE = super(torch.autograd.Function, Differentiable).apply
+
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_active = torch._C._are_functorch_transforms_active
 
@@ -149,6 +152,7 @@ def write_call(op: Op) -> Callable:
         '_profiler': torch_profiler,
         '_naming': naming,
         '_named': named,
+        '_differentiable': DIFFERENTIABLE,
     }
     head, key, star = ['_op'], ['_knobs.epoch', '_knobs.had_blocks and _overrides() or ()'], False
     tests: list[str] = []
@@ -182,13 +186,23 @@ def write_call(op: Op) -> Callable:
             key.append(name)
     key.append('_is_grad_enabled()')
     same = ', '.join(f'{param.name}={param.name}' for param in op.params)
+    differentiate = ''
+    if op.backward is not None and op.is_flat and not any(param.type is torch.dtype for param in op.params):
+        needs = (
+            f'({p.name} is not None and {p.name}.requires_grad)' if p.optional else f'{p.name}.requires_grad'
+            for p in op.params
+            if p.type is Tensor
+        )
+        differentiate = f"""
+            if _is_grad_enabled() and ({' or '.join(needs)}):
+                return _differentiable(_op, {', '.join(param.name for param in op.params)})"""
     lines = f"""
 def {op.fn.__name__}({', '.join(head)}):
     _key = None
     if not (_is_compiling() or _dispatch_modes() or _functorch_active()):
         if _profiler._is_profiler_enabled and _state.named is not _op and not _naming.elsewhere:
             return _named(_op, dict({same}))
-        if {' and '.join(tests) or 'False'}:
+        if {' and '.join(tests) or 'False'}:{differentiate}
             _key = ({', '.join(key)},)
             try:
                 _known = _replays.get(_key)

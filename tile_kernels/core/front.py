@@ -15,9 +15,9 @@ import inspect
 import types
 import typing
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import profiler as torch_profiler
 
@@ -41,7 +41,6 @@ class Front:
         present = [t for t in tensors if t is not None]
         if (
             not present[0].is_cuda
-            or (torch.is_grad_enabled() and any(t.requires_grad for t in present))
             or not all(_plain(value) for value in options)
             or not on_current_device(present[0].get_device())
         ):
@@ -68,21 +67,49 @@ def replayed(fn: Function) -> Function:
     return typing.cast('Function', made)
 
 
+@dataclass
+class _Parts:
+    """Pieces of the generated code: conditions, parts of the key, tensors, what may need a gradient, options."""
+
+    tests: list[str] = field(default_factory=list)
+    key: list[str] = field(default_factory=list)
+    shapes: list[str] = field(default_factory=list)
+    tensors: list[str] = field(default_factory=list)
+    needs: list[str] = field(default_factory=list)
+    options: list[str] = field(default_factory=list)
+
+    def add(self, name: str, kinds: set[Any]) -> None:
+        """Add a parameter that takes values of these types."""
+        optional = type(None) in kinds
+        if not kinds & {Tensor, tuple, QuantTensor}:
+            self.key.append(name)
+            self.options.append(name)
+        elif kinds == {Tensor, type(None)}:
+            self.tests.append(f'({name} is None or type({name}) in _tensors)')
+            self.key.append(f'{name} is None')
+            self.tensors.append(name)
+            self.needs.append(f'({name} is not None and {name}.requires_grad)')
+        elif optional:  # memory of the caller in several forms
+            self.tests.append(f'{name} is None')
+        elif Tensor in kinds:
+            self.tests.append(f'type({name}) in _tensors')
+            self.shapes.append(f'{name}.shape')
+            self.tensors.append(name)
+            self.needs.append(f'{name}.requires_grad')
+        else:
+            self.tests.append(f'(type({name}) is _QuantTensor or _pair({name}))')
+            self.key.append(f'getattr({name}, "fmt", None)')
+            self.shapes.append(f'{name}[0].shape')
+            self.tensors += [f'{name}[0]', f'{name}[1]']
+            self.needs += [f'{name}[0].requires_grad', f'{name}[1].requires_grad']
+
+
 def write_front(fn: Callable, first: str = '') -> Callable:
     """Generate the function that looks up a replay, or calls `Front.learn` or `fn`; `first` is an unused parameter."""
-    front = Front(fn)
-    constants: dict[str, Any] = {
-        **key_globals(),
-        '_fn': fn,
-        '_learn': front.learn,
-        '_replays': front.replays,
-        '_profiler': torch_profiler,
-        '_naming': naming,
-    }
-    head, words, names, star = [first] if first else [], [], [], False
-    shape: list[str] = []
-    tests, key, tensors, options = [], [], [], []
-    hints = typing.get_type_hints(fn)
+    front, parts, hints = Front(fn), _Parts(), typing.get_type_hints(fn)
+    constants = key_globals() | dict(_fn=fn, _learn=front.learn, _replays=front.replays, _pair=_is_pair)
+    constants |= dict(_profiler=torch_profiler, _naming=naming)
+    head, words, named, star = [first] if first else [], [], [], False
     for parameter in inspect.signature(fn).parameters.values():
         name, keyword = parameter.name, parameter.kind is parameter.KEYWORD_ONLY
         if keyword and not star:
@@ -91,48 +118,33 @@ def write_front(fn: Callable, first: str = '') -> Callable:
         constants[f'_default_{name}'] = parameter.default
         head.append(name if parameter.default is parameter.empty else f'{name}=_default_{name}')
         words.append(f'{name}={name}' if keyword else name)
-        names.append(name)
-        kinds = _kinds(hints.get(name))
-        if Tensor in kinds and kinds <= {Tensor, type(None)}:
-            given = f'type({name}) in _tensors'
-            tests.append(f'({name} is None or {given})' if type(None) in kinds else given)
-            key += [f'{name} is None'] if type(None) in kinds else []
-            shape += [] if type(None) in kinds else [f'{name}.shape']
-            tensors.append(name)
-        elif kinds & {Tensor, tuple, QuantTensor} and type(None) in kinds:  # memory of the caller in several forms
-            tests.append(f'{name} is None')
-        elif kinds & {Tensor, tuple, QuantTensor}:
-            pair = Tensor not in kinds
-            tests.append(f'(type({name}) is _QuantTensor or _pair({name}))' if pair else f'type({name}) in _tensors')
-            key += [f'getattr({name}, "fmt", None)'] if pair else []
-            shape.append(f'{name}[0].shape' if pair else f'{name}.shape')
-            tensors += [f'{name}[0]', f'{name}[1]'] if pair else [name]
-        else:
-            key.append(name)
-            options.append(name)
-    key = ['_knobs.epoch', '_knobs.had_blocks and _overrides() or ()', shape[0], *key, '_is_grad_enabled()']
-    constants['_pair'] = _is_pair
+        named.append(f'{name}={name}')
+        parts.add(name, _kinds(hints.get(name)))
+    key = ['_knobs.epoch', '_knobs.had_blocks and _overrides() or ()', parts.shapes[0], *parts.key]
+    call = f'_fn({", ".join(words)})'
     lines = f"""
 def {fn.__name__}({', '.join(head)}):
     if not (
         _is_compiling() or _dispatch_modes() or _functorch_active() or _state.watchers
         or _profiler._is_profiler_enabled or _naming.elsewhere
-    ) and {' and '.join(tests)}:
-        _key = ({', '.join(key)},)
+    ) and {' and '.join(parts.tests)}:
+        _grad = _is_grad_enabled()
+        if _grad and ({' or '.join(parts.needs)}):
+            return {call}
+        _key = ({', '.join(key)}, _grad)
         try:
             _known = _replays.get(_key)
         except TypeError:
-            return _fn({', '.join(words)})
+            return {call}
         for _replay in _known or ():
-            _result = _replay({', '.join(tensors)})
+            _result = _replay({', '.join(parts.tensors)})
             if _result is _BODY:
-                return _fn({', '.join(words)})
+                return {call}
             if _result is not _MISS:
                 return _result
-        return _learn(_key, ({', '.join(tensors)},), ({''.join(f'{name}, ' for name in options)}), dict({
-        ', '.join(f'{name}={name}' for name in names)
-    }))
-    return _fn({', '.join(words)})
+        _options = ({''.join(f'{name}, ' for name in parts.options)})
+        return _learn(_key, ({', '.join(parts.tensors)},), _options, dict({', '.join(named)}))
+    return {call}
 """
     exec(lines, constants)
     return constants[fn.__name__]

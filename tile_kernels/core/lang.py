@@ -55,7 +55,7 @@ def begin_early():
     T.pdl_trigger()
 
 
-#: Bytes that a launch moves, up to which its kernel begins early; none, until it is measured.
+#: A launch that moves fewer bytes uses programmatic dependent launch; none does until that is measured.
 EARLY_BYTES = 0
 
 #: The values of the config entry `early` of a kernel that may call `begin_early`.
@@ -63,7 +63,7 @@ EARLY = (False, True)
 
 
 def is_short(num_bytes: int) -> bool:
-    """Whether a kernel that moves so many bytes shall begin early: its launch then takes most of its time."""
+    """Whether a kernel that moves so many bytes shall use PDL: most of its time is then that of its launch."""
     return num_bytes < EARLY_BYTES
 
 

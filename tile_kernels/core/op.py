@@ -42,7 +42,7 @@ from tile_kernels.core.cases import Case, Cases
 from tile_kernels.core.cost import Cost
 from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.flops import register_flops
-from tile_kernels.core.formats import QuantTensor
+from tile_kernels.core.formats import QuantFormat, QuantTensor
 from tile_kernels.core.front import write_front
 from tile_kernels.core.knobs import knobs
 from tile_kernels.core.launch import Launch, state, tracing
@@ -224,6 +224,16 @@ class Op(Generic[Args, Result]):
         if not isinstance(self._twin, str):
             return self._twin
         return getattr(importlib.import_module(f'tile_kernels.reference.{self.family}'), self._twin)
+
+    @functools.cached_property
+    def plan(self) -> autograd.Plan:
+        """What a differentiable call passes to the gradient op."""
+        return autograd.Plan(self)
+
+    @functools.cached_property
+    def is_flat(self) -> bool:
+        """Whether the flat arguments of the operator are those of `call`, in its order."""
+        return not any(p.keyword_only or p.type in (QuantTensor, QuantFormat) for p in self.params)
 
     # The operator ---------------------------------------------------------------------------
 

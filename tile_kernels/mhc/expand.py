@@ -44,7 +44,7 @@ def choose_bwd(hidden: int, num_streams: int, width: int, num_tokens: int) -> di
 
 
 @kernel(choose=choose, space=dict(num_threads=(32, 64, 128, 256), early=EARLY), pass_configs=ROW_PASS_CONFIGS)
-def expand_kernel(hidden: int, num_streams: int, width: int, *, num_threads: int, early: bool):
+def expand_kernel(hidden: int, num_streams: int, width: int, *, num_threads: int, early: bool = False):
     """One vector for each thread, `parts` blocks for each token."""
     num_vectors = hidden // width
     parts = -(-num_vectors // num_threads)

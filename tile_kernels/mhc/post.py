@@ -60,7 +60,7 @@ def choose_bwd(hidden: int, num_streams: int, width: int, coef_width: int, num_t
 
 
 @kernel(choose=choose, space=dict(num_threads=ROW_THREADS, early=EARLY), pass_configs=ROW_PASS_CONFIGS)
-def post_kernel(hidden: int, num_streams: int, width: int, coef_width: int, *, num_threads: int, early: bool):
+def post_kernel(hidden: int, num_streams: int, width: int, coef_width: int, *, num_threads: int, early: bool = False):
     """One vector of every stream for each thread, `parts` blocks for each token."""
     num_vectors = hidden // width
     parts = -(-num_vectors // num_threads)

@@ -187,7 +187,7 @@ def expand_to_fused_kernel(
     row_threads: int,
     vectors: int,
     num_threads: int,
-    early: bool,
+    early: bool = False,
 ):
     """Rows of `hidden` elements of `elem_size` bytes, `width` elements per access."""
     dtype = T.dtype(BITS[elem_size])

@@ -109,7 +109,7 @@ def normalize_row(x, row, width, denominator, normalized):
     space=dict(num_threads=(32, 64, 128, 256), direct=(False, True), early=EARLY),
     pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True},
 )
-def normalize_weight_kernel(num_topk: int, width: int, *, num_threads: int, direct: bool, early: bool):
+def normalize_weight_kernel(num_topk: int, width: int, *, num_threads: int, direct: bool = False, early: bool = False):
     """Rows of `num_topk` weights, `width` in an access. Rows of more than 16 are never direct."""
     direct = direct and num_topk <= MAX_DIRECT
     rows = num_threads if direct else _rows(num_topk, num_threads)

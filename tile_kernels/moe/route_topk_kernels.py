@@ -162,7 +162,7 @@ def route_topk_kernel(
     *,
     num_warps: int,
     rows: int,
-    early: bool,
+    early: bool = False,
 ):
     """Experts, weights and physical experts of one or two tokens per warp; `given` names the optional tensors."""
     layout = RowLayout.of(num_experts, dtype.itemsize, vector_bytes)

@@ -321,7 +321,7 @@ def topk_gate_kernel(
     *,
     num_warps: int,
     rows: int,
-    early: bool,
+    early: bool = False,
 ):
     """Experts of one or two tokens per warp."""
     layout = RowLayout.of(num_experts, dtype.itemsize, vector_bytes)

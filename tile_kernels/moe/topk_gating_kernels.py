@@ -276,7 +276,7 @@ def topk_gating_kernel(
     *,
     num_warps: int,
     rows: int,
-    early: bool,
+    early: bool = False,
 ):
     """Experts and weights of one or two tokens per warp."""
     layout = RowLayout.of(num_experts, dtype.itemsize, vector_bytes)

@@ -75,7 +75,7 @@ def norm_forward_kernel(
     *,
     warps: int,
     resident_threads: int,
-    early: bool,
+    early: bool = False,
 ):
     """`scaled`: out_scale is not 1; `plain`: y is written in the dtype of x; `batched`, `mega`: see `place_sf`."""
     vectors = -(-row_warps(hidden) // warps)

@@ -88,7 +88,7 @@ def dequantise_kernel(
     vectors: int,
     along: int,
     num_threads: int,
-    early: bool,
+    early: bool = False,
 ):
     """Of the vectors of a lane, `along` are in the same row if rows divide so; a scale factor of all is read once."""
     lane = _lane(fmt, dtype)

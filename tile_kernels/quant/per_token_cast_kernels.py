@@ -146,7 +146,7 @@ def per_token_cast_kernel(
     *,
     vectors: int,
     num_threads: int,
-    early: bool,
+    early: bool = False,
 ):
     """Groups of at most a warp.
 
@@ -246,7 +246,7 @@ def per_token_cast_row_kernel(
     task: str,
     *,
     vectors: int,
-    early: bool,
+    early: bool = False,
 ):
     """Whole rows, one block each: `vectors` times 8 channels for every thread and pass; arguments as above."""
     num_threads = min(1024, -(-num_lanes(hidden) // (vectors * WARP)) * WARP)

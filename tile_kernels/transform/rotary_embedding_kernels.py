@@ -53,7 +53,7 @@ def rotary_kernel(
     *,
     heads: int,
     resident_threads: int,
-    early: bool,
+    early: bool = False,
 ):
     """Each thread rotates `width` pairs; the `tail` channels after the rotated ones are copied."""
     num_threads = 128
