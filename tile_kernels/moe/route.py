@@ -178,8 +178,9 @@ def route(
         index_dtype=index_dtype,
     )
     if fits(hidden_states, gate_weight, top_k):
-        *found, data, sf = route.call(hidden_states, gate_weight, top_k, num_expanded, alignment, fmt, **choice)
-        return Routed(*found, QuantTensor(data, sf, fmt))
+        found = route.call(hidden_states, gate_weight, top_k, num_expanded, alignment, fmt, **choice)
+        data, sf = found[-2:]
+        return Routed._make([*found[:-2], QuantTensor(data, sf, fmt)])
     weights, indices = topk_gating(gate_logits(hidden_states, gate_weight), top_k, **choice)
     maps = fused_mapping(indices, num_experts, num_expanded, alignment)
     return Routed(weights, indices, *maps, expand_and_per_token_cast(hidden_states, maps[3], maps[0], fmt))
