@@ -20,7 +20,7 @@ from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.formats import QuantFormat, QuantTensor
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import WARP, T, macro
+from tile_kernels.core.lang import EARLY, WARP, T, begin_early, is_short, macro
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
 from tile_kernels.device.codes import encode_e2m1
@@ -59,9 +59,9 @@ GROUPS = (16, 32, 64, 128)
 
 def choose(hidden: int, fmt: QuantFormat, x_dtype: torch.dtype, piece: int, num_topk: int, num_expanded: int) -> dict:
     """Many rows: read all of a row before quantizing it. Few rows: many small blocks."""
-    return choose_rows(hidden // LANE, num_expanded, num_threads=256) | dict(
-        gather=fmt.col and num_expanded > FEW_PLACES
-    )
+    gather = fmt.col and num_expanded > FEW_PLACES
+    early = not gather and is_short(num_expanded * hidden)
+    return choose_rows(hidden // LANE, num_expanded, num_threads=256) | dict(gather=gather, early=early)
 
 
 def sf_size_of(fmt: QuantFormat, num_groups: int) -> int:
@@ -120,7 +120,7 @@ def clear_codes(which, share, num_tokens, y, first, row_threads, zero_local):
 
 @kernel(
     choose=choose,
-    space=dict(**ROW_SPACE, gather=(False, True)),
+    space=dict(**ROW_SPACE, gather=(False, True), early=EARLY),
     pass_configs=CONVERTED_ROW_PASS_CONFIGS,
     fixed='gather',
 )
@@ -135,6 +135,7 @@ def expand_and_per_token_cast_kernel(
     vectors: int,
     num_threads: int,
     gather: bool,
+    early: bool = False,
 ):
     """Rows of `hidden` channels read `piece` at a time.
 
@@ -171,6 +172,8 @@ def expand_and_per_token_cast_kernel(
     ):
         blocks = T.ceildiv(num_shares(num_tokens, num_expanded), split.rows)
         with T.Kernel(blocks * split.parts, threads=split.num_threads) as pid:
+            if early and not gather:
+                begin_early()
             T.assume(x_pitch % piece == 0)
             x_local = T.alloc_local((vectors, LANE), T.dtype(x_dtype))
             amax = T.alloc_local((vectors,), T.float32)

@@ -3,7 +3,7 @@
 import torch
 
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import WARP, T, macro
+from tile_kernels.core.lang import EARLY, WARP, T, begin_early, macro
 
 #: Slots of the smallest chunk; this bounds the scratch for counts.
 MIN_CHUNK = 256
@@ -30,10 +30,10 @@ def choose(num_experts: int, num_topk: int, index_dtype: torch.dtype, size: int)
     if size <= 1 << 16:
         num_threads = min(num_threads, 512)
     if size <= 4096:
-        return dict(launches=1, rounds=1, num_threads=num_threads)
+        return dict(launches=1, rounds=1, num_threads=num_threads, early=True)
     rounds = 2 if size <= 1 << 18 and num_experts <= 1024 else 8
     many = num_experts * -(-size // (num_threads * rounds)) > 1 << 16
-    return dict(launches=3 if many else 2, rounds=rounds, num_threads=num_threads)
+    return dict(launches=3 if many else 2, rounds=rounds, num_threads=num_threads, early=False)
 
 
 # Slots --------------------------------------------------------------------------------------
@@ -202,11 +202,18 @@ def set_place(pos, expert, slot, num_topk, pos_to_expert, pos_to_token, pos_to_t
 
 @kernel(
     choose=choose,
-    space=dict(launches=(1, 2, 3), rounds=(1, 2, 4, 8), num_threads=(256, 512, 1024)),
+    space=dict(launches=(1, 2, 3), rounds=(1, 2, 4, 8), num_threads=(256, 512, 1024), early=EARLY),
     pass_configs=PASS_CONFIGS,
 )
 def fused_mapping_kernel(
-    num_experts: int, num_topk: int, index_dtype: torch.dtype, *, launches: int, rounds: int, num_threads: int
+    num_experts: int,
+    num_topk: int,
+    index_dtype: torch.dtype,
+    *,
+    launches: int,
+    rounds: int,
+    num_threads: int,
+    early: bool = False,
 ):
     """Maps of a (num_tokens, num_topk) choice; `counts` is scratch, and its last row has the sums of the others."""
     num_warps = num_threads // WARP
@@ -281,6 +288,8 @@ def fused_mapping_kernel(
                     counts[count_rows - 1, expert] = before
 
         with T.Kernel(T.max(num_chunks, T.ceildiv(num_expanded, FILL)), threads=num_threads) as chunk:
+            if early and launches == 1:
+                begin_early()
             table_shared = T.alloc_shared((num_warps, num_experts | 1), T.int32)  # odd: no bank conflicts
             before_shared = T.alloc_shared((num_experts,), T.int32)
             count_shared = T.alloc_shared((num_experts,), T.int32)

@@ -3,7 +3,7 @@
 import torch
 
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import WARP, T, macro
+from tile_kernels.core.lang import EARLY, WARP, T, begin_early, is_short, macro
 from tile_kernels.moe.expand_to_fused_kernels import (
     CONVERTED_ROW_PASS_CONFIGS,
     ROW_SPACE,
@@ -22,7 +22,8 @@ MAX_IN_FLIGHT = 9
 
 def choose(hidden: int, x_dtype: torch.dtype, y_dtype: torch.dtype, width: int, num_topk: int, *rest: int) -> dict:
     """One vector per thread, with num_topk loads in flight; many small blocks hide their latency."""
-    return dict(row_threads=128 if hidden // width >= 128 else 32, vectors=1, num_threads=128)
+    early = is_short(rest[-1] * hidden * (num_topk * x_dtype.itemsize + y_dtype.itemsize))
+    return dict(row_threads=128 if hidden // width >= 128 else 32, vectors=1, num_threads=128, early=early)
 
 
 def choose_bwd(hidden: int, dtype: torch.dtype, width: int, num_topk: int, *rest: int) -> dict:
@@ -71,7 +72,7 @@ def load_vectors(x, pos_local, slot, num_slots, index, x_local):
                 x_local[i, e] = x[pos_local[slot + i], index * width + e]
 
 
-@kernel(choose=choose, space=ROW_SPACE, pass_configs=CONVERTED_ROW_PASS_CONFIGS)
+@kernel(choose=choose, space=dict(**ROW_SPACE, early=EARLY), pass_configs=CONVERTED_ROW_PASS_CONFIGS)
 def reduce_rows_kernel(
     hidden: int,
     x_dtype: torch.dtype,
@@ -85,6 +86,7 @@ def reduce_rows_kernel(
     row_threads: int,
     vectors: int,
     num_threads: int,
+    early: bool = False,
 ):
     """Rows of `hidden` elements, `width` elements per access."""
     rounds = -(-num_topk // MAX_IN_FLIGHT)
@@ -102,6 +104,8 @@ def reduce_rows_kernel(
         y: T.Tensor((num_tokens, hidden), T.dtype(y_dtype)),
     ):
         with T.Kernel(T.ceildiv(num_tokens, split.rows) * split.parts, threads=split.num_threads) as pid:
+            if early:
+                begin_early()
             pos_local = T.alloc_local((num_topk,), T.int32)
             factor_local = T.alloc_local((num_topk,), T.float32)
             x_local = T.alloc_local((depth, width), T.dtype(x_dtype))
