@@ -253,6 +253,24 @@ def test_an_optimizer_step_agrees():
     assert losses[0][2] < losses[0][0] and torch.allclose(*map(torch.tensor, losses), rtol=5e-3)
 
 
+def test_steps_of_the_trainer_agree(tmp_path):
+    pytest.importorskip('accelerate', reason='transformers.Trainer needs the package accelerate')
+    rows = [dict(input_ids=row, labels=row) for row in tokens(6, 9)]
+    options = dict(per_device_train_batch_size=2, max_steps=3, optim='sgd', learning_rate=0.05, logging_steps=1)
+    options |= dict(use_cpu=True, save_strategy='no', report_to='none', disable_tqdm=True, seed=3)
+    losses = []
+    for patched in (False, True):
+        model = build('Llama')
+        if patched:
+            patch(model)
+        arguments = transformers.TrainingArguments(output_dir=str(tmp_path), **options)
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
+        trainer.train()
+        losses.append([entry['loss'] for entry in trainer.state.log_history if 'loss' in entry])
+        unpatch(model)
+    assert len(losses[0]) == 3 and torch.allclose(*map(torch.tensor, losses), rtol=5e-3)
+
+
 def test_only_some_modules_and_the_reasons_for_others():
     model = build('Gemma')
     report = patch(model, only=['norm', 'mlp'])

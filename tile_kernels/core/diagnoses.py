@@ -164,6 +164,11 @@ ROWS = (
         'make the extent of T.Pipelined a constant, or pass the buffers by barriers',
     ),
     Row(
+        r'Unsupported retrieve_shape argument',
+        'a tile operation takes whole buffers or slices, and got one element',
+        'write into a fragment from T.alloc_fragment, and store its elements in a T.Parallel loop',
+    ),
+    Row(
         r'StructuralEqual.*is false: (?P<buffer>\w+): (?P<a>\(.*?\)) and (?P<b>\(.*?\))',
         'one T.Parallel loop indexes the fragment {buffer} in two ways, {a} and {b}',
         'copy the values to T.alloc_local first, or use two fragments',
