@@ -300,6 +300,7 @@ def delta_scores_sm90_kernel(
                 T.wgmma_gemm(factor, first_shared, products, clear_accum=True)
                 T.wait_wgmma(0)
                 split_inverse(blocks_shared, products, second_shared, rest_shared)
+                store_inverse(second_shared, rest_shared, inverse, index, value_head, threads)
                 T.wgmma_gemm(scores, second_shared, pairs, clear_accum=True)
                 T.wgmma_gemm(scores, rest_shared, pairs)
                 for i, j in T.Parallel(chunk, chunk):
@@ -309,7 +310,6 @@ def delta_scores_sm90_kernel(
                 for i, j in T.Parallel(chunk, chunk):
                     rounded = T.cast(T.cast(products[i, j], elem), T.float32)
                     first_shared[i, j] = T.cast(products[i, j] - rounded, elem)
-                store_inverse(second_shared, rest_shared, inverse, index, value_head, threads)
                 T.wait_wgmma(0)
                 T.fence_proxy_async()
                 T.sync_threads()
@@ -513,6 +513,8 @@ def delta_channel_scores_sm90_kernel(
             q_rows = T.alloc_local((chunk * wide // threads,), elem)
             k_rows = T.alloc_local((chunk * wide // threads,), elem)
             acc = T.alloc_fragment((chunk, chunk), T.float32)
+            pairs = T.alloc_fragment((chunk, chunk), T.float32)
+            key_pairs = T.alloc_fragment((chunk, chunk), T.float32)
             late = T.alloc_fragment((chunk, wide), T.float32)
             thread = T.get_thread_binding()
             own = find_chunk(cu_seqlens, index, num_sequences, bits, num_tokens, chunk, packed)
@@ -537,14 +539,9 @@ def delta_channel_scores_sm90_kernel(
                     q_rows, k_rows, gates_shared, q_since, k_since, own.batch, own.first, value_head, own.rows, threads
                 )
                 for i, j in T.Parallel(chunk, chunk):
-                    pairs_shared[i, j] = T.cast(T.if_then_else(i == j, acc[i, j], T.float32(0.0)), elem)
-                for i, j in T.Parallel(chunk, chunk):
-                    first_shared[i, j] = T.cast(0.0, elem)
-                for i, j in T.Parallel(chunk, chunk):
-                    blocks_shared[i, j] = T.cast(0.0, elem)
-                for i, j in T.Parallel(chunk, chunk):
-                    rest_shared[i, j] = T.cast(0.0, elem)
-                for level in T.unroll(levels):  # a loop would keep the places of all pairs in registers
+                    pairs[i, j] = T.if_then_else(i == j, acc[i, j], T.float32(0.0))
+                T.clear(key_pairs)
+                for level in T.serial(levels):
                     T.sync_threads()
                     meet(q_rows, k_rows, gates_shared, level, q_shared, k_shared, threads)
                     T.fence_proxy_async()
@@ -552,18 +549,16 @@ def delta_channel_scores_sm90_kernel(
                     T.wgmma_gemm(q_shared[0, :, :], k_shared[0, :, :], acc, transpose_B=True, clear_accum=True)
                     T.wait_wgmma(0)
                     for i, j in T.Parallel(chunk, chunk):
-                        if meets(i, j, level):
-                            pairs_shared[i, j] = T.cast(acc[i, j], elem)
+                        pairs[i, j] = T.if_then_else(meets(i, j, level), acc[i, j], pairs[i, j])
                     T.wgmma_gemm(k_shared[0, :, :], k_shared[0, :, :], acc, transpose_B=True, clear_accum=True)
                     T.wait_wgmma(0)
-                    if level < 4:  # blocks of 16 on the diagonal of A
-                        for i, j in T.Parallel(chunk, chunk):
-                            if meets(i, j, level):
-                                lower_shared[j, T.truncmod(i, 16)] = finite(acc[i, j] * beta_shared[i])
-                    else:
-                        for i, j in T.Parallel(chunk, chunk):
-                            if meets(i, j, level):
-                                first_shared[i, j] = T.cast(finite(acc[i, j] * beta_shared[i]), elem)
+                    for i, j in T.Parallel(chunk, chunk):
+                        key_pairs[i, j] = T.if_then_else(meets(i, j, level), acc[i, j], key_pairs[i, j])
+                for i, j in T.Parallel(chunk, chunk):
+                    pairs_shared[i, j] = T.cast(pairs[i, j], elem)
+                for i, j in T.Parallel(chunk, chunk):
+                    key_pairs[i, j] = finite(key_pairs[i, j] * beta_shared[i])
+                split_lower(key_pairs, lower_shared, first_shared, blocks_shared, rest_shared)
                 T.sync_threads()
                 invert_blocks(lower_shared, blocks_shared, rest_shared)
                 decay_until(k_rows, gates_shared, k_shared, threads)
