@@ -191,7 +191,7 @@ def store_inverse(high_shared, low_shared, inverse, index, head, threads: int):
     column, first = thread % size, thread // size * rows
     exact = T.alloc_var(T.float32, init=0.0)
     error = T.alloc_var(T.float32, init=0.0)
-    for e in T.serial(rows):
+    for e in T.unroll(rows, unroll_factor=2):  # registers are spared
         exact = (
             T.cast(high_shared[first + e, column], T.float32) + T.cast(low_shared[first + e, column], T.float32) + error
         )
@@ -389,11 +389,11 @@ def scale_vector(x, r: int, decay, scaled):
 
 
 @macro
-def store_decayed(q, k, sum_shared, q_since, k_since, batch, first, head, rows, threads: int):
-    """Store q and k times the decay since the start of the chunk."""
-    size, vectors, dim = sum_shared.shape[0], sum_shared.shape[1] // 8, q_since.shape[3]
+def decay_since(q, k, sum_shared, q_shared, k_shared, threads: int):
+    """Write q and k times the decay since the start of the chunk."""
+    size, vectors = sum_shared.shape[0], sum_shared.shape[1] // 8
     decay = T.alloc_local((8,), T.float32)
-    scaled = T.alloc_local((8,), q_since.dtype)
+    scaled = T.alloc_local((8,), q_shared.dtype)
     for r in T.unroll(size * vectors // threads):
         at = r * threads + T.get_thread_binding()
         i, d = at // vectors, at % vectors * 8
@@ -401,13 +401,12 @@ def store_decayed(q, k, sum_shared, q_since, k_since, batch, first, head, rows, 
             decay[e] = sum_shared[i, d + e]
         for e in T.unroll(8):
             decay[e] = T.__exp(decay[e])
-        if T.And(i < rows, d < dim):
-            scale_vector(q, r, decay, scaled)
-            for e in T.vectorized(8):
-                q_since[batch, first + i, head, d + e] = scaled[e]
-            scale_vector(k, r, decay, scaled)
-            for e in T.vectorized(8):
-                k_since[batch, first + i, head, d + e] = scaled[e]
+        scale_vector(q, r, decay, scaled)
+        for e in T.vectorized(8):
+            q_shared[0, i, d + e] = scaled[e]
+        scale_vector(k, r, decay, scaled)
+        for e in T.vectorized(8):
+            k_shared[0, i, d + e] = scaled[e]
 
 
 @macro
@@ -506,7 +505,6 @@ def delta_channel_scores_sm90_kernel(
             blocks_shared = T.alloc_shared((chunk, chunk), elem)
             first_shared = T.alloc_shared((chunk, chunk), elem)
             second_shared = T.alloc_shared((chunk, chunk), elem)
-            factor_shared = T.alloc_shared((chunk, chunk), elem)
             pairs_shared = T.alloc_shared((chunk, chunk), elem)
             rest_shared = T.alloc_shared((chunk, chunk), elem)
             beta_shared = T.alloc_shared((chunk,), T.float32)
@@ -533,9 +531,11 @@ def delta_channel_scores_sm90_kernel(
                 load_vectors(q_shared, q_rows, threads)
                 load_vectors(k_shared, k_rows, threads)
                 T.wait_wgmma(0)
-                store_decayed(
-                    q_rows, k_rows, gates_shared, q_since, k_since, own.batch, own.first, value_head, own.rows, threads
-                )
+                T.sync_threads()  # products of other warps may still read
+                decay_since(q_rows, k_rows, gates_shared, q_shared, k_shared, threads)
+                T.sync_threads()
+                store_values(q_shared, 0, q_since, own.batch, own.first, value_head, own.rows, 0, wide, threads)
+                store_values(k_shared, 0, k_since, own.batch, own.first, value_head, own.rows, 0, wide, threads)
                 for i, j in T.Parallel(chunk, chunk):
                     pairs_shared[i, j] = T.cast(T.if_then_else(i == j, acc[i, j], T.float32(0.0)), elem)
                 for i, j in T.Parallel(chunk, chunk):
@@ -546,6 +546,8 @@ def delta_channel_scores_sm90_kernel(
                     rest_shared[i, j] = T.cast(0.0, elem)
                 for level in T.unroll(levels):  # a loop would keep the places of all pairs in registers
                     T.sync_threads()
+                    T.warpgroup_fence_operand(q_rows)  # else nvcc keeps them in float32 as well
+                    T.warpgroup_fence_operand(k_rows)
                     meet(q_rows, k_rows, gates_shared, level, q_shared, k_shared, threads)
                     T.fence_proxy_async()
                     T.sync_threads()
@@ -566,24 +568,27 @@ def delta_channel_scores_sm90_kernel(
                                 first_shared[i, j] = T.cast(finite(acc[i, j] * beta_shared[i]), elem)
                 T.sync_threads()
                 invert_blocks(lower_shared, blocks_shared, rest_shared)
+                T.warpgroup_fence_operand(k_rows)
                 decay_until(k_rows, gates_shared, k_shared, threads)
                 T.fence_proxy_async()
                 T.sync_threads()
                 T.wgmma_gemm(blocks_shared, first_shared, acc, clear_accum=True)
                 T.wgmma_gemm(rest_shared, first_shared, acc)
                 T.wait_wgmma(0)
+                T.sync_threads()  # products of other warps may still read
                 for i, j in T.Parallel(chunk, chunk):
-                    factor_shared[i, j] = T.cast(acc[i, j], elem)
+                    first_shared[i, j] = T.cast(acc[i, j], elem)
                 T.fence_proxy_async()
                 T.sync_threads()
-                T.wgmma_gemm(factor_shared, blocks_shared, acc, clear_accum=True)
+                T.wgmma_gemm(first_shared, blocks_shared, acc, clear_accum=True)
                 T.wait_wgmma(0)
                 begin_rest(rest_shared, acc, second_shared)
-                T.wgmma_gemm(factor_shared, second_shared, acc, clear_accum=True)
+                T.wgmma_gemm(first_shared, second_shared, acc, clear_accum=True)
                 T.wait_wgmma(0)
-                refine_rest(second_shared, acc, first_shared)
-                T.wgmma_gemm(factor_shared, first_shared, acc, clear_accum=True)
+                refine_rest(second_shared, acc, rest_shared)
+                T.wgmma_gemm(first_shared, rest_shared, acc, clear_accum=True)
                 T.wait_wgmma(0)
+                T.sync_threads()
                 split_inverse(blocks_shared, acc, second_shared, rest_shared)
                 T.wgmma_gemm(pairs_shared, second_shared, acc, clear_accum=True)
                 T.wgmma_gemm(pairs_shared, rest_shared, acc)
@@ -592,11 +597,11 @@ def delta_channel_scores_sm90_kernel(
                 store_inverse(second_shared, rest_shared, inverse, index, value_head, threads)
                 T.wait_wgmma(0)
                 for i, j in T.Parallel(chunk, chunk):
-                    factor_shared[i, j] = T.cast(acc[i, j], elem)
+                    first_shared[i, j] = T.cast(acc[i, j], elem)
                 for i, d in T.Parallel(chunk, wide):
                     q_shared[0, i, d] = T.cast(late[i, d], elem)
                 T.sync_threads()
-                store_square(factor_shared, reads, index, value_head, threads)
+                store_square(first_shared, reads, index, value_head, threads)
                 store_values(q_shared, 0, writes, own.batch, own.first, value_head, own.rows, 0, wide, threads)
             else:
                 for i, j in T.Parallel(chunk, chunk):
