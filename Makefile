@@ -26,7 +26,7 @@ test: $(STAMP)
 	@echo 'make test: every test, about 20 minutes on 2 idle cores; make quick takes 1'
 	@$(MAKE) --no-print-directory lint
 	@$(BIN)/python tools/sizes.py
-	$(BIN)/pytest --numprocesses=auto
+	$(BIN)/pytest --numprocesses=auto --dist=worksteal
 
 lint: $(STAMP) ruff
 	$(BIN)/mypy

@@ -10,6 +10,7 @@ folder of its family that name the op or a public function that calls it.
 from __future__ import annotations
 
 import functools
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -61,10 +62,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True, scope='session')
-def rewrite_kernels_once() -> None:
-    """Builds of kernels share what depends on their code only; with `TK_FULL_TEST=1` they do not."""
+def save_time(request: pytest.FixtureRequest) -> None:
+    """Leave the cores to the workers of xdist, and rewrite the source of a kernel once, unless `TK_FULL_TEST=1`."""
+    import torch
+
     from tile_kernels import knobs
 
+    if hasattr(request.config, 'workerinput'):  # else the threads of PyTorch wait for one another
+        os.environ['OMP_NUM_THREADS'] = '1'  # for processes that tests start
+        torch.set_num_threads(1)
     if not knobs.full_test:
         from tests import fast_tir
 

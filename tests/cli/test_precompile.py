@@ -53,18 +53,20 @@ def test_a_kernel_that_does_not_compile_is_reported_and_the_rest_goes_on(toy, to
     assert f'TK_CACHE_DIR={tmp_path}' in out
 
 
-def test_many_kernels_are_compiled_by_processes(tmp_path):
-    given = {'moe.normalize_weight': [{'num_topk': k} for k in range(1, 10)]}
+def test_many_kernels_are_compiled_by_processes(tmp_path, monkeypatch):
+    monkeypatch.setattr('tile_kernels.core.precompile._KERNELS_PER_WORKER', 1)
+    given = {'moe.normalize_weight': [{'num_topk': k} for k in range(1, 4)]}
     done = precompile(given, out=tmp_path, jobs=2, progress=False)
-    assert (done.num_compiled, done.num_found, done.failures) == (9, 0, {})
-    assert precompile(given, out=tmp_path, jobs=2, progress=False).num_found == 9
+    assert (done.num_compiled, done.num_found, done.failures) == (3, 0, {})
+    assert precompile(given, out=tmp_path, jobs=2, progress=False).num_found == 3
 
 
 def test_a_process_that_dies_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr('tile_kernels.core.precompile._KERNELS_PER_WORKER', 1)
     monkeypatch.setattr('sys.executable', '/bin/false')
-    given = {'moe.normalize_weight': [{'num_topk': k} for k in range(1, 10)]}
+    given = {'moe.normalize_weight': [{'num_topk': k} for k in range(1, 4)]}
     failures = precompile(given, out=tmp_path, jobs=2, progress=False).failures
-    assert len(failures) == 9
+    assert len(failures) == 3
     assert set(failures.values()) == {'its process ended with exit status 1'}
 
 

@@ -7,7 +7,6 @@ from urllib.parse import unquote, urldefrag
 import pytest
 
 from tile_kernels.core.errors import ArgumentError
-from tile_kernels.core.knobs import knobs
 from tile_kernels.core.registry import load_ops
 from tools.docs import site
 from tools.docs.api import public_names
@@ -16,18 +15,7 @@ pytest.importorskip('sphinx', reason='builds with Sphinx')
 pytest.importorskip('myst_parser', reason='builds with MyST')
 pytest.importorskip('furo', reason='builds with furo')
 
-#: Ops with plots in this build; `TK_FULL_TEST=1` draws all.
-DRAWN = None if knobs.full_test else ['quant.per_token_cast']
-
 MAX_PAGE, MAX_SITE = 400 << 10, 25 << 20
-
-
-@pytest.fixture(scope='session')
-def built(tmp_path_factory):
-    """The site; building it fails on the first warning."""
-    out = tmp_path_factory.mktemp('site') / 'html'
-    site.build(out, ops=DRAWN)
-    return out
 
 
 def test_every_op_and_every_public_name_has_its_place(built):

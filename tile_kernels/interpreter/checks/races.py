@@ -340,7 +340,7 @@ class SharedMarks:
         if value is not None:
             raw = encoder(access.buffer.dtype)(value)
             raw = raw.reshape((1,) * (2 + len(place.extents))) if raw.ndim == 0 else raw
-        spread = self._spread(frame, access, place, mask, np.shape(raw))
+        spread = self._spread(frame, access, place, mask, () if raw is None else raw.shape)
         if not spread.position.size:
             return None, spread.shape
         clock, per = frame.clock, access.buffer.dtype.bits // self.unit
