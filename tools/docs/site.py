@@ -18,16 +18,20 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tile_kernels import plots
+from tile_kernels import FAMILIES, plots
 from tile_kernels.cli.bench import GPU_TIMER, read_records
 from tile_kernels.cli.report import STYLE
 from tile_kernels.core.errors import ArgumentError
+from tile_kernels.core.gpus import GPUS
 from tile_kernels.core.op import Op
 from tile_kernels.core.registry import load_ops
 from tile_kernels.plots import Plot
+from tile_kernels.sight import validate
+from tile_kernels.sight.model import TERMS, time_us
 from tile_kernels.testing.records import Record
+from tools.docs import notebooks
 from tools.docs.api import GENERATED, markdown
-from tools.docs.pages import ROOT, current, measured, pages, readme
+from tools.docs.pages import README_DEVICE, ROOT, current, measured, pages, readme
 
 #: Folders that pages link to. Sphinx copies the files that are named.
 LINKED = ('tile_kernels', 'examples', 'benchmarks', 'tests', 'tools', 'LICENSE')
@@ -35,6 +39,7 @@ LINKED = ('tile_kernels', 'examples', 'benchmarks', 'tests', 'tools', 'LICENSE')
 #: The groups of the navigation and their pages below `docs`; pages that do not exist are left out.
 NAVIGATION = {
     'Begin': ('start', 'choosing', 'known-calls', 'migration', 'troubleshooting'),
+    'Families': tuple(f'notebooks/{family}' for family in FAMILIES),
     'Guides': ('moe-layer', 'real-models', 'formats', 'deployment', 'settings', 'scale'),
     'Without a GPU': ('interpreter', 'debugging', 'writing-an-op', 'learn'),
     'Toolbox': ('sight', 'layouts-and-lint', 'tuning-and-profiling'),
@@ -80,6 +85,10 @@ def stage(folder: Path, root: Path = ROOT, ops: Sequence[str] | None = None) -> 
         if ops is None or op.name in ops:
             page = folder / 'docs' / 'ops' / f'{op.name}.md'
             page.write_text(page.read_text() + op_plots(op, records, every))
+    for path in notebooks.write(folder / 'docs' / 'notebooks'):
+        links = (path.name, 'This page as a notebook'), (f'../api/{path.stem}.md', 'All functions')
+        page = path.with_suffix('.md')
+        page.write_text('\n\n'.join([page.read_text(), *(f'[{words}]({target})' for target, words in links)]))
     for part in ('ops', 'api', 'notes'):
         index = folder / 'docs' / part / 'README.md'
         index.write_text(f'{index.read_text()}\n\n{toctree("", ["*"], glob=True)}')
@@ -117,11 +126,12 @@ def toctree(caption: str, names: Sequence[str], *, glob: bool = False) -> str:
 
 
 def extra_pages(records: Sequence[Record], every: Sequence[Record], root: Path) -> dict[str, str]:
-    """Pages that only the site has: benchmarks and examples."""
+    """Pages that only the site has: benchmarks, examples and the model of times."""
     return {
         'benchmarks': benchmarks_page(records, every, root),
         'benchmarks-small': small_page(records),
         'examples': examples_page(root),
+        'model': model_page(records),
     }
 
 
@@ -153,6 +163,51 @@ def small_page(records: Sequence[Record]) -> str:
     about = 'Small calls are bound by latency. [Benchmarks](benchmarks.md) says how the numbers were taken.'
     drawn = (raw(plots.latency(records)), raw(plots.host(records)))
     return '\n\n'.join([GENERATED, '# Small calls and host time', about, *drawn]) + '\n'
+
+
+def model_page(records: Sequence[Record]) -> str:
+    """Predicted beside measured times, and the errors of the model with each of its terms switched off."""
+    gpu = GPUS[README_DEVICE.lower()]
+    own = {(r['op'], r['case']): r for r in records if gpu.name in r['device']}
+    found = validate.with_works(own.values())
+    plain = validate.baseline(gpu)
+    pairs = [(own[t.op, t.case], time_us(t.works, gpu), time_us(t.works, plain, TERMS)) for t in found]
+    rows = [
+        (
+            name,
+            f'{e.median:.1%}',
+            f'{e.p90:.1%}',
+            f'{e.far} of {e.of}',
+            f'{h.median:.1%}',
+            f'{h.p90:.1%}',
+            f'{h.far} of {h.of}',
+        )
+        for name, e, h in (validate.error_rows(found, gpu) if found else ())
+    ]
+    heading = (
+        'model',
+        'median',
+        '90th percentile',
+        'beyond 25 %',
+        'held out: median',
+        '90th percentile',
+        'beyond 25 %',
+    )
+    about = (
+        '`tile_kernels.sight` predicts the time of a kernel from bytes and products that it counts in lowered code. '
+        '[Predict a kernel](sight.md) has the terms of the model. This page compares it with times of an H200.\n\n'
+        f'The work of {len(found)} of {len(own)} measured cases is on file. They are a random sample, without '
+        'cases that take too long to count, such as products with packed weights. '
+        'Held-out shapes had no part in the fit of the constants. '
+        'The baseline is a roofline with two constants on the bytes that an op declares.\n\n'
+        '`python tools/sight_records.py works` counts the other cases. It needs no GPU.'
+    )
+    return (
+        '\n\n'.join(
+            [GENERATED, '# Predicted and measured times', about, markdown(heading, rows), raw(plots.model(pairs))]
+        )
+        + '\n'
+    )
 
 
 def examples_page(root: Path) -> str:
