@@ -290,7 +290,7 @@ def test_gradients_that_pass_straight_through_are_said():
 def test_links_between_pages_lead_somewhere(pages):
     written = [docs.ROOT / 'README.md', *(docs.ROOT / 'docs').rglob('*.md')]
     texts = {page: page.read_text() for page in written} | {docs.ROOT / path: text for path, text in pages.items()}
-    extra = {docs.ROOT / 'docs' / f'{name}.md' for name in ('benchmarks', 'benchmarks-small', 'examples')}
+    extra = {docs.ROOT / 'docs' / f'{name}.md' for name in ('benchmarks', 'benchmarks-small', 'examples', 'model')}
     slugs = {page: re.findall('^## (.*)$', text, re.MULTILINE) for page, text in texts.items()}
     headings = {page: {h.lower().replace(' ', '-') for h in found} for page, found in slugs.items()}
     for page, text in texts.items():

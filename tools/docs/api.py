@@ -117,6 +117,12 @@ def example(value: Any) -> tuple[str, str]:
     return examples()[names[0]]
 
 
+def source_link(module: types.ModuleType) -> str:
+    """The file of a module as a link, from a page two folders below the root."""
+    path = Path(str(module.__file__)).relative_to(EXAMPLES.parents[1]).as_posix()
+    return f'[`{path}`](../../{path})'
+
+
 # Pages --------------------------------------------------------------------------------------
 
 
@@ -134,6 +140,7 @@ def api_page(part: str) -> str:
                 f'[A first look](../notebooks/{part}.md) teaches the family and runs a kernel in the interpreter.'
                 if part in tile_kernels.FAMILIES
                 else '',
+                f'Source: {source_link(package)}',
                 markdown(('name', 'what it is'), rows),
                 *(_section(part, name, value) for name, value in found.items()),
             )

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import argparse
 import ast
+import multiprocessing
 import os
 import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from tile_kernels import FAMILIES, plots
@@ -49,6 +51,15 @@ NAVIGATION = {
 }
 
 
+#: What the terms of the model are called on its page.
+TERM_WORDS = {
+    'without counted': 'declared instead of counted bytes',
+    'without fill': 'without the term for few blocks',
+    'without next': 'without a cost for each further launch',
+    'without alu': 'without other arithmetic',
+}
+
+
 def build(out: Path, root: Path = ROOT, ops: Sequence[str] | None = None) -> None:
     """Build the site into a folder; `ops` limits the ops whose pages have plots."""
     try:
@@ -66,6 +77,8 @@ def build(out: Path, root: Path = ROOT, ops: Sequence[str] | None = None) -> Non
 def stage(folder: Path, root: Path = ROOT, ops: Sequence[str] | None = None) -> None:
     """Put all pages of the site into a folder with the layout of the checkout."""
     shutil.copytree(root / 'docs', folder / 'docs', dirs_exist_ok=True)
+    for page in (folder / 'docs').rglob('*.md'):
+        page.write_text(f'{page.read_text()}\n\n{{download}}`Source of this page <{page.name}>`\n')
     for name in ('CHANGELOG.md', 'CONTRIBUTING.md'):
         shutil.copy(root / name, folder / name)
     for name in LINKED:
@@ -81,10 +94,12 @@ def stage(folder: Path, root: Path = ROOT, ops: Sequence[str] | None = None) -> 
         target = folder / path.relative_to(root)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
-    for op in known:
-        if ops is None or op.name in ops:
-            page = folder / 'docs' / 'ops' / f'{op.name}.md'
-            page.write_text(page.read_text() + op_plots(op, records, every))
+    drawn = [op.name for op in known if ops is None or op.name in ops]
+    parts = [[[r for r in group if r['op'] == name] for name in drawn] for group in (records, every)]
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context('fork')) as pool:
+        for name, section in zip(drawn, pool.map(op_plots, drawn, *parts), strict=True):
+            page = folder / 'docs' / 'ops' / f'{name}.md'
+            page.write_text(page.read_text() + section)
     for path in notebooks.write(folder / 'docs' / 'notebooks'):
         links = (path.name, 'This page as a notebook'), (f'../api/{path.stem}.md', 'All functions')
         page = path.with_suffix('.md')
@@ -153,7 +168,8 @@ def benchmarks_page(records: Sequence[Record], every: Sequence[Record], root: Pa
         '`tile-kernels bench OP` repeats the numbers of an op on your GPU. `python tools/gpu_check.py` repeats all of '
         'them, and `tile-kernels report` draws them for your own records.\n\n'
         'Not measured: any GPU but one H200, links between GPUs, and most other libraries in the same run. '
-        '[Status](status.md) says what was run where. [Small calls](benchmarks-small.md) have a page of their own.'
+        '[Status](status.md) says what was run where. '
+        '[Small calls](benchmarks-small.md) and [predictions](model.md) have pages of their own.'
     )
     return '\n\n'.join([GENERATED, '# Benchmarks', method, *known]) + '\n'
 
@@ -173,41 +189,29 @@ def model_page(records: Sequence[Record]) -> str:
     plain = validate.baseline(gpu)
     pairs = [(own[t.op, t.case], time_us(t.works, gpu), time_us(t.works, plain, TERMS)) for t in found]
     rows = [
-        (
-            name,
-            f'{e.median:.1%}',
-            f'{e.p90:.1%}',
-            f'{e.far} of {e.of}',
-            f'{h.median:.1%}',
-            f'{h.p90:.1%}',
-            f'{h.far} of {h.of}',
-        )
-        for name, e, h in (validate.error_rows(found, gpu) if found else ())
+        (TERM_WORDS.get(name, name), *(cell for e in both for cell in (f'{e.median:.1%}', f'{e.p90:.1%}', e.far)))
+        for name, *both in (validate.error_rows(found, gpu) if found else ())
     ]
+    held = sum(t.held_out for t in found)
+    kinds = (f'all {len(found)}', f'{held} held out')
     heading = (
-        'model',
-        'median',
-        '90th percentile',
-        'beyond 25 %',
-        'held out: median',
-        '90th percentile',
-        'beyond 25 %',
+        '',
+        *(f'{kind}: {what}' for kind in kinds for what in ('median error', '90th percentile', 'beyond 25 %')),
     )
     about = (
         '`tile_kernels.sight` predicts the time of a kernel from bytes and products that it counts in lowered code. '
         '[Predict a kernel](sight.md) has the terms of the model. This page compares it with times of an H200.\n\n'
-        f'The work of {len(found)} of {len(own)} measured cases is on file. They are a random sample, without '
-        'cases that take too long to count, such as products with packed weights. '
         'Held-out shapes had no part in the fit of the constants. '
         'The baseline is a roofline with two constants on the bytes that an op declares.\n\n'
-        '`python tools/sight_records.py works` counts the other cases. It needs no GPU.'
+        '`python tools/sight_records.py works` counts cases that are missing here. It needs no GPU.'
     )
-    return (
-        '\n\n'.join(
-            [GENERATED, '# Predicted and measured times', about, markdown(heading, rows), raw(plots.model(pairs))]
-        )
-        + '\n'
+    commits = ', '.join(sorted({r['commit'][:7] for r in read_records(validate.WORKS)})) if found else ''
+    missing = (
+        f'{len(own) - len(found)} measured cases are not counted yet; those shown are a random sample. '
+        f'Kernels were counted at commit {commits}.'
     )
+    plot = raw(plots.model(pairs, missing))
+    return '\n\n'.join([GENERATED, '# Predicted and measured times', about, markdown(heading, rows), plot]) + '\n'
 
 
 def examples_page(root: Path) -> str:
@@ -222,13 +226,11 @@ def examples_page(root: Path) -> str:
     return f'{GENERATED}\n\n# Examples\n\n{about}\n\n{markdown(("program", "what it shows"), rows)}\n'
 
 
-def op_plots(op: Op, records: Sequence[Record], every: Sequence[Record]) -> str:
+def op_plots(name: str, own: Sequence[Record], rounds: Sequence[Record]) -> str:
     """The plots of one op as a section of its page; empty if it was not measured."""
-    own = [record for record in records if record['op'] == op.name]
-    rounds = [record for record in every if record['op'] == op.name]
-    found = [plots.sizes(own, f'sizes-{op.name}'), plots.history(rounds, f'history-{op.name}')]
+    found = [plots.sizes(own, f'sizes-{name}'), plots.history(rounds, f'history-{name}')]
     drawn = [raw(plot) for plot in found if plot is not None]
-    repeat = f'Repeat these numbers: `tile-kernels bench {op.name}`.'
+    repeat = f'Repeat these numbers: `tile-kernels bench {name}`.'
     return '\n\n'.join(['', '## Plots', repeat, *drawn]) if drawn else ''
 
 
