@@ -12,6 +12,7 @@ html_theme = 'furo'
 html_static_path = ['static']
 html_css_files = ['plots.css']
 html_show_sphinx = False
+html_show_copyright = False
 html_copy_source = False
 copybutton_prompt_text = r'>>> |\.\.\. |\$ '
 copybutton_prompt_is_regexp = True

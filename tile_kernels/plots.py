@@ -155,7 +155,7 @@ def gpu_of(records: Sequence[Record]) -> Gpu | None:
     return found[0] if found else None
 
 
-def provenance(records: Sequence[Record], missing: str = '') -> str:
+def provenance(records: Sequence[Record], missing: str = '', of_what: str = 'case') -> str:
     """Where records come from, in one or two sentences."""
     dates = sorted(record['date'][:10] for record in records)
     when = dates[0] if dates[0] == dates[-1] else f'{dates[0]} to {dates[-1]}'
@@ -165,7 +165,7 @@ def provenance(records: Sequence[Record], missing: str = '') -> str:
     versions = ', '.join(sorted({f'{tool} {record[tool]}' for tool in tools for record in records if record.get(tool)}))
     devices = ', '.join(sorted({record['device'] for record in records}))
     timer = ', '.join(sorted({record['timer'] for record in records}))
-    told = f'{devices}; {timer}; {versions}; {when}, {of}; {len(records)} case{"s" * (len(records) != 1)}.'
+    told = f'{devices}; {timer}; {versions}; {when}, {of}; {len(records)} {of_what}{"s" * (len(records) != 1)}.'
     return f'{told} {missing}'.strip()
 
 
@@ -415,7 +415,9 @@ def history(records: Iterable[Record], name: str, most: int = 6) -> Plot | None:
     return Plot(
         name,
         title,
-        provenance(own, f'Bands: 20th to 80th percentile. At most {most} cases, those with the most rounds.'),
+        provenance(
+            own, f'Bands: 20th to 80th percentile. At most {most} cases, those with the most rounds.', 'measurement'
+        ),
         heading,
         rows,
         (7.0, 3.2 + 0.16 * len(cases)),

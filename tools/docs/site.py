@@ -155,7 +155,7 @@ def benchmarks_page(records: Sequence[Record], every: Sequence[Record], root: Pa
     results = root / 'benchmarks' / 'results'
     others, layers = (read_records(results / part / 'h200.jsonl') for part in ('peers', 'layer'))
     sections = {
-        'Memory-bound ops': (plots.shares(records, False, 'forward'), plots.shares(records, True, 'gradients')),
+        'Time relative to a copy': (plots.shares(records, False, 'forward'), plots.shares(records, True, 'gradients')),
         'Matrix products': (plots.roofline(records, others),),
         'Beside others': (plots.peers(every, others),),
         'A whole layer': (plots.layers(layers),),
