@@ -24,7 +24,14 @@ GENERATED = '<!-- Generated'
 
 PAGES = sorted(
     page
-    for pattern in ('README.md', 'CONTRIBUTING.md', 'CHANGELOG.md', 'docs/*.md', 'docs/notes/*.md')
+    for pattern in (
+        'README.md',
+        'CONTRIBUTING.md',
+        'CHANGELOG.md',
+        'docs/*.md',
+        'docs/notes/*.md',
+        'docs/notebooks/*.md',
+    )
     for page in ROOT.glob(pattern)
     if not page.read_text().startswith(GENERATED)
 )

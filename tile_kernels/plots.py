@@ -158,16 +158,17 @@ def gpu_of(records: Sequence[Record]) -> Gpu | None:
     return found[0] if found else None
 
 
-def provenance(records: Sequence[Record], missing: str = '') -> str:
+def provenance(records: Sequence[Record], missing: str = '', of_what: str = 'case') -> str:
     """Where records come from, in one or two sentences."""
     dates = sorted(record['date'][:10] for record in records)
     when = dates[0] if dates[0] == dates[-1] else f'{dates[0]} to {dates[-1]}'
-    commits = list(dict.fromkeys(record['commit'][:7] for record in records))
-    of = f'commit {commits[0]}' if len(commits) == 1 else f'{len(commits)} commits'
-    versions = ', '.join(sorted({f'torch {record["torch"]}' for record in records if 'torch' in record}))
+    commits = list(dict.fromkeys(r['commit'][:7] for r in sorted(records, key=lambda r: r['date'])))
+    of = f'commit {commits[0]}' if len(commits) == 1 else f'{len(commits)} commits, {commits[0]} to {commits[-1]}'
+    tools = ('torch', 'tilelang')
+    versions = ', '.join(sorted({f'{tool} {record[tool]}' for tool in tools for record in records if record.get(tool)}))
     devices = ', '.join(sorted({record['device'] for record in records}))
     timer = ', '.join(sorted({record['timer'] for record in records}))
-    told = f'{devices}; {timer}; {versions}; {when}, {of}; {len(records)} case{"s" * (len(records) != 1)}.'
+    told = f'{devices}; {timer}; {versions}; {when}, {of}; {len(records)} {of_what}{"s" * (len(records) != 1)}.'
     return f'{told} {missing}'.strip()
 
 
@@ -222,7 +223,7 @@ def shares(records: Iterable[Record], gradients: bool, name: str) -> Plot | None
     low = [r['pct_of_copy'] - r['pct_of_copy'] * r['us'] / r.get('p80_us', r['us']) for r in own]
     high = [r['pct_of_copy'] * r['us'] / r.get('p20_us', r['us']) - r['pct_of_copy'] for r in own]
     spread = [[max(0.0, value) for value in side] for side in (low, high)]
-    kinds = ('bound by memory', 'matrix products, bound by arithmetic')
+    kinds = ('without matrix products', 'with matrix products')
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
@@ -272,14 +273,15 @@ def latency(records: Iterable[Record], name: str = 'latency') -> Plot | None:
     rows = [(r['op'], r['case'], r['us'], r['graph_us'], r['commit'][:7]) for r in own]
     heading = ('op', 'case', 'us', 'us in a graph', 'commit')
     title = 'Smallest case of every op'
-    return Plot(name, title, provenance(own), heading, rows, (7.5, 0.17 * len(own) + 0.9), draw)
+    missing = 'Ops without a case below 32 MB that was timed in a CUDA graph are not shown.'
+    return Plot(name, title, provenance(own, missing), heading, rows, (7.5, 0.17 * len(own) + 0.9), draw)
 
 
 def host(records: Iterable[Record], name: str = 'host') -> Plot | None:
-    """Host time of one call of every op, at its smallest case."""
+    """Host time of one call of every op, at the case that moves the fewest bytes."""
     found: dict[str, Record] = {}
     for record in records:
-        if record.get('host_us') and record['host_us'] < found.get(record['op'], {'host_us': 1e30})['host_us']:
+        if record.get('host_us') and moved(record) < moved(found.get(record['op'], {'us': 1e30, 'gbps': 1e30})):
             found[record['op']] = record
     own = sorted(found.values(), key=lambda record: record['host_us'])
     if not own:
@@ -293,7 +295,7 @@ def host(records: Iterable[Record], name: str = 'host') -> Plot | None:
         axes.set_xlabel('us on the host')
 
     rows = [(r['op'], r['case'], r['host_us'], r['commit'][:7]) for r in own]
-    missing = 'The smallest time of all cases. Host times of other libraries are not recorded in the same run.'
+    missing = 'Smallest case of each op. The CPU, and host times of other libraries in this run, are not recorded.'
     title = 'Host time of one call from Python'
     size = (7.5, 0.17 * len(own) + 0.9)
     return Plot(name, title, provenance(own, missing), ('op', 'case', 'host us', 'commit'), rows, size, draw)
@@ -380,7 +382,8 @@ def sizes(records: Sequence[Record], name: str) -> Plot | None:
         for mb, r in zip(megabytes, own, strict=True)
     ]
     heading = ('case', 'MB', 'us', 'us in a graph', '% of copy', 'commit')
-    return Plot(name, f'{own[0]["op"]}: time against size', provenance(own), heading, rows, (7.0, 3.6), draw)
+    note = provenance(own, 'Cases that were never measured, or changed since, are not shown.')
+    return Plot(name, f'{own[0]["op"]}: time against size', note, heading, rows, (7.0, 3.6), draw)
 
 
 def history(records: Iterable[Record], name: str, most: int = 6) -> Plot | None:
@@ -415,7 +418,9 @@ def history(records: Iterable[Record], name: str, most: int = 6) -> Plot | None:
     return Plot(
         name,
         title,
-        provenance(own, 'Bands: 20th to 80th percentile.'),
+        provenance(
+            own, f'Bands: 20th to 80th percentile. At most {most} cases, those with the most rounds.', 'measurement'
+        ),
         heading,
         rows,
         (7.0, 3.2 + 0.16 * len(cases)),
@@ -570,7 +575,7 @@ def last_layers(records: Iterable[Record]) -> list[Record]:
     return list(found.values())
 
 
-def model(pairs: Sequence[tuple[Record, float, float]], name: str = 'model') -> Plot | None:
+def model(pairs: Sequence[tuple[Record, float, float]], missing: str = '', name: str = 'model') -> Plot | None:
     """Predicted against measured times: (record, predicted us, us of the baseline)."""
     own = sorted(pairs, key=lambda pair: pair[0]['us'])
     if not own:
@@ -594,5 +599,5 @@ def model(pairs: Sequence[tuple[Record, float, float]], name: str = 'model') -> 
 
     rows = [(r['op'], r['case'], r['us'], us, base) for r, us, base in own]
     heading = ('op', 'case', 'measured us', 'model us', 'baseline us')
-    note = provenance([record for record, _, _ in own])
+    note = provenance([record for record, _, _ in own], missing)
     return Plot(name, 'Predicted and measured times', note, heading, rows, (6.5, 5.0), draw)

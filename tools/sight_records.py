@@ -3,6 +3,7 @@
     python tools/sight_records.py            # V2 and V3, about an hour on one GPU
     python tools/sight_records.py sweeps
     python tools/sight_records.py ncu
+    python tools/sight_records.py works      # what each recorded case asks of a GPU; needs none, hours on two cores
 
 Results go to `benchmarks/results/sight`. A second run replaces the sweeps that it finishes and keeps the others.
 """
@@ -12,9 +13,11 @@ import csv
 import io
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import tilelang.language as T
@@ -22,12 +25,13 @@ import torch
 
 from tile_kernels.cli.bench import circumstances
 from tile_kernels.core.errors import TileKernelsError
+from tile_kernels.core.gpus import GPUS, Gpu
 from tile_kernels.sight import exact
 from tile_kernels.sight.count import count
 from tile_kernels.sight.limits import resources
 from tile_kernels.sight.lower import lower
 from tile_kernels.sight.subject import resolve
-from tile_kernels.sight.validate import COUNTERS, SWEEPS
+from tile_kernels.sight.validate import COUNTERS, SWEEPS, WORKS, latest, sample, timed, with_works
 from tile_kernels.tuning import tune
 
 #: What ncu reports, by the name that it is compared with.
@@ -259,6 +263,32 @@ def record_counters() -> None:
     COUNTERS.write_text(''.join(json.dumps(row) + '\n' for row in rows))
 
 
+def record_works(gpu: Gpu = GPUS['h200'], seconds: int = 60) -> None:
+    """Count recorded cases that the file lacks, in random order; one that takes longer than `seconds` is left out.
+
+    Each case is written when it is counted, so a run may be stopped and goes on later.
+    """
+    about = {name: value for name, value in circumstances('cpu').items() if name in ('commit', 'date', 'tilelang')}
+    known = {(t.op, t.case) for t in with_works(latest())}
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    WORKS.parent.mkdir(parents=True, exist_ok=True)
+    for record in sample(latest(), 1 << 30):
+        if (record['op'], record['case']) in known:
+            continue
+        signal.alarm(seconds)
+        try:
+            counted = timed(record, gpu)
+        except KeyboardInterrupt:
+            if signal.alarm(0):  # not the alarm, but the user
+                raise
+            continue
+        signal.alarm(0)
+        if counted.works:
+            line = {'op': counted.op, 'case': counted.case, **about, 'works': [asdict(work) for work in counted.works]}
+            with WORKS.open('a') as file:
+                file.write(json.dumps(line) + '\n')
+
+
 def of_csv(text: str) -> dict[str, float]:
     """The metrics in the CSV of ncu, by our names; parts of a metric add up."""
     lines = text[text.index('"ID"') :] if '"ID"' in text else ''
@@ -273,12 +303,15 @@ def of_csv(text: str) -> dict[str, float]:
 def main() -> int:
     """Record on this machine's GPU; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or '').partition('\n')[0])
-    parser.add_argument('what', nargs='*', help='sweeps or ncu (default: both)')
+    parser.add_argument('what', nargs='*', help='sweeps, ncu or works (default: the first two)')
     parser.add_argument('--budget', type=float, default=600.0, help='seconds for each sweep (default 600)')
     parser.add_argument('--launch', help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.launch:
         launch(args.launch)
+        return 0
+    if 'works' in args.what:
+        record_works()
         return 0
     if not torch.cuda.is_available():
         sys.stderr.write('sight_records: there is no GPU; sweeps and counters need one\n')

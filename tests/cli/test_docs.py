@@ -291,7 +291,8 @@ def test_links_between_pages_lead_somewhere(pages):
     written = [docs.ROOT / 'README.md', *(docs.ROOT / 'docs').rglob('*.md')]
     texts = {page: page.read_text() for page in written} | {docs.ROOT / path: text for path, text in pages.items()}
     extra = {
-        docs.ROOT / 'docs' / f'{name}.md' for name in ('benchmarks', 'benchmarks-small', 'benchmarks-peers', 'examples')
+        docs.ROOT / 'docs' / f'{name}.md'
+        for name in ('benchmarks', 'benchmarks-small', 'benchmarks-peers', 'examples', 'model')
     }
     slugs = {page: re.findall('^## (.*)$', text, re.MULTILINE) for page, text in texts.items()}
     headings = {page: {h.lower().replace(' ', '-') for h in found} for page, found in slugs.items()}

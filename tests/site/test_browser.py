@@ -11,7 +11,10 @@ pytest.importorskip('selenium', reason='needs selenium: pip install "open-tile-k
 if shutil.which('chromium') is None or shutil.which('chromedriver') is None:
     pytest.skip('needs a browser: apt-get install chromium chromium-driver', allow_module_level=True)
 
-PAGES = ('index', 'docs/start', 'docs/benchmarks', 'docs/ops/quant.per_token_cast', 'docs/support', 'docs/api/quant')
+PAGES = (
+    *('index', 'docs/start', 'docs/benchmarks', 'docs/ops/quant.per_token_cast', 'docs/support', 'docs/api/quant'),
+    *('docs/model', 'docs/notebooks/moe'),
+)
 
 QUIET = (
     *('--headless', '--no-sandbox', '--disable-gpu', '--disable-quic', '--no-first-run', '--disable-sync'),

@@ -69,6 +69,22 @@ def test_a_plot_of_ops_has_one_row_for_every_selected_op(plot, expected):
     assert left <= min(width) and max(width) <= right
 
 
+def test_a_note_names_the_range_of_commits_and_the_host_plot_the_smallest_case():
+    later = record(
+        'quant.cast', '1x7168', us=2.0, gbps=1.0, commit='def4567890', date='2026-01-03T00:00:00Z', host_us=99.0
+    )
+    plot = plots.host([*RECORDS, later])
+    assert '2 commits, abc1234 to def4567' in plot.note and 'torch 2.11.0' in plot.note
+    assert dict((row[0], row[2]) for row in plot.rows)['quant.cast'] == 99.0
+
+
+def test_the_model_has_two_marks_for_every_counted_case():
+    plot = plots.model([(r, r['us'] * 1.1, r['us'] * 2) for r in RECORDS], 'Nothing is missing.')
+    assert [row[3] / row[2] for row in plot.rows] == pytest.approx([1.1] * len(RECORDS))
+    assert len(marks(plot.figure())[1]) == 2 * len(RECORDS) and plot.note.endswith('Nothing is missing.')
+    assert plots.model([]) is None
+
+
 def test_bars_start_at_zero():
     for plot in (plots.shares(RECORDS, False, 'forward'), plots.host(RECORDS)):
         assert plot.figure().axes[0].get_xlim()[0] == 0

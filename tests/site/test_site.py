@@ -6,6 +6,7 @@ from urllib.parse import unquote, urldefrag
 
 import pytest
 
+from tile_kernels import FAMILIES
 from tile_kernels.core.errors import ArgumentError
 from tile_kernels.core.registry import load_ops
 from tools.docs import site
@@ -46,6 +47,26 @@ def test_a_page_of_an_op_has_its_plot_and_the_command_that_repeats_it(built):
     text = (built / 'docs' / 'ops' / 'quant.per_token_cast.html').read_text()
     words = re.sub('<[^>]+>', '', text)
     assert 'id="sizes-quant.per_token_cast"' in text and 'tile-kernels bench quant.per_token_cast' in words
+
+
+def test_the_model_page_has_a_row_for_every_term_and_a_plot(built):
+    words = re.sub('<[^>]+>', ' ', (built / 'docs' / 'model.html').read_text())
+    assert 'id="model"' in (built / 'docs' / 'model.html').read_text() and 'are not counted yet' in words
+    assert not [term for term in ('model', *site.TERM_WORDS.values()) if term not in words]
+
+
+def test_a_notebook_lies_beside_its_page(built):
+    for family in FAMILIES:
+        text = (built / 'docs' / 'notebooks' / f'{family}.html').read_text()
+        (target,) = re.findall(r'href="([^"]+\.ipynb)"', text)
+        assert (built / 'docs' / 'notebooks' / target).is_file()
+
+
+def test_pages_say_where_their_source_is(built):
+    pages = [path for path in (built / 'docs').rglob('*.html') if path.name != 'README.html']
+    generated = ('benchmarks', 'benchmarks-small', 'examples', 'model')
+    without = [p.stem for p in pages if not re.search(r'Source of this page|>tile_kernels/[\w/]+\.py<', p.read_text())]
+    assert sorted(without) == sorted(generated)
 
 
 def test_nothing_is_requested_from_elsewhere(built):

@@ -26,6 +26,8 @@ STYLE = """
 .plot details { font-size: 0.8rem; }
 .plot td.number { text-align: right; font-variant-numeric: tabular-nums; }
 .scroll { overflow-x: auto; }
+article table.docutils :is(code, a) { white-space: normal; overflow-wrap: anywhere; }
+article table.docutils td:first-child { min-width: 7rem; }
 .scroll th, .scroll td { padding: 0.1rem 0.6rem; text-align: left; white-space: nowrap; }
 """
 

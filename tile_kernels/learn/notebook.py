@@ -34,21 +34,27 @@ def notebook(exercise: Exercise, bug: bool = False) -> dict[str, Any]:
     number = f"'{exercise.number:02d}b'" if bug else str(exercise.number)
     check = f'from tile_kernels import learn\n\nlearn.check({number}, kernel={exercise.entry});'
     cells = [
-        _cell('markdown', exercise.text('lesson.md') if not bug else f'# {exercise.bug}', 'lesson'),
-        _cell(
+        cell('markdown', exercise.text('lesson.md') if not bug else f'# {exercise.bug}', 'lesson'),
+        cell(
             'code',
             (packed('bugs', f'{exercise.number:02d}b_{exercise.name}') if bug else exercise.text('task.py')).rstrip(),
             'task',
         ),
-        _cell('code', check, 'check'),
+        cell('code', check, 'check'),
     ]
     if not bug:
-        cells.append(_cell('markdown', hints(exercise), 'hints'))
+        cells.append(cell('markdown', hints(exercise), 'hints'))
+    return document(cells)
+
+
+def document(cells: list[dict[str, Any]]) -> dict[str, Any]:
+    """A notebook of version 4 with these cells."""
     kernel = {'display_name': 'Python 3', 'language': 'python', 'name': 'python3'}
     return {'cells': cells, 'metadata': {'kernelspec': kernel}, 'nbformat': 4, 'nbformat_minor': 5}
 
 
-def _cell(kind: str, text: str, name: str) -> dict[str, Any]:
+def cell(kind: str, text: str, name: str) -> dict[str, Any]:
+    """A cell, 'markdown' or 'code', with an id."""
     made = {'cell_type': kind, 'id': name, 'metadata': {}, 'source': text.splitlines(keepends=True)}
     return made | ({'execution_count': None, 'outputs': []} if kind == 'code' else {})
 

@@ -40,6 +40,9 @@ RESULTS = Path(tile_kernels.__file__).parents[1] / 'benchmarks' / 'results'
 #: What `tools/sight_records.py` writes on a machine with a GPU.
 SWEEPS, COUNTERS = RESULTS / 'sight' / 'sweeps.jsonl', RESULTS / 'sight' / 'ncu.jsonl'
 
+#: The counted work of records, which it also writes; the site predicts times from it.
+WORKS = RESULTS / 'sight' / 'works.jsonl'
+
 #: The roofline to beat: a constant and two speeds on the bytes that ops declare.
 BASELINE = {'event_us': 4.8, 'stream_bandwidth': 4.2e12, 'half_rate': 0.8e15}
 #: The part of the error beyond which a record is counted as far off.
@@ -92,6 +95,17 @@ def timed(record: dict[str, Any], gpu: Gpu) -> Timed:
     return Timed(*about, tuple(work_of(subject, counts) for subject, counts in counted))
 
 
+def with_works(records: Iterable[dict[str, Any]], path: Path = WORKS) -> list[Timed]:
+    """The records whose work is on file."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    known = {(line['op'], line['case']): tuple(Work(**work) for work in line['works']) for line in lines}
+    return [
+        Timed(r['op'], r['case'], r['us'], r.get('graph_us'), known[r['op'], r['case']])
+        for r in records
+        if (r['op'], r['case']) in known
+    ]
+
+
 #: Kernels that were lowered last; cases that differ only in their sizes share one.
 _recent: dict[tuple, Lowered] = {}
 
@@ -124,6 +138,22 @@ def errors(found: Iterable[Timed], gpu: Gpu, off: Collection[str] = (), graph: b
     pairs = [(t.graph_us if graph else t.us, time_us(t.works, gpu, off, graph)) for t in found if t.works]
     wrong = np.array([abs(predicted / us - 1) for us, predicted in pairs if us])
     return Errors(float(np.median(wrong)), float(np.percentile(wrong, 90)), int((wrong > FAR).sum()), len(wrong))
+
+
+def error_rows(found: Sequence[Timed], gpu: Gpu) -> list[tuple[str, Errors, Errors]]:
+    """The errors of the roofline, of the model and of the model without each term: of all and of held-out shapes."""
+    held = [t for t in found if t.held_out]
+    rows: list[tuple[str, Gpu, Collection[str]]] = [
+        ('roofline, two constants', baseline(gpu), TERMS),
+        ('model', gpu, ()),
+        *((f'without {term}', gpu, (term,)) for term in TERMS),
+    ]
+    return [(name, errors(found, on, off), errors(held, on, off)) for name, on, off in rows]
+
+
+def baseline(gpu: Gpu) -> Gpu:
+    """The GPU with the constants of the roofline."""
+    return replace(gpu, speeds={**gpu.speeds, **BASELINE})
 
 
 def fit(found: Sequence[Timed], gpu: Gpu) -> dict[str, float]:
@@ -243,16 +273,13 @@ def _not_recorded(path: Path) -> str:
 
 def _print_times(found: Sequence[Timed], gpu: Gpu, say: Any) -> None:
     good = [t for t in found if t.works]
-    held = [t for t in good if t.held_out]
-    if not held:
+    if not any(t.held_out for t in good):
         say('V1  no records: benchmarks/results is not in the package')
         return
     say(f'V1  {len(good)} records, {len(found) - len(good)} have no case any more')
-    plain = replace(gpu, speeds={**gpu.speeds, **BASELINE})
-    rows: list[tuple[str, Gpu, Collection[str]]] = [('roofline, two constants', plain, TERMS), ('model', gpu, ())]
-    for name, on, off in [*rows, *((f'without {term}', gpu, (term,)) for term in TERMS)]:
-        say(f'    {name:<26}{errors(good, on, off)}')
-        say(f'    {"  held-out shapes":<26}{errors(held, on, off)}')
+    for name, every, kept in error_rows(good, gpu):
+        say(f'    {name:<26}{every}')
+        say(f'    {"  held-out shapes":<26}{kept}')
     say(f'    {"in a CUDA graph":<26}{errors(good, gpu, graph=True)}')
     decided = ', '.join(f'{name} {number}' for name, number in deciding(good, gpu).most_common())
     say(f'    what takes longest, by records: {decided}')

@@ -44,6 +44,7 @@ from tools.docs.api import (
     markdown,
     public_names,
     signature,
+    source_link,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -164,10 +165,11 @@ def calling(op: Op) -> str:
 
 
 def relations(op: Op) -> str:
-    """Operator, twin and backward of an op, one paragraph each."""
+    """Operator, twin, source and backward of an op, one paragraph each."""
     found = {
         'Operator': f'`torch.ops.tile_kernels.{op.schema}`',
         'Plain PyTorch': f'`{op.twin.__module__}.{op.twin.__name__}`',
+        'Source': source_link(sys.modules[op.fn.__module__]),
     }
     if op.backward == 'identity':
         found['Backward'] = 'the gradient passes straight through'

@@ -10,24 +10,30 @@ from __future__ import annotations
 
 import argparse
 import ast
+import multiprocessing
 import os
 import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from tile_kernels import plots
+from tile_kernels import FAMILIES, plots
 from tile_kernels.cli.bench import GPU_TIMER, read_records
 from tile_kernels.cli.report import STYLE
 from tile_kernels.core.errors import ArgumentError
+from tile_kernels.core.gpus import GPUS
 from tile_kernels.core.op import Op
 from tile_kernels.core.registry import load_ops
 from tile_kernels.plots import Plot
+from tile_kernels.sight import validate
+from tile_kernels.sight.model import TERMS, time_us
 from tile_kernels.testing.records import Record
+from tools.docs import notebooks
 from tools.docs.api import GENERATED, markdown
-from tools.docs.pages import ROOT, current, layer_records, measured, pages, readme
+from tools.docs.pages import README_DEVICE, ROOT, current, layer_records, measured, pages, readme
 
 #: Folders that pages link to. Sphinx copies the files that are named.
 LINKED = ('tile_kernels', 'examples', 'benchmarks', 'tests', 'tools', 'LICENSE')
@@ -35,12 +41,22 @@ LINKED = ('tile_kernels', 'examples', 'benchmarks', 'tests', 'tools', 'LICENSE')
 #: The groups of the navigation and their pages below `docs`; pages that do not exist are left out.
 NAVIGATION = {
     'Begin': ('start', 'choosing', 'known-calls', 'migration', 'troubleshooting'),
+    'Families': tuple(f'notebooks/{family}' for family in FAMILIES),
     'Guides': ('moe-layer', 'real-models', 'formats', 'deployment', 'settings', 'scale'),
     'Without a GPU': ('interpreter', 'debugging', 'writing-an-op', 'learn'),
     'Toolbox': ('sight', 'layouts-and-lint', 'tuning-and-profiling'),
     'Reference': ('api/README', 'ops/README', 'examples', 'glossary'),
     'Numbers': ('benchmarks', 'benchmarks-small', 'benchmarks-peers', 'status', 'support', 'model'),
     'Project': ('decisions', 'notes/README', 'not-here', '../CHANGELOG', '../CONTRIBUTING'),
+}
+
+
+#: What the terms of the model are called on its page.
+TERM_WORDS = {
+    'without counted': 'declared instead of counted bytes',
+    'without fill': 'without the term for few blocks',
+    'without next': 'without a cost for each further launch',
+    'without alu': 'without other arithmetic',
 }
 
 
@@ -61,6 +77,8 @@ def build(out: Path, root: Path = ROOT, ops: Sequence[str] | None = None) -> Non
 def stage(folder: Path, root: Path = ROOT, ops: Sequence[str] | None = None) -> None:
     """Put all pages of the site into a folder with the layout of the checkout."""
     shutil.copytree(root / 'docs', folder / 'docs', dirs_exist_ok=True)
+    for page in (folder / 'docs').rglob('*.md'):
+        page.write_text(f'{page.read_text()}\n\n{{download}}`Source of this page <{page.name}>`\n')
     for name in ('CHANGELOG.md', 'CONTRIBUTING.md'):
         shutil.copy(root / name, folder / name)
     for name in LINKED:
@@ -76,10 +94,16 @@ def stage(folder: Path, root: Path = ROOT, ops: Sequence[str] | None = None) -> 
         target = folder / path.relative_to(root)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
-    for op in known:
-        if ops is None or op.name in ops:
-            page = folder / 'docs' / 'ops' / f'{op.name}.md'
-            page.write_text(page.read_text() + op_plots(op, records, every))
+    drawn = [op.name for op in known if ops is None or op.name in ops]
+    parts = [[[r for r in group if r['op'] == name] for name in drawn] for group in (records, every)]
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context('fork')) as pool:
+        for name, section in zip(drawn, pool.map(op_plots, drawn, *parts), strict=True):
+            page = folder / 'docs' / 'ops' / f'{name}.md'
+            page.write_text(page.read_text() + section)
+    for path in notebooks.write(folder / 'docs' / 'notebooks'):
+        links = (path.name, 'This page as a notebook'), (f'../api/{path.stem}.md', 'All functions')
+        page = path.with_suffix('.md')
+        page.write_text('\n\n'.join([page.read_text(), *(f'[{words}]({target})' for target, words in links)]))
     for part in ('ops', 'api', 'notes'):
         index = folder / 'docs' / part / 'README.md'
         index.write_text(f'{index.read_text()}\n\n{toctree("", ["*"], glob=True)}')
@@ -117,12 +141,13 @@ def toctree(caption: str, names: Sequence[str], *, glob: bool = False) -> str:
 
 
 def extra_pages(records: Sequence[Record], every: Sequence[Record], root: Path) -> dict[str, str]:
-    """Pages that only the site has: benchmarks and examples."""
+    """Pages that only the site has: benchmarks, examples and the model of times."""
     return {
         'benchmarks': benchmarks_page(records, every, root),
         'benchmarks-small': small_page(records),
         **peers_pages(every, root),
         'examples': examples_page(root),
+        'model': model_page(records),
     }
 
 
@@ -131,7 +156,7 @@ def benchmarks_page(records: Sequence[Record], every: Sequence[Record], root: Pa
     results = root / 'benchmarks' / 'results'
     others, layers = (read_records(results / part / 'h200.jsonl') for part in ('peers', 'layer'))
     sections = {
-        'Memory-bound ops': (plots.shares(records, False, 'forward'), plots.shares(records, True, 'gradients')),
+        'Time relative to a copy': (plots.shares(records, False, 'forward'), plots.shares(records, True, 'gradients')),
         'Matrix products': (plots.roofline(records, others),),
         'A whole layer': (plots.layers(layers), plots.decoder_layers(layer_records(root))),
     }
@@ -143,7 +168,8 @@ def benchmarks_page(records: Sequence[Record], every: Sequence[Record], root: Pa
         '`tile-kernels bench OP` repeats the numbers of an op on your GPU. `python tools/gpu_check.py` repeats all of '
         'them, and `tile-kernels report` draws them for your own records.\n\n'
         'Not measured: any GPU but one H200, and links between GPUs. [Status](status.md) says what was run where. '
-        '[Small calls](benchmarks-small.md) and [other libraries](benchmarks-peers.md) have pages of their own.'
+        '[Small calls](benchmarks-small.md), [other libraries](benchmarks-peers.md) and [predictions](model.md) have '
+        'pages of their own.'
     )
     return '\n\n'.join([GENERATED, '# Benchmarks', method, *known]) + '\n'
 
@@ -182,6 +208,39 @@ def peers_pages(every: Sequence[Record], root: Path) -> dict[str, str]:
     return pages
 
 
+def model_page(records: Sequence[Record]) -> str:
+    """Predicted beside measured times, and the errors of the model with each of its terms switched off."""
+    gpu = GPUS[README_DEVICE.lower()]
+    own = {(r['op'], r['case']): r for r in records if gpu.name in r['device']}
+    found = validate.with_works(own.values())
+    plain = validate.baseline(gpu)
+    pairs = [(own[t.op, t.case], time_us(t.works, gpu), time_us(t.works, plain, TERMS)) for t in found]
+    rows = [
+        (TERM_WORDS.get(name, name), *(cell for e in both for cell in (f'{e.median:.1%}', f'{e.p90:.1%}', e.far)))
+        for name, *both in (validate.error_rows(found, gpu) if found else ())
+    ]
+    held = sum(t.held_out for t in found)
+    kinds = (f'all {len(found)}', f'{held} held out')
+    heading = (
+        '',
+        *(f'{kind}: {what}' for kind in kinds for what in ('median error', '90th percentile', 'beyond 25 %')),
+    )
+    about = (
+        '`tile_kernels.sight` predicts the time of a kernel from bytes and products that it counts in lowered code. '
+        '[Predict a kernel](sight.md) has the terms of the model. This page compares it with times of an H200.\n\n'
+        'Held-out shapes had no part in the fit of the constants. '
+        'The baseline is a roofline with two constants on the bytes that an op declares.\n\n'
+        '`python tools/sight_records.py works` counts cases that are missing here. It needs no GPU.'
+    )
+    commits = ', '.join(sorted({r['commit'][:7] for r in read_records(validate.WORKS)})) if found else ''
+    missing = (
+        f'{len(own) - len(found)} measured cases are not counted yet; those shown are a random sample. '
+        f'Kernels were counted at commit {commits}.'
+    )
+    plot = raw(plots.model(pairs, missing))
+    return '\n\n'.join([GENERATED, '# Predicted and measured times', about, markdown(heading, rows), plot]) + '\n'
+
+
 def examples_page(root: Path) -> str:
     """The programs of `examples`, each with the first line of its docstring."""
     rows = []
@@ -194,13 +253,11 @@ def examples_page(root: Path) -> str:
     return f'{GENERATED}\n\n# Examples\n\n{about}\n\n{markdown(("program", "what it shows"), rows)}\n'
 
 
-def op_plots(op: Op, records: Sequence[Record], every: Sequence[Record]) -> str:
+def op_plots(name: str, own: Sequence[Record], rounds: Sequence[Record]) -> str:
     """The plots of one op as a section of its page; empty if it was not measured."""
-    own = [record for record in records if record['op'] == op.name]
-    rounds = [record for record in every if record['op'] == op.name]
-    found = [plots.sizes(own, f'sizes-{op.name}'), plots.history(rounds, f'history-{op.name}')]
+    found = [plots.sizes(own, f'sizes-{name}'), plots.history(rounds, f'history-{name}')]
     drawn = [raw(plot) for plot in found if plot is not None]
-    repeat = f'Repeat these numbers: `tile-kernels bench {op.name}`.'
+    repeat = f'Repeat these numbers: `tile-kernels bench {name}`.'
     return '\n\n'.join(['', '## Plots', repeat, *drawn]) if drawn else ''
 
 
