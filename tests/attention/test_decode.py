@@ -13,6 +13,8 @@ from tile_kernels.attention import (
     flash_attn_with_kvcache,
 )
 from tile_kernels.attention.decode import automatic_splits
+from tile_kernels.attention.decode_kernels import decode_kernel
+from tile_kernels.sight.guards import unguarded_loads
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 BF16 = torch.bfloat16
@@ -174,3 +176,36 @@ def test_pages_have_no_gradient():
         flash_attn_varlen_func(
             q.flatten(0, 1).requires_grad_(), k_pages, v_pages, ints(0, 2, 4), ints(0, 40, 80), block_table=table
         )
+
+
+def test_generated_code_loads_queries_of_the_tile_only():
+    static = (72, 72, torch.bfloat16, torch.float8_e4m3fn, 64, False, False, 'cache', True)
+    source = decode_kernel.source((*static, False, False, None, False, False, False, False))
+    assert 'q_local_cast' in source and unguarded_loads(source) == []
+
+
+def test_factors_of_every_token():
+    torch.manual_seed(0)
+    q = torch.randn(2, 3, 4, 64, device=DEVICE).to(BF16)
+    codes = [torch.randn(5, 16, 2, 64, device=DEVICE).to(FP8) for _ in range(2)]
+    factors = [
+        torch.rand(5, 16, 2, device=DEVICE) * 10.0 ** torch.randint(-3, 2, (5, 16, 2), device=DEVICE) for _ in codes
+    ]
+    wide = [(x.float() * f[..., None]).to(BF16) for x, f in zip(codes, factors, strict=True)]
+    table, given = ints(3, 1, 0, 4).view(2, 2), dict(k_descale=factors[0], v_descale=factors[1])
+    options: dict = dict(cache_seqlens=ints(30, 17), block_table=table, causal=True, num_splits=1)
+    o = flash_attn_with_kvcache(q, *codes, **given, **options)
+    assert torch.equal(o, flash_attn_with_kvcache(q, *wide, **options))  # products are those of the wide cache
+    packed = flash_attn_varlen_func(
+        q.flatten(0, 1), *codes, ints(0, 3, 6), seqused_k=ints(30, 17), block_table=table, causal=True, **given
+    )
+    torch.testing.assert_close(packed, o.flatten(0, 1), rtol=1e-2, atol=1e-2)
+    for wrong, sentence in (
+        (dict(v_descale=torch.ones(2, 2, device=DEVICE)), 'v_descale must have the dimensions of k_descale'),
+        (dict(k_descale=factors[0][:4]), r'k_descale must be a scalar or \(2, 2\)'),
+        (dict(k=wide[0][:2, :1], v=wide[1][:2, :1]), 'k must be None with factors of every token'),
+        (dict(q=q.to(FP8)), r'k_descale must be a scalar or \(2, 2\)'),
+    ):
+        call = dict(q=q, k_cache=codes[0], v_cache=codes[1]) | given | options | wrong
+        with pytest.raises(ArgumentError, match=sentence):
+            flash_attn_with_kvcache(**call)

@@ -117,6 +117,26 @@ def test_heads_of_512_columns(gpu):
         flash_attn_func(q.detach(), k, v[..., :256])
 
 
+def test_heads_of_512_columns_in_pages():
+    torch.manual_seed(0)
+    q, k, v = normal(1, 3, 2, 512), normal(3, 16, 1, 512), normal(3, 16, 1, 512)
+    own = [x[[2, 0]].flatten(0, 1)[None, :20] for x in (k, v)]
+    visible = torch.ones(3, 20, dtype=torch.bool, device=DEVICE).tril(17)
+    expected, expected_lse = plain(q, *own, 512**-0.5, visible)
+    table, lengths, out = ints(2, 0)[None], ints(17), torch.empty_like(q)
+    k[0, 1:4], v[0, 1:4] = math.nan, math.nan  # to be overwritten
+    with knobs(interpret=True):
+        given: dict = dict(block_table=table, causal=True, return_softmax_lse=True, out=out)
+        o, lse = flash_attn_with_kvcache(q, k, v, own[0][:, 17:], own[1][:, 17:], cache_seqlens=lengths, **given)
+        given = dict(seqused_k=lengths + 3, block_table=table, causal=True)
+        packed = flash_attn_varlen_func(q[0], k, v, ints(0, 3), **given)
+    assert o is out and (o - expected).abs().max().item() <= floor(expected)
+    assert (packed - expected[0]).abs().max().item() <= floor(expected)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-4)
+    with pytest.raises(ArgumentError, match='last extent of q must be a multiple of 8 up to 256, got 512'):
+        flash_attn_with_kvcache(q, k.to(FP8), v.to(FP8), cache_seqlens=lengths, block_table=table)
+
+
 # fp8 ----------------------------------------------------------------------------------------
 
 

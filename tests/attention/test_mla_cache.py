@@ -61,6 +61,26 @@ def test_nan_stays_nan_and_spoils_nothing_else():
     assert wide[0, 5].isnan() and wide.isnan().sum() == 1 and torch.equal(wide[0, 128:], clean[0, 128:])
 
 
+def test_pages_of_584_bytes():
+    kv = torch.zeros(2, 4, 1, 512, device=DEVICE, dtype=BF16)
+    kv[0, 1, 0, 0], kv[0, 1, 0, 64], kv[0, 1, 0, 511] = 448.0, 450.0, 1.5
+    cache = pack_mla_cache(kv)
+    page = cache[0].cpu().flatten()
+    assert cache.shape == (2, 4, 1, 584) and page[576].item() == 0x7E and page[576 + 64].item() == 0x76
+    assert page[576 : 2 * 576][448:].view(BF16)[63].item() == 1.5
+    assert page[4 * 576 :].view(4, 8)[1].tolist() == [127, 128, 114, 114, 114, 114, 114, 0]
+    wide = torch.randn(2, 4, 1, 512, device=DEVICE).to(BF16)
+    slots = torch.tensor([7, -1, 0, 8], device=DEVICE)
+    assert pack_mla_cache(wide.view(8, 512)[:4], cache, slots) is cache
+    read, whole = unpack_mla_cache(cache).view(8, 512), unpack_mla_cache(pack_mla_cache(wide)).view(8, 512)
+    assert torch.equal(read[7], whole[0]) and torch.equal(read[0], whole[2]) and read[1, 64].item() == 448.0
+    assert (read[2:7] == 0).all() and (whole.float() - wide.view(8, 512).float()).abs().max() <= 0.25
+    with pytest.raises(ArgumentError, match='page_size must be a multiple of 2, got 3'):
+        pack_mla_cache(wide[:, :3])
+    with pytest.raises(ArgumentError, match='cache must have contiguous pages'):
+        unpack_mla_cache(cache[:, 1:3])
+
+
 @pytest.mark.parametrize(
     ('arguments', 'sentence'),
     [
@@ -76,5 +96,5 @@ def test_nan_stays_nan_and_spoils_nothing_else():
 def test_bad_arguments_are_told(arguments, sentence):
     with pytest.raises(ArgumentError, match='attention.pack_mla_cache: ' + sentence):
         pack_mla_cache(*arguments)
-    with pytest.raises(ArgumentError, match=r'attention.unpack_mla_cache: cache must be \(..., 656\)'):
+    with pytest.raises(ArgumentError, match=r'attention.unpack_mla_cache: cache must be \(..., 656\) or'):
         unpack_mla_cache(torch.zeros(2, 600).byte())

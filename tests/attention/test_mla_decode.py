@@ -36,22 +36,22 @@ def ints(*values):
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
-def operands(batch=2, tokens=1, heads=2, keys=40, page=16):
+def operands(batch=2, tokens=1, heads=2, keys=40, page=16, width=576):
     """Queries, keys, and a cache with shuffled pages and its table; behind the keys the cache holds NaN."""
-    q = torch.randn(batch, tokens, heads, 576, device=DEVICE).to(BF16)
-    kv = torch.randn(batch, keys, 576, device=DEVICE).to(BF16)
+    q = torch.randn(batch, tokens, heads, width, device=DEVICE).to(BF16)
+    kv = torch.randn(batch, keys, width, device=DEVICE).to(BF16)
     pages = -(-keys // page)
     table = torch.randperm(batch * pages, device=DEVICE).int().view(batch, pages)
-    filled = torch.full((batch, pages * page, 576), math.nan, device=DEVICE, dtype=BF16)
+    filled = torch.full((batch, pages * page, width), math.nan, device=DEVICE, dtype=BF16)
     filled[:, :keys] = kv
-    cache = torch.full((batch * pages, page, 1, 576), math.nan, device=DEVICE, dtype=BF16)
-    cache[table.flatten().long()] = filled.view(batch * pages, page, 1, 576)
+    cache = torch.full((batch * pages, page, 1, width), math.nan, device=DEVICE, dtype=BF16)
+    cache[table.flatten().long()] = filled.view(batch * pages, page, 1, width)
     return q, kv, cache, table
 
 
 def plain(q, k, hidden=None, sink=None):
     """Latent attention of (batch, tokens, heads, 576) over (batch, keys, 576) in float32."""
-    scores = torch.einsum('bthc,bjc->bthj', q.float(), k.float()) * 576**-0.5
+    scores = torch.einsum('bthc,bjc->bthj', q.float(), k.float()) * q.shape[-1] ** -0.5
     if hidden is not None:
         scores = scores.masked_fill(hidden, -math.inf)
     below = scores.logsumexp(-1)
@@ -167,8 +167,15 @@ def test_sparse_prefill_equals_decode_with_lists():
     torch.testing.assert_close(top, expected, rtol=1e-5, atol=1e-4)
 
 
-def test_an_fp8_cache_is_its_wide_form():
-    q, _, cache, table = operands(tokens=2, heads=3, keys=40)
+def test_keys_of_512_channels_are_values_as_a_whole():
+    for tokens, heads in ((3, 2), (1, 33)):
+        q, kv, cache, table = operands(tokens=tokens, heads=heads, keys=37, width=512)
+        check_plain(*run(q, cache, table, 37), plain(q, kv))
+
+
+@pytest.mark.parametrize('width', [576, 512])
+def test_an_fp8_cache_is_its_wide_form(width):
+    q, _, cache, table = operands(tokens=2, heads=3, keys=40, width=width)
     packed = pack_mla_cache(cache)
     wide = unpack_mla_cache(packed)
     expected = run(q, wide, table, 40, causal=True, num_splits=2)
@@ -351,7 +358,8 @@ def test_a_planted_race_is_found(race, monkeypatch, tmp_path):
         (dict(topk_length=ints(1).cpu()), 'topk_length must come with indices'),
         (dict(k_cache=torch.zeros(5, 24, 1, 576, dtype=BF16)), 'page_size must be a multiple of 16, got 24'),
         (dict(q=torch.zeros(2, 1, 129, 576, dtype=BF16)), 'heads of q must be at most 128'),
-        (dict(q=torch.zeros(2, 1, 2, 512, dtype=BF16)), r'q must be \(batch, tokens, heads, 576\)'),
+        (dict(q=torch.zeros(2, 1, 2, 544, dtype=BF16)), r'q must be \(batch, tokens, heads, 576\)'),
+        (dict(q=torch.zeros(2, 1, 2, 512, dtype=BF16)), r'k_cache must be \(pages, page_size, 1, 512\)'),
     ],
 )
 def test_bad_arguments_are_told(given, sentence):

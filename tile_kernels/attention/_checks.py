@@ -10,6 +10,8 @@ from tile_kernels.core import check
 HALVES = (torch.bfloat16, torch.float16)
 FP8 = torch.float8_e4m3fn
 MAX_DIM = 256
+#: Columns of queries and keys beyond `MAX_DIM` that the forward kernels by mma take, with up to 256 columns of values.
+WIDE_DIM = 512
 #: A side of the band without bound, and the largest one that counts; tokens of a sequence are fewer.
 UNBOUNDED = 1 << 30
 
@@ -46,10 +48,20 @@ def check_tensors(**tensors: Tensor | None) -> None:
             check.tensor(x, name)
 
 
-def check_dim(extent: int, name: str) -> None:
-    """A head dimension."""
+def check_dim(extent: int, name: str, wide: bool = False) -> None:
+    """A head dimension; `wide` ones are legal where a caller says so."""
+    if wide and extent == WIDE_DIM:
+        return
     if extent < 8 or extent > MAX_DIM or extent % 8:
         check.fail(name, f'must be a multiple of 8 up to {MAX_DIM}', str(extent))
+
+
+def value_parts(q: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Values as kernels take them: in halves for queries of 512 columns."""
+    if q.shape[-1] != WIDE_DIM:
+        return (v,)
+    check.equal(v.shape[-1], WIDE_DIM, f'the last extent of v with queries of {WIDE_DIM} columns')
+    return v.chunk(2, dim=-1)
 
 
 def check_heads(q_heads: int, kv_heads: int, name: str = 'k') -> None:

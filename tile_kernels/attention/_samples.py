@@ -136,12 +136,13 @@ def random_cache(
     holes: bool = False,
     wrong: bool = False,
     padding: tuple = (),
+    by_token: bool = False,
 ) -> dict:
     """Arguments of `decode`. Whatever no sequence uses holds NaN: tails, spare pages, holes.
 
     Pages are shuffled. With `wrong`, the first sequence has a page that does not exist and the second is too long.
-    With `padding`, sequences start behind as many tokens and own the rows of a larger cache in reverse order; the first
-    has none.
+    With `by_token`, every token of an fp8 cache has factors. With `padding`, sequences start behind as many tokens and
+    own the rows of a larger cache in reverse order; the first has none.
     """
     number = len(lengths)
     together = isinstance(queries, tuple)
@@ -194,14 +195,17 @@ def random_cache(
     stored = torch.float8_e4m3fn if fp8 else dtype
     made |= dict(k_cache=caches[0].to(stored), v_cache=caches[1].to(stored))
     if fp8:
-        made |= dict(k_descale=torch.rand(number, heads[1]) + 0.5, v_descale=torch.rand(number, heads[1]) + 0.5)
+        factors = [torch.rand(*shape, heads[1]) if by_token else torch.rand(number, heads[1]) for _ in dims]
+        if by_token:
+            factors = [x.masked_fill(~used.to(x.device)[..., None], math.nan) for x in factors]
+        made |= dict(k_descale=factors[0] + 0.5, v_descale=factors[1] + 0.5)
     made['sink'] = None if sink is None else torch.randn(heads[0]).to(sink)
     return made | dict(scale=dims[0] ** -0.5, left=band[0], right=band[1], softcap=softcap, num_splits=splits)
 
 
 # Latent attention ---------------------------------------------------------------------------
 
-LATENT, KEY, TOKEN_BYTES = 512, 576, 656
+LATENT, KEY, TOKEN_BYTES, PAGE_BYTES = 512, 576, 656, 584
 
 
 def random_latents(
@@ -212,12 +216,15 @@ def random_latents(
     odd: bool = False,
     strided: bool = False,
     last: bool = False,
+    page: int = 0,
 ) -> dict:
     """Arguments of `pack_mla_cache`; with `placed`, slots are shuffled and some tokens are skipped.
 
-    With `odd`, tokens hold NaN, infinities, zeros and exact powers of two. With `last`, the last slot is used.
+    With `odd`, tokens hold NaN, infinities, zeros and exact powers of two. With `last`, the last slot is used. With
+    `page`, keys have 512 channels, and pages so many tokens and a gap behind them if `strided`.
     """
-    kv = torch.randn(tokens, KEY + 24 * strided).to(torch.bfloat16)[:, 8 * strided : KEY + 8 * strided]
+    width = LATENT if page else KEY
+    kv = torch.randn(tokens, width + 24 * strided).to(torch.bfloat16)[:, 8 * strided : width + 8 * strided]
     if odd:
         kv[0, 3], kv[0, 200], kv[0, 300:302] = math.nan, math.inf, -0.0
         kv[1, :256] = 0.0
@@ -230,12 +237,29 @@ def random_latents(
         chosen = [capacity - 1] if last else random.Random(capacity).sample(range(capacity), tokens)
         chosen[1::3] = [-1 - i if i % 2 else capacity + i for i in range(len(chosen[1::3]))]
         slots = torch.tensor(chosen, dtype=torch.int64)
-    cache = torch.randint(0, 256, (capacity, TOKEN_BYTES), dtype=torch.uint8)
+    if page:
+        rows = torch.randint(0, 256, (capacity // page, page * PAGE_BYTES + 16 * strided), dtype=torch.uint8)
+        cache = rows[:, : page * PAGE_BYTES].unflatten(1, (page, 1, PAGE_BYTES))
+    else:
+        cache = torch.randint(0, 256, (capacity, TOKEN_BYTES), dtype=torch.uint8)
     return dict(kv=kv, cache=cache.view(torch.float8_e4m3fn) if fp8 else cache, slots=slots)
 
 
-def random_tokens(shape: tuple, fp8: bool = False, odd: bool = False) -> dict:
+def random_pages(pages: int, page: int, odd: bool = False) -> Tensor:
+    """Tokens of 584 bytes: half of all codes, NaN not among them, and any exponents; `odd` ones are extreme."""
+    rows = torch.randint(0, 256, (pages, page, 576), dtype=torch.uint8) & 0xFE
+    rows[..., 448:] = torch.randn(pages, page, 64).to(torch.bfloat16).view(torch.uint8)
+    exponents = torch.randint(110, 140, (pages, page, 8), dtype=torch.uint8)
+    if odd:
+        exponents[0, 0, :4] = torch.tensor([0, 1, 254, 127], dtype=torch.uint8)
+    flat = torch.cat((rows.flatten(1), exponents.flatten(1)), dim=1)
+    return flat.unflatten(1, (page, 1, PAGE_BYTES))
+
+
+def random_tokens(shape: tuple, fp8: bool = False, odd: bool = False, paged: bool = False) -> dict:
     """The argument of `unpack_mla_cache`: half of all codes, NaN not among them; factors are any numbers."""
+    if paged:
+        return dict(cache=random_pages(shape[0], shape[1], odd))
     cache = torch.randint(0, 256, (*shape, TOKEN_BYTES), dtype=torch.uint8) & 0xFE
     factors = torch.randn(*shape, 4)
     if odd:
@@ -257,6 +281,15 @@ def packed_latents(kv: Tensor) -> Tensor:
     return torch.cat((codes, factors.view(torch.uint8), rotary.view(torch.uint8)), dim=-1)
 
 
+def packed_pages(kv: Tensor) -> Tensor:
+    """The same for pages (pages, page, 1, 512) of 584 bytes per token."""
+    pages, page = kv.shape[:2]
+    codes = (kv[..., :448].float() * 64).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    rows = torch.cat((codes, kv[..., 448:].to(torch.bfloat16).contiguous().view(torch.uint8)), dim=-1)
+    factors = torch.full((pages, page * 8), 127 - 6, dtype=torch.uint8)
+    return torch.cat((rows.flatten(1), factors), dim=1).unflatten(1, (page, 1, PAGE_BYTES))
+
+
 def random_latent_cache(
     queries: int,
     lengths: tuple,
@@ -271,9 +304,11 @@ def random_latent_cache(
     short: bool = False,
     holes: bool = False,
     wrong: bool = False,
+    width: int = KEY,
 ) -> dict:
-    """Arguments of `mla_decode`. Whatever no sequence uses holds NaN: tails, spare pages, holes, keys not listed.
+    """Arguments of `mla_decode`, whose keys have `width` channels.
 
+    Whatever no sequence uses holds NaN: tails, spare pages, holes, keys not listed.
     With `topk`, every token has a list that may name keys twice; the lists behind the first token are empty. With
     `short`, only part of it counts. With `wrong`, the first sequence has a page that does not exist and the second is
     too long.
@@ -295,7 +330,7 @@ def random_latent_cache(
         slots = [own[t // page] * page + t % page for t in range(length if small else 0) if own[t // page] >= 0]
         own_slots.append(slots)
         seen.update(slots if not topk else ())
-    q = torch.randn(number, queries, heads, KEY).to(dtype)
+    q = torch.randn(number, queries, heads, width).to(dtype)
     made: dict = dict(q=q)
     if topk:
         limits = [topk * (i + 1) // (number + 1) if short else topk for i in range(number)]
@@ -318,11 +353,11 @@ def random_latent_cache(
             given[1] += 10_000
         made |= dict(block_table=table.to(q.device), cache_seqlens=given)
     used = torch.tensor([not small or slot in seen for slot in range(pages * page if small else 1)])
-    kv = torch.randn(pages * page, KEY)
-    kv = torch.where(used[:, None], kv, math.nan).view(pages, page, 1, KEY)
-    made['k_cache'] = packed_latents(kv) if fp8 else kv.to(dtype)
+    kv = torch.randn(pages * page, width)
+    kv = torch.where(used[:, None], kv, math.nan).view(pages, page, 1, width)
+    made['k_cache'] = (packed_latents(kv) if width == KEY else packed_pages(kv)) if fp8 else kv.to(dtype)
     made['sink'] = None if sink is None else torch.randn(heads).to(sink)
-    return made | dict(scale=KEY**-0.5, causal=causal, num_splits=splits)
+    return made | dict(scale=width**-0.5, causal=causal, num_splits=splits)
 
 
 def latent_products(
@@ -331,8 +366,8 @@ def latent_products(
     """Operations of the two products if every sequence fills its pages."""
     rows = math.prod(q.shape[:-1])
     if indices is not None:
-        return 2 * rows * indices.shape[-1] * (KEY + LATENT)
-    return 2 * rows * k_cache.shape[0] * k_cache.shape[1] // max(q.shape[0], 1) * (KEY + LATENT)
+        return 2 * rows * indices.shape[-1] * (q.shape[-1] + LATENT)
+    return 2 * rows * k_cache.shape[0] * k_cache.shape[1] // max(q.shape[0], 1) * (q.shape[-1] + LATENT)
 
 
 def random_lists(

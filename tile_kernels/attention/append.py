@@ -167,8 +167,8 @@ def append(
     check.shape(v_cache, 'v_cache', names, dtype=k_cache.dtype, dim=value_dim, **known)
     if v_cache.shape[:-1] != k_cache.shape[:-1]:
         check.fail('v_cache', f'must be {(*k_cache.shape[:-1], "dim")}', check.describe(v_cache))
-    check_dim(dim, 'the last extent of k')
-    check_dim(value_dim, 'the last extent of v')
+    check_dim(dim, 'the last extent of k', True)
+    check_dim(value_dim, 'the last extent of v', True)
     check_vectors(k=k, v=v, k_cache=k_cache, v_cache=v_cache)
     check.packed(cache_seqlens, 'cache_seqlens', 'sequences', torch.int32, sequences=number)
     check.packed(cu_seqlens, 'cu_seqlens', 'sequences+1', torch.int32)

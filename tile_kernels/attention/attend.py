@@ -20,6 +20,7 @@ from tile_kernels.attention._checks import (
     FP8,
     HALVES,
     SINKS,
+    WIDE_DIM,
     bound,
     check_band,
     check_dim,
@@ -31,6 +32,7 @@ from tile_kernels.attention._checks import (
     refuse,
     take,
     take_margin,
+    value_parts,
     window_of,
 )
 from tile_kernels.attention._samples import SUMS, products, random_attention
@@ -46,7 +48,7 @@ from tile_kernels.attention.attend_bwd_kernels import (
 from tile_kernels.attention.attend_bwd_sm90_kernels import attend_bwd_sm90_kernel, bwd_keys
 from tile_kernels.attention.attend_kernels import BLOCK_M, LOG2E, attend_kernel
 from tile_kernels.attention.attend_sm90_kernels import ATTEND, attend_sm90_kernel
-from tile_kernels.attention.decode import decode, spread_scale, widen_queries
+from tile_kernels.attention.decode import attend_cache, spread_scale, widen_queries
 from tile_kernels.core import check
 from tile_kernels.core.autograd import autocast, needs_gradient
 from tile_kernels.core.cases import grid
@@ -54,8 +56,6 @@ from tile_kernels.core.launch import gpu_of, launch, num_workers, variant_for
 from tile_kernels.core.op import op
 
 MAX_ROWS = (1 << 31) - (1 << 17)
-#: Columns of queries beyond 256 that the forward kernels take, with up to 256 columns of values.
-WIDE_DIM = 512
 #: In place of a scale of 0, which would make NaN of what is hidden.
 MIN_SCALE = 1e-30
 
@@ -90,8 +90,7 @@ def _check(
     *_, value_dim = check.shape(
         v, 'v', f'{lead}tokens heads dim', dtype=q.dtype, tokens=k_tokens, heads=kv_heads, **same
     )
-    if dim != WIDE_DIM or not wide:
-        check_dim(dim, 'the last extent of q')
+    check_dim(dim, 'the last extent of q', wide)
     check_dim(value_dim, 'the last extent of v')
     check_heads(q_heads, kv_heads)
     check_vectors(q=q, k=k, v=v)
@@ -307,10 +306,10 @@ def _attend_wide(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *lengths: Any, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """Attention of heads of 512 columns: one call for each half of the values."""
-    check.equal(check.tensor(v, 'v').shape[-1], WIDE_DIM, 'the last extent of v with queries of 512 columns')
+    parts = value_parts(q, v)
     if needs_gradient(q, k, v, sink):
         check.fail('q', f'must not require a gradient with {WIDE_DIM} columns', check.describe(q))
-    halves = [attend(q, k, part, sink, *lengths, **options) for part in v.chunk(2, dim=-1)]
+    halves = [attend(q, k, part, sink, *lengths, **options) for part in parts]
     return torch.cat([o for o, _ in halves], dim=-1), halves[0][1]
 
 
@@ -381,8 +380,8 @@ def flash_attn_func(
         refuse(dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale))
         (q, k, v), factors = autocast(q, k, v), {}
     options: dict[str, Any] = dict(scale=_default_scale(softmax_scale, q), left=left, right=right, softcap=softcap)
-    if factors or (splitting and q.shape[-1] != WIDE_DIM):
-        o, lse = decode(q, k, v, sink=sink, num_splits=num_splits, **options, **factors)
+    if factors or splitting:
+        o, lse = attend_cache(q, k, v, sink=sink, num_splits=num_splits, **options, **factors)
         lse = lse.transpose(1, 2)
     else:
         run = _attend_wide if q.shape[-1] == WIDE_DIM else attend
@@ -438,7 +437,8 @@ def flash_attn_varlen_func(
         block_table: (sequences, most_pages) int32, also `page_table`: k and v are pages as in
             `flash_attn_with_kvcache`, with lengths `seqused_k` or those of `cu_seqlens_k`; there is no gradient.
         q_descale: (sequences, kv_heads) float32, or one number on the device: factor of fp8 queries; 1 unless given.
-        k_descale: the same of keys; in pages, keys may be of fp8 and queries not.
+        k_descale: the same of keys; in pages, keys may be of fp8 and queries not. Then there may also be one for every
+            token and head, (pages, page_size, kv_heads).
         v_descale: the same of values.
         foreign: as there; `sm_margin` has no effect with pages.
 
@@ -474,8 +474,8 @@ def flash_attn_varlen_func(
         options['block_table'] = lengths_int32(block_table, 'block_table')
         if q.dtype is not FP8:
             refuse(dict(q_descale=q_descale))
-            factors = dict(k_descale=spread_scale(k_descale, 'k_descale', number, kv_heads, k))
-            factors |= dict(v_descale=spread_scale(v_descale, 'v_descale', number, kv_heads, k))
+            factors = dict(k_descale=spread_scale(k_descale, 'k_descale', number, kv_heads, k, True))
+            factors |= dict(v_descale=spread_scale(v_descale, 'v_descale', number, kv_heads, k, True))
         cu_k, splitting = None, True
     else:
         check.tensor(cu_k, 'cu_seqlens_k')
@@ -484,8 +484,10 @@ def flash_attn_varlen_func(
             q, k, v = autocast(q, k, v)
     if q.dtype is FP8:
         q, factors = widen_queries(q, k, v, q_descale, k_descale, v_descale, number)
-    if factors or (splitting and (q.shape[-1] != WIDE_DIM or block_table is not None)):
-        o, lse = decode(q, k, v, used_k, cu_q, cu_k, used_q, sink=sink, num_splits=num_splits, **options, **factors)
+    if factors or splitting:
+        o, lse = attend_cache(
+            q, k, v, used_k, cu_q, cu_k, used_q, sink=sink, num_splits=num_splits, **options, **factors
+        )
         lse = lse.transpose(0, 1)
     else:
         options |= dict(deterministic=bool(deterministic), sm_margin=sm_margin)

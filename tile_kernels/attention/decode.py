@@ -15,6 +15,7 @@ from tile_kernels.attention._checks import (
     FP8,
     HALVES,
     SINKS,
+    WIDE_DIM,
     bound,
     check_band,
     check_dim,
@@ -27,6 +28,7 @@ from tile_kernels.attention._checks import (
     refuse,
     take,
     take_margin,
+    value_parts,
     window_of,
 )
 from tile_kernels.attention._macros import CACHE, DENSE, PACKED, PAGED
@@ -44,8 +46,10 @@ from tile_kernels.core.op import empty, op
 MAX_SPLITS = 256
 
 
-def tile_rows(rows: Any) -> int:
-    """Rows of a tile, for that many rows of a sequence and a kv head."""
+def tile_rows(rows: Any, dim: int) -> int:
+    """Rows of a tile, for that many rows of a sequence and a kv head; wide ones leave little shared memory."""
+    if dim == WIDE_DIM:
+        return 16
     if not isinstance(rows, int):
         return 64  # fake tensors: nothing is launched
     return 16 if rows <= 16 else 32 if rows <= 32 else 64
@@ -111,7 +115,7 @@ def check_decode(
     value_dim = check.shape(v_cache, 'v_cache', f'{lead}heads dim', dtype=k_cache.dtype)[-1]
     if v_cache.shape[:-1] != k_cache.shape[:-1]:
         check.fail('v_cache', f'must be {(*k_cache.shape[:-1], "dim")}', check.describe(v_cache))
-    check_dim(dim, 'the last extent of q')
+    check_dim(dim, 'the last extent of q', k_cache.dtype is not FP8)
     check_dim(value_dim, 'the last extent of v_cache')
     check_heads(q_heads, kv_heads, 'k_cache')
     check_vectors(q=q, k_cache=k_cache, v_cache=v_cache)
@@ -141,7 +145,13 @@ def check_decode(
             check.fail(name, 'must come with a cache of fp8', 'None')
         if not fp8 and x is not None:
             check.fail(name, f'must be None with a cache of {k_cache.dtype}', check.describe(x))
-        check.packed(x, name, 'sequences kv_heads', torch.float32, sequences=number, kv_heads=kv_heads)
+        if x is not None and x.dim() == 3 and keys != PACKED:  # factors of every token
+            check.packed(x, name, 'batch tokens kv_heads', torch.float32)
+            check.equal(tuple(x.shape), tuple(k_cache.shape[:-1]), f'the shape of {name}')
+        else:
+            check.packed(x, name, 'sequences kv_heads', torch.float32, sequences=number, kv_heads=kv_heads)
+    if k_descale is not None and v_descale is not None and k_descale.dim() != v_descale.dim():
+        check.fail('v_descale', 'must have the dimensions of k_descale', check.describe(v_descale))
     check.same_device(
         q=q,
         k_cache=k_cache,
@@ -194,7 +204,8 @@ def decode(
         seqused_q: (sequences,) int32, the queries of a sequence that count.
         block_table: (sequences, most_pages) int32, the pages of every sequence; a negative one is a hole.
         sink: (heads,) logits that join the denominator.
-        k_descale: (sequences, kv_heads) float32, factors of fp8 keys.
+        k_descale: (sequences, kv_heads) float32, factors of fp8 keys. Or one for every token and head: the shape of the
+            cache without its last extent; keys are not packed then.
         v_descale: the same of values.
         cache_batch_idx: (sequences,) int32, the row of a dense cache of every sequence; its own number unless given.
         cache_leftpad: (sequences,) int32, tokens at the start of a dense cache that do not count.
@@ -244,7 +255,7 @@ def decode(
         return o, lse
     group = q_heads // kv_heads
     rows = tokens * group
-    block_m = tile_rows(-(-rows // max(number, 1)) if packed else rows)
+    block_m = tile_rows(-(-rows // max(number, 1)) if packed else rows, dim)
     blocks = rows // block_m + number + 1 if packed else -(-rows // block_m) * number
     most_keys = k_cache.shape[0 if keys == PACKED else 1] * most_pages
     splits = num_splits or automatic_splits(blocks * kv_heads, most_keys, block_m, k_cache.dtype is FP8)
@@ -258,7 +269,9 @@ def decode(
     static: tuple = (dim, value_dim, q.dtype, k_cache.dtype, block_m, packed, seqused_q is not None, keys)
     static += (cache_seqlens is not None, left >= 0 or right >= 0, softcap > 0)
     static += (None if own_sink is None else own_sink.dtype, splits > 1, cache_batch_idx is not None)
-    static += (cache_leftpad is not None,)
+    token_factors = k_descale is not None and k_descale.dim() == 3
+    static += (cache_leftpad is not None, token_factors)
+    factors: tuple = (k_descale, v_descale)
     launch(
         decode_kernel,
         static,
@@ -270,8 +283,7 @@ def decode(
         seqused_q,
         cache_seqlens,
         block_table,
-        k_descale,
-        v_descale,
+        *((None, None, *factors) if token_factors else (*factors, None, None)),
         cache_batch_idx,
         cache_leftpad,
         own_sink,
@@ -294,11 +306,21 @@ def decode(
 # Public function ----------------------------------------------------------------------------
 
 
-def spread_scale(scale: Tensor | None, name: str, number: int, kv_heads: int, cache: Tensor) -> Tensor | None:
-    """Factors of an fp8 cache, for every sequence and kv head; 1 unless given."""
+def attend_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, *lengths: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """`decode`; for heads of 512 columns one call for each half of the values."""
+    parts = [decode(q, k_cache, part, *lengths, **options) for part in value_parts(q, v_cache)]
+    return parts[0] if len(parts) == 1 else (torch.cat([o for o, _ in parts], dim=-1), parts[0][1])
+
+
+def spread_scale(
+    scale: Tensor | None, name: str, number: int, kv_heads: int, cache: Tensor, by_token: bool = False
+) -> Tensor | None:
+    """Factors of an fp8 cache, for every sequence and kv head, or also for every token; 1 unless given."""
     if scale is None:
         return None if cache.dtype is not FP8 else torch.ones(number, kv_heads, device=cache.device)
     check.dtype(scale, name, torch.float32)
+    if by_token and tuple(scale.shape) == tuple(cache.shape[:-1]):
+        return scale.contiguous()
     if tuple(scale.shape) not in ((), (1,), (number, kv_heads)):
         check.fail(name, f'must be a scalar or ({number}, {kv_heads})', check.describe(scale))
     return scale.expand(number, kv_heads).contiguous()
@@ -351,7 +373,7 @@ def flash_attn_with_kvcache(
 
     Args:
         q: (batch, tokens, heads, dim) bfloat16 or float16, the last tokens of every sequence. With an fp8 cache also
-            float8_e4m3fn; the result is then bfloat16.
+            float8_e4m3fn; the result is then bfloat16. With another cache dim and value_dim may be 512, too.
         k_cache: (batch, keys, kv_heads, dim), or (pages, page_size, kv_heads, dim) with `block_table`; of q's dtype or
             float8_e4m3fn. page_size is a multiple of 16.
         v_cache: the same with a dim of its own.
@@ -368,8 +390,9 @@ def flash_attn_with_kvcache(
         softcap: bound of the scores, 0 for none.
         sink: (heads,) logits that join the denominator.
         num_splits: into how many parts keys are split; 0 chooses by shapes.
-        q_descale: factor of fp8 queries, as `k_descale`.
-        k_descale: (batch, kv_heads) float32, or one number on the device: factor of fp8 keys; 1 unless given.
+        q_descale: factor of fp8 queries: (batch, kv_heads) float32, or one number on the device.
+        k_descale: the same of fp8 keys; 1 unless given. Or one for every token and head: the shape of the cache without
+            its last extent. Then queries are not of fp8, and there are no new keys.
         v_descale: the same of values.
         out: (batch, tokens, heads, value_dim) of q's dtype, contiguous: where the result goes.
         return_softmax_lse: also return lse.
@@ -402,8 +425,8 @@ def flash_attn_with_kvcache(
         check.number(softmax_scale, 'softmax_scale')
     kv_heads = k_cache.shape[2]
     stored: dict[str, Any] = dict(
-        k_descale=spread_scale(k_descale, 'k_descale', batch, kv_heads, k_cache),
-        v_descale=spread_scale(v_descale, 'v_descale', batch, kv_heads, k_cache),
+        k_descale=spread_scale(k_descale, 'k_descale', batch, kv_heads, k_cache, q.dtype is not FP8),
+        v_descale=spread_scale(v_descale, 'v_descale', batch, kv_heads, k_cache, q.dtype is not FP8),
     )
     if q.dtype is FP8:
         q, factors = widen_queries(q, k_cache, v_cache, q_descale, k_descale, v_descale, batch)
@@ -428,15 +451,22 @@ def flash_attn_with_kvcache(
         k, v = check.tensor(k, 'k'), check.tensor(v, 'v')
         for name, x in (('k', k), ('v', v)):
             check.shape(x, name, 'batch tokens heads dim', batch=batch, heads=kv_heads)
+        if k_descale is not None and k_descale.dim() == 3:
+            check.fail('k', 'must be None with factors of every token', check.describe(k))
         packed: dict[str, Any] = dict(cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None)
         if not torch.compiler.is_compiling():  # tensors have no address there; the ops check them nevertheless
-            check_decode(q, k_cache, v_cache, **{name: x for name, x in given.items() if name != 'scale'}, **packed)
+            for part in value_parts(q, v_cache):
+                check_decode(q, k_cache, part, **{name: x for name, x in given.items() if name != 'scale'}, **packed)
         if out is not None:
             check.shape(out, 'out', 'batch tokens heads dim', dtype=q.dtype, dim=v_cache.shape[-1], batch=batch)
         append(k, v, k_cache, v_cache, lengths, None, pages, rows, **stored)
         given['cache_seqlens'] = lengths + k.shape[1]
     if out is None:
-        out, lse = decode(q, k_cache, v_cache, **given)
+        out, lse = attend_cache(q, k_cache, v_cache, **given)
+    elif dim == WIDE_DIM:
+        check.shape(out, 'out', 'batch tokens heads dim', dtype=q.dtype, batch=batch, dim=dim)
+        o, lse = attend_cache(q, k_cache, v_cache, **given)
+        out.copy_(o)
     else:
         lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
         decode.out(q, k_cache, v_cache, **given, o=out, lse=lse)
@@ -462,6 +492,18 @@ SMOKE = (
     + grid(queries=[3, 9], lengths=[(5, 70)], heads=[(8, 1)], dims=[(192, 128)], page=[32], band=[(-1, 0), (0, 2)])
     + grid(queries=[2], lengths=[(9, 70, 5)], heads=[(2, 1)], dims=[D64], padding=[(0, 3, 7)], band=[(-1, -1), CAUSAL])
     + grid(queries=[5], lengths=[(64, 1)], heads=[(8, 1)], dims=[D64], fp8=[True], band=[(9, 0)], splits=[2])
+    + grid(
+        queries=[2],
+        lengths=[(33, 50)],
+        heads=[(4, 2)],
+        dims=[(64, 32)],
+        page=[16, 0],
+        fp8=[True],
+        by_token=[True],
+        splits=[2],
+        band=[CAUSAL],
+    )
+    + grid(queries=[2], lengths=[(17, 20)], heads=[(2, 1)], dims=[(512, 64)], page=[16], band=[CAUSAL])
 )
 BENCH = (
     grid(

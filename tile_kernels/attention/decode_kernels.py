@@ -78,6 +78,19 @@ def copy_chunk(x, x_shared, slot, chunk, batch, token, number, head, threads: in
 
 
 @macro
+def copy_factors(x, ring, slot, chunk, batch, token, number, head):
+    """Start to copy the factors of 16 keys or values, as `copy_chunk` does."""
+    row = T.get_thread_binding()
+    if row < CHUNK:
+        T.ptx_cp_async(
+            T.access_ptr(ring[slot, chunk * CHUNK + row], 'w', 1),
+            T.access_ptr(x[batch, token + row, head], 'r', 1),
+            1,
+            row < number,
+        )
+
+
+@macro
 def narrow_rows(x, batch, start, rows, row, num_rows, x_shared, unit_shared, width: int):
     """Load rows of queries as float16: every row is divided by a power of two, its unit, so that none overflows.
 
@@ -119,6 +132,10 @@ class Source:
     token: Any
     paged: bool
     threads: int
+    k_factors: Any  # of every token, or None; so are the others
+    v_factors: Any
+    k_factor_ring: Any
+    v_factor_ring: Any
 
 
 @macro
@@ -138,15 +155,21 @@ def find_chunks(source, step):
 
 
 @macro
-def copy_chunks(source, x, ring, step):
-    """Start to copy the chunks of a block as one group of copies, which is empty behind the last block."""
+def copy_chunks(source, x, ring, step, factors, factor_ring):
+    """Start to copy the chunks of a block as one group of copies, which is empty behind the last block.
+
+    `factors` of every token may be None.
+    """
     stages, block_n, _ = ring.shape
     slot = T.truncmod(step, stages)
     left = source.number - source.first - step * block_n
     if step < source.steps:
         for c in T.unroll(source.page.shape[0]):
             number = T.if_then_else(source.page[c] >= 0, left - c * CHUNK, 0)
-            copy_chunk(x, ring, slot, c, T.max(source.page[c], 0), source.token[c], number, source.head, source.threads)
+            page, token = T.max(source.page[c], 0), source.token[c]
+            copy_chunk(x, ring, slot, c, page, token, number, source.head, source.threads)
+            if factors is not None:
+                copy_factors(factors, factor_ring, slot, c, page, token, number, source.head)
     T.ptx_commit_group()
 
 
@@ -160,8 +183,8 @@ def copy_block(source, k_ring, v_ring, step, holes):
             if source.page[c] >= source.k.shape[0]:  # it does not exist; the results become NaN
                 source.page[c] = -1
             holes[0] = T.bitwise_or(holes[0], T.if_then_else(source.page[c] < 0, T.shift_left(1, c), 0))
-    copy_chunks(source, source.k, k_ring, step)
-    copy_chunks(source, source.v, v_ring, step)
+    copy_chunks(source, source.k, k_ring, step, source.k_factors, source.k_factor_ring)
+    copy_chunks(source, source.v, v_ring, step, source.v_factors, source.v_factor_ring)
     find_chunks(source, step + 1)
 
 
@@ -215,8 +238,12 @@ def decode_kernel(
     split: bool,
     indexed: bool,
     left_padded: bool,
+    token_factors: bool,
 ):
-    """`keys` says how keys are stored; codes of `key_dtype` are widened to `dtype` in shared memory."""
+    """`keys` says how keys are stored; codes of `key_dtype` are widened to `dtype` in shared memory.
+
+    With `token_factors` they are multiplied there, too. Other codes are widened to float16, in which they are exact.
+    """
     q_batch, q_tokens, q_heads = T.dynamic('q_batch'), T.dynamic('q_tokens'), T.dynamic('q_heads')
     k_batch, k_tokens, kv_heads = T.dynamic('k_batch'), T.dynamic('k_tokens'), T.dynamic('kv_heads')
     num_q, num_k, num_used_q, num_used_k = (T.dynamic(name) for name in ('num_q', 'num_k', 'num_used_q', 'num_used_k'))
@@ -231,7 +258,8 @@ def decode_kernel(
     chunks = block_n // CHUNK
     stages = 3
     kept = wide <= 128  # queries in registers: their loads would compete with those of keys
-    wide_elem = T.float16 if fp8 else elem
+    narrow = fp8 and not token_factors
+    wide_elem = T.float16 if narrow else elem
     vector = 16 // key_dtype.itemsize
     q_type, q_strides = strided('q', (q_batch, q_tokens, q_heads, head_dim), elem)
     k_type, k_strides = strided('k', (k_batch, k_tokens, kv_heads, head_dim), key_elem)
@@ -250,6 +278,8 @@ def decode_kernel(
         block_table: T.StridedTensor((num_tables, num_pages), (table_stride, 1), T.int32),
         k_descale: T.Tensor((num_scales, kv_heads), T.float32),
         v_descale: T.Tensor((num_scales, kv_heads), T.float32),
+        k_factors: T.Tensor((k_batch, k_tokens, kv_heads), T.float32),
+        v_factors: T.Tensor((k_batch, k_tokens, kv_heads), T.float32),
         cache_batch_idx: T.Tensor((num_index,), T.int32),
         cache_leftpad: T.Tensor((num_pads,), T.int32),
         sink: T.Tensor((q_heads,), T.dtype(sink_dtype or torch.float32)),
@@ -277,6 +307,11 @@ def decode_kernel(
             v_wide = v_ring
             if fp8:
                 v_wide = k_wide if wide == wide_v else T.alloc_shared((1, block_n, wide_v), wide_elem)
+            factor_parts = (None, None, None, None)
+            if token_factors:
+                k_factor_ring = T.alloc_shared((stages, block_n), T.float32)
+                v_factor_ring = T.alloc_shared((stages, block_n), T.float32)
+                factor_parts = (k_factors, v_factors, k_factor_ring, v_factor_ring)
             q_local = T.alloc_fragment((block_m, wide), wide_elem) if kept else q_shared
             scores = T.alloc_fragment((block_m, block_n), T.float32)
             weights = T.alloc_fragment((block_m, block_n), wide_elem)
@@ -341,7 +376,7 @@ def decode_kernel(
                 page, token = T.alloc_local((chunks,), T.int32), T.alloc_local((chunks,), T.int32)
                 holes = T.alloc_local((1,), T.int32)  # a bit for every chunk in the ring, the latest block lowest
                 own_keys = (block_table, k_tokens, key_batch, key_start, num_keys, head, first * block_n, steps)
-                source = Source(k, v, *own_keys, page, token, keys == PAGED, threads)
+                source = Source(k, v, *own_keys, page, token, keys == PAGED, threads, *factor_parts)
                 holes[0] = 0
                 find_chunks(source, 0)
                 for step in T.unroll(stages - 1):
@@ -365,7 +400,7 @@ def decode_kernel(
                     T.sync_threads()
                     if largest_shared[0] >= k_batch:
                         wrong = 1
-                if fp8:
+                if narrow:
                     narrow_rows(q, block.batch, start, rows, row, used_rows, q_shared, unit_shared, head_dim)
                 else:
                     load_rows(q, block.batch, start, rows, row, used_rows, q_shared, head_dim)
@@ -374,21 +409,26 @@ def decode_kernel(
                 T.fill(top, -inf)
                 T.clear(total)
                 T.clear(acc)
-                key_scale = scale * k_descale[T.min(sequence, num_scales - 1), head] if fp8 else scale
+                key_scale = scale * k_descale[T.min(sequence, num_scales - 1), head] if narrow else scale
                 for step in T.serial(steps):
                     key = (first + step) * block_n
                     slot = T.truncmod(step, stages)
                     copy_block(source, k_ring, v_ring, step + stages - 1, holes)
                     T.ptx_wait_group(2 * stages - 1)
                     T.sync_threads()
-                    if fp8:
+                    if narrow:
                         for i, d in T.Parallel(block_n, wide):
                             k_wide[0, i, d] = T.cast(k_ring[slot, i, d], wide_elem)
+                    elif fp8:
+                        for i, d in T.Parallel(block_n, wide):
+                            k_wide[0, i, d] = T.cast(
+                                T.cast(k_ring[slot, i, d], T.float32) * k_factor_ring[slot, i], wide_elem
+                            )
                     wide_slot = 0 if fp8 else slot
                     T.clear(scores)
                     T.gemm(q_local, k_wide[wide_slot, :, :], scores, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
                     for i, j in T.Parallel(block_m, block_n):
-                        unit = key_scale * unit_shared[i] if fp8 else key_scale
+                        unit = key_scale * unit_shared[i] if narrow else key_scale
                         scores[i, j] = cap * T.tanh(scores[i, j] * unit) if capped else scores[i, j] * unit
                     if keys == PAGED:  # noqa: SIM102 - known when the kernel is built
                         if T.shift_right(holes[0], chunks * (stages - 1)) != 0:
@@ -411,9 +451,14 @@ def decode_kernel(
                         acc[i, d] = acc[i, d] * factor[i]
                     T.ptx_wait_group(2 * stages - 2)
                     T.sync_threads()
-                    if fp8:
+                    if narrow:
                         for i, d in T.Parallel(block_n, wide_v):
                             v_wide[0, i, d] = T.cast(v_ring[slot, i, d], wide_elem)
+                    elif fp8:
+                        for i, d in T.Parallel(block_n, wide_v):
+                            v_wide[0, i, d] = T.cast(
+                                T.cast(v_ring[slot, i, d], T.float32) * v_factor_ring[slot, i], wide_elem
+                            )
                     if banded:  # noqa: SIM102
                         if crosses:
                             hide_infinite(v_wide, wide_slot, acc, rows, offset, key, left, right)
@@ -427,7 +472,7 @@ def decode_kernel(
                     if sink_dtype is not None:
                         number = T.cast(sink[T.min(own_head, q_heads - 1)], T.float32) * LOG2E
                         factor[i] = factor[i] + T.exp2(number - finite_top(top[i]))
-                    value_scale = v_descale[T.min(sequence, num_scales - 1), head] if fp8 else T.float32(1.0)
+                    value_scale = v_descale[T.min(sequence, num_scales - 1), head] if narrow else T.float32(1.0)
                     factor[i] = T.if_then_else(seen, value_scale / factor[i], T.float32(0.0))
                     top[i] = T.if_then_else(seen, (top[i] + T.log2(total[i])) * LN2, T.float32(-inf))
                     if wrong != 0:

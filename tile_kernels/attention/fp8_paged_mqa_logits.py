@@ -5,6 +5,8 @@ and a part of its pages, so every page is read once. Memory bound unless heads a
 reading the used pages once.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,22 @@ from tile_kernels.core.op import op
 
 MAX_TOKENS = 4
 CODES = (torch.uint8, FP8)
+
+
+def _without_pages(logits: Tensor, tokens: int, context_lens: Tensor, block_table: Tensor) -> Tensor:
+    """Logits of an empty cache: NaN where a page would have to exist, -inf elsewhere."""
+    rows, columns = logits.shape
+    hidden = logits.new_full((rows, columns), -math.inf)
+    if block_table.shape[1] == 0:
+        return hidden
+    token = torch.arange(tokens, device=logits.device)
+    seen = context_lens if context_lens.shape[1] == tokens > 1 else context_lens - tokens + token + 1
+    column = torch.arange(columns, device=logits.device)
+    page = column // TILE
+    named = block_table[:, page.clamp(max=block_table.shape[1] - 1)] >= 0
+    missing = (named & (page < block_table.shape[1]))[:, None] & (column < seen[..., None])
+    return hidden.masked_fill(missing.view(rows, columns), math.nan)
+
 
 # Op -----------------------------------------------------------------------------------------
 
@@ -60,9 +78,7 @@ def _fp8_paged_mqa_logits(
     check.same_device(q=q, kv_cache=kv_cache, weights=weights, context_lens=context_lens, block_table=block_table)
     logits = padded_rows(batch * tokens, max_context_len, q.device)
     if pages == 0 or block_table.shape[1] == 0:
-        if logits.numel():
-            check.fail('kv_cache', 'must hold at least one page', check.describe(kv_cache))
-        return logits
+        return logits.copy_(_without_pages(logits, tokens, context_lens, block_table))
     flat = kv_cache.view(torch.uint8).flatten(1)
     launch(
         MQA_LOGITS,
@@ -102,7 +118,7 @@ def fp8_paged_mqa_logits(
         context_lens: (batch,) int32 or int64, the keys of a sequence with its new tokens. Token t of n sees
             context_lens - n + t + 1 of them. Or (batch, tokens), the keys that each token sees.
         block_table: (batch, most_pages) int32 or int64, the pages of every sequence. A negative page is a hole, its
-            logits are -inf; those of a page that does not exist are NaN.
+            logits are -inf; those of a page that does not exist are NaN. An empty cache has no page that exists.
         schedule_meta: accepted; nothing is scheduled on the host.
         max_context_len: columns of the result.
         clean_logits: whether -inf is written behind the length; otherwise nothing is written there.
@@ -137,8 +153,9 @@ def _make(
     wide: bool = False,
     clean_logits: bool = True,
     hole: bool = False,
+    empty: bool = False,
 ) -> dict:
-    """Sequences with these lengths in turn, in shuffled pages; what lies behind a length is NaN."""
+    """Sequences with these lengths in turn, in shuffled pages; what lies behind a length is NaN. Or no page exists."""
     longest = max(lengths, default=0)
     own = [-(-n // TILE) for n in lengths]
     most = max(max(own, default=0), 1)
@@ -162,7 +179,7 @@ def _make(
         lens = lens[:, None] - torch.randint(0, 3, (batch, tokens), dtype=torch.int32)
     return dict(
         q=torch.randn(batch, tokens, heads, dim).to(FP8),
-        kv_cache=pack_page(codes, sf),
+        kv_cache=pack_page(codes, sf)[: 0 if empty else pages],
         weights=torch.randn(batch * tokens, heads) / (heads * dim) ** 0.5 * 8,
         context_lens=lens if wide else lens[:, None],
         block_table=table,
@@ -176,6 +193,7 @@ fp8_paged_mqa_logits.cases(
     match=LOGITS,
     smoke=grid(batch=[0, 2], lengths=[(0, 1), (130, 64)], heads=[64], dim=[128])
     + grid(batch=[3], lengths=[(70, 3, 150)], tokens=[1, 3], heads=[8], dim=[64], wide=[False, True], hole=[True])
+    + grid(batch=[2], lengths=[(70, 0)], tokens=[2], heads=[8], dim=[32], wide=[False, True], empty=[True])
     + grid(batch=[2], lengths=[(100,)], tokens=[4], heads=[24], dim=[32]),
     full=grid(batch=[33], lengths=[(1, 4000, 65, 8191)], tokens=[1, 2, 3, 4], heads=[8, 56, 64], dim=[32, 64, 128])
     + grid(batch=[2], lengths=[(300_000, 5)], tokens=[1], heads=[64], dim=[128]),

@@ -1,6 +1,6 @@
-"""Latent attention over a cache: all heads share one key of 576 channels, whose first 512 are the value.
+"""Latent attention over a cache: all heads share one key of 576 or 512 channels, whose first 512 are the value.
 
-    s[h, j] = scale * sum_c q[h, c] * k[j, c]                           c < 576
+    s[h, j] = scale * sum_c q[h, c] * k[j, c]                           c < 576 or 512
     p[h, j] = exp(s[h, j]) / (sum_j exp(s[h, j]) + exp(sink[h]))        over the keys that the token sees
     o[h, d] = sum_j p[h, j] * k[j, d]                                   d < 512
     lse[h]  = log sum_j exp(s[h, j])                                    without the sink; +inf if there is no key
@@ -31,7 +31,16 @@ from tile_kernels.attention.mla_decode_kernels import (
     mla_merge_kernel,
     tile_rows,
 )
-from tile_kernels.attention.pack_mla_cache import CACHES, KEY, LATENT, TOKEN_BYTES, token_parts
+from tile_kernels.attention.pack_mla_cache import (
+    CACHES,
+    KEY,
+    LATENT,
+    PAGE_BYTES,
+    TOKEN_BYTES,
+    check_pages,
+    page_parts,
+    token_parts,
+)
 from tile_kernels.core import check
 from tile_kernels.core.autograd import autocast
 from tile_kernels.core.cases import grid
@@ -60,17 +69,21 @@ def automatic_splits(num_blocks: Any, most_keys: Any) -> int:
     return max(1, min(SUM_SMS // num_blocks, most_keys // PART_KEYS))
 
 
-def check_queries(q: Tensor, spec: str, most_heads: int = MAX_HEADS) -> None:
-    """Queries of 576 channels with so many heads, read 16 bytes at a time."""
-    *_, heads, _ = check_extents(q, 'q', f'{spec} heads {KEY}', HALVES)
+def check_queries(q: Tensor, spec: str, most_heads: int = MAX_HEADS, width: int = KEY) -> None:
+    """Queries of so many channels with so many heads, read 16 bytes at a time."""
+    *_, heads, _ = check_extents(q, 'q', f'{spec} heads {width}', HALVES)
     check.at_least(heads, 1, 'heads of q')
     check.at_most(heads, most_heads, 'heads of q')
     check_vectors(q=q)
 
 
-def latent_parts(cache: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+def latent_parts(cache: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Latent channels or codes, factors, and rotary channels of a cache (pages, page_size, 1, channels or bytes)."""
+    if cache.dtype in CACHES and cache.shape[-1] == PAGE_BYTES:
+        return page_parts(cache)
     cache = cache.squeeze(2)
+    if cache.shape[-1] == LATENT:
+        return cache, None, None
     if cache.dtype in CACHES:
         return token_parts(cache)
     return cache[..., :LATENT], None, cache[..., LATENT:]
@@ -95,8 +108,9 @@ def mla_decode(
     """Latent attention over a cache; see `flash_mla_with_kvcache`.
 
     Args:
-        q: (batch, tokens, heads, 576) bfloat16 or float16.
-        k_cache: (pages, page_size, 1, 576) of q's dtype, or (pages, page_size, 1, 656) uint8 or float8_e4m3fn.
+        q: (batch, tokens, heads, 576) or (batch, tokens, heads, 512) bfloat16 or float16.
+        k_cache: (pages, page_size, 1, 576 or 512) of q's dtype, or (pages, page_size, 1, 656 or 584) uint8 or
+            float8_e4m3fn.
         block_table: (batch, most_pages) int32, the pages of every sequence.
         cache_seqlens: (batch,) int32, the keys of every sequence.
         indices: (batch, tokens, topk) int32, the keys of every token; then there is no table.
@@ -109,14 +123,18 @@ def mla_decode(
     Returns:
         o (batch, tokens, heads, 512) of q's dtype, and lse (batch, tokens, heads) float32.
     """
-    check_queries(q, 'batch tokens')
-    batch, tokens, heads, _ = q.shape
+    short = check.tensor(q, 'q').shape[-1:] == (LATENT,)
+    check_queries(q, 'batch tokens', width=LATENT if short else KEY)
+    batch, tokens, heads, width = q.shape
     fp8 = check.tensor(k_cache, 'k_cache').dtype in CACHES
-    spec = f'pages page_size 1 {TOKEN_BYTES if fp8 else KEY}'
+    spec = f'pages page_size 1 {(PAGE_BYTES if short else TOKEN_BYTES) if fp8 else width}'
     pages, page_size, _, _ = check_extents(k_cache, 'k_cache', spec, (q.dtype, *CACHES))
     if fp8 and q.dtype is not torch.bfloat16:
         check.fail('q', 'must be bfloat16 with an fp8 cache', check.describe(q))
-    check_vectors(k_cache=k_cache)
+    if fp8 and short:
+        check_pages(k_cache, 'k_cache')
+    else:
+        check_vectors(k_cache=k_cache)
     check_sink(sink, heads, q.dtype)
     check.at_least(num_splits, 0, 'num_splits')
     check.at_most(num_splits, MAX_SPLITS, 'num_splits')
@@ -173,6 +191,7 @@ def mla_decode(
         splits > 1,
         False,
         keys in (SINGLE, BOXED) or rows > PACKED_HEADS,
+        short,
     )
     launch(
         MLA_DECODE,
@@ -236,16 +255,17 @@ def flash_mla_with_kvcache(
     """Latent attention of few tokens over a cache; takes the calls of FlashMLA. No gradient.
 
     Args:
-        q: (batch, tokens, heads, 576) bfloat16 or float16, the last tokens of every sequence; 1 to 128 heads.
-        k_cache: (pages, page_size, 1, 576) of q's dtype, or with `is_fp8_kvcache` (pages, page_size, 1, 656) uint8 or
-            float8_e4m3fn as `pack_mla_cache` makes it; then q is bfloat16.
+        q: (batch, tokens, heads, 576) bfloat16 or float16, the last tokens of every sequence; 1 to 128 heads. Or 512
+            channels, for keys that are values as a whole.
+        k_cache: (pages, page_size, 1, 576 or 512) of q's dtype. With `is_fp8_kvcache` (pages, page_size, 1, 656 or 584)
+            uint8 or float8_e4m3fn as `pack_mla_cache` makes it; then q is bfloat16.
         block_table: (batch, most_pages) int32; page_size is a multiple of 16. Entries behind the length are not read. A
             negative one is a hole, whose keys nobody sees. None with `indices`.
         cache_seqlens: (batch,) int32, the keys of every sequence. None with `indices`.
         head_dim_v: 512.
         tile_scheduler_metadata: what `get_mla_metadata` returned, or None.
         num_splits: into how many parts keys are split; None or 0 chooses by shapes.
-        softmax_scale: factor of the scores, 1 / sqrt(576) unless given.
+        softmax_scale: factor of the scores, 1 / sqrt(576) or 1 / sqrt(512) unless given.
         causal: a token sees no key behind its own position; the last token stands at the last key.
         is_fp8_kvcache: whether the cache is packed.
         indices: (batch, tokens, topk) int32: the keys that a token sees, page * page_size + offset. Entries outside
@@ -281,7 +301,9 @@ def flash_mla_with_kvcache(
         kinds = 'uint8 or float8_e4m3fn' if is_fp8_kvcache else 'of the dtype of q'
         check.fail('k_cache', f'must be {kinds} with is_fp8_kvcache={is_fp8_kvcache}', check.describe(k_cache))
     given: dict[str, Any] = dict(
-        scale=KEY**-0.5 if softmax_scale is None else softmax_scale, causal=causal, num_splits=num_splits or 0
+        scale=max(q.shape[-1], 1) ** -0.5 if softmax_scale is None else softmax_scale,
+        causal=causal,
+        num_splits=num_splits or 0,
     )
     listed, limit = table_int32(indices, 'indices'), lengths_int32(topk_length, 'topk_length')
     table, lengths = table_int32(block_table, 'block_table'), lengths_int32(cache_seqlens, 'cache_seqlens')
@@ -315,6 +337,9 @@ SMOKE = (
     + grid(queries=[1], lengths=[(17, 20)], heads=[33], wrong=[True], splits=[1])
     + grid(queries=[1], lengths=[(70,)], heads=[64], holes=[True], dtype=[F16], splits=[2])
     + grid(queries=[1], lengths=[(70,)], heads=[65], topk=[64], sink=[F32], splits=[1])
+    + grid(queries=[1], lengths=[(37, 70)], heads=[33], width=[512], wrong=[True], dtype=[F16], splits=[1])
+    + grid(queries=[3], lengths=[(40, 2)], heads=[3], width=[512], fp8=[False, True], causal=[True], splits=[1])
+    + grid(queries=[1], lengths=[(70,)], heads=[40], width=[512], fp8=[True], topk=[40], short=[True], splits=[2])
 )
 BENCH = (
     grid(queries=[1], lengths=[(4096,) * 128], heads=[128, 16], page=[64], splits=[0])
@@ -322,6 +347,7 @@ BENCH = (
     + grid(queries=[1], lengths=[(32768,)], heads=[16], page=[64], splits=[0])
     + grid(queries=[2], lengths=[(8192,) * 128], heads=[128], page=[64], topk=[2048], fp8=[True], splits=[0])
     + grid(queries=[2], lengths=[(8001,) * 33], heads=[24], page=[64], causal=[True], fp8=[True], splits=[0])
+    + grid(queries=[1], lengths=[(8192,) * 64], heads=[64], page=[64], width=[512], topk=[512], fp8=[True], splits=[0])
 )
 FULL = (
     grid(queries=[1, 2], lengths=[(1, 127, 8191, 100_000)], heads=[8, 16, 64, 128], page=[64], splits=[0])

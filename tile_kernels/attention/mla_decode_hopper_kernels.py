@@ -371,7 +371,7 @@ def store_logs(top, total, lse, max_logits, part, batch, token, row, is_wrong, l
 
 @kernel(
     pass_configs=OWN_BARRIERS,
-    serves=lambda static, gpu: gpu.has_wgmma and static.tall and static.keys != PAGED,
+    serves=lambda static, gpu: gpu.has_wgmma and static.tall and static.keys != PAGED and not static.short,
 )
 def mla_decode_hopper_kernel(
     dtype: torch.dtype,
@@ -383,8 +383,9 @@ def mla_decode_hopper_kernel(
     split: bool,
     logits: bool,
     tall: bool,
+    short: bool,
 ):
-    """Parameters are those of `mla_decode_kernel`."""
+    """Parameters are those of `mla_decode_kernel`; keys are not `short`."""
     batch, tokens, heads = T.dynamic('batch'), T.dynamic('tokens'), T.dynamic('heads')
     pages, page_size, units, width = (T.dynamic(name) for name in ('pages', 'page_size', 'units', 'width'))
     num_lengths, num_splits = T.dynamic('num_lengths'), T.dynamic('num_splits')

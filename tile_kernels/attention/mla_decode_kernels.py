@@ -1,8 +1,9 @@
 """Kernels of latent attention, by mma on every GPU. See `mla_decode` for the formula.
 
-All heads share keys of 576 channels, whose first 512 are the values. A thread block owns a tile of rows. With few
-heads and pages, row r of a sequence is head r % heads of token r // heads. The causal mask then differs inside a tile.
-With more heads, or with lists of keys, rows are heads of one token; a causal mask only shortens its keys.
+All heads share keys of 576 channels, whose first 512 are the values; or of 512 channels, which are values as a whole. A
+thread block owns a tile of rows. With few heads and pages, row r of a sequence is head r % heads of token r // heads.
+The causal mask then differs inside a tile. With more heads, or with lists of keys, rows are heads of one token; a
+causal mask only shortens its keys.
 
 Keys come in blocks of 32. While a block is used, cp.async loads the next: 16 bytes per thread, zeros where there is no
 key. An fp8 block is loaded as it is and widened to the model dtype in shared memory. Warps stand in two groups behind
@@ -16,7 +17,16 @@ from typing import Any
 
 import torch
 
-from tile_kernels.attention.pack_mla_cache import GROUP, GROUPS, LATENT, ROTARY
+from tile_kernels.attention.pack_mla_cache import (
+    CODES,
+    FACTOR_BYTES,
+    GROUP,
+    GROUPS,
+    LATENT,
+    ROTARY,
+    SMALL_GROUP,
+    factor_of,
+)
 from tile_kernels.core.gpus import Gpu
 from tile_kernels.core.jit import PLAIN_PRODUCTS, kernel
 from tile_kernels.core.lang import T, macro
@@ -58,6 +68,7 @@ def choose(
     split: bool,
     logits: bool,
     tall: bool,
+    short: bool,
     num_rows: int,
     gpu: Gpu,
 ) -> dict:
@@ -146,6 +157,16 @@ def load_block(x, page_shared, offset_shared, slot, x_shared, stage, width: int,
 
 
 @macro
+def widen_short(codes_shared, factor_shared, rotary_shared, stage, kv_shared, elem):
+    """The same for keys of 512 channels, whose last 64 come as they are."""
+    for j, d in T.Parallel(BLOCK_N, CODES):
+        factor = factor_of(factor_shared[0, j, T.truncdiv(d, SMALL_GROUP)])
+        kv_shared[0, j, d] = T.cast(T.cast(codes_shared[0, j, d], T.float32) * factor, elem)
+    for j, d in T.Parallel(BLOCK_N, ROTARY):
+        kv_shared[0, j, CODES + d] = rotary_shared[stage, j, d]
+
+
+@macro
 def widen(codes_shared, factor_shared, kv_shared, elem):
     """Turn the codes of a block into numbers of the model dtype."""
     for j, d in T.Parallel(BLOCK_N, LATENT):
@@ -207,12 +228,16 @@ def mla_decode_kernel(
     split: bool,
     logits: bool,
     tall: bool,
+    short: bool,
     *,
     block_m: int,
     stages: int,
     threads: int,
 ):
-    """`latent` is the cache, or the codes of an fp8 one, whose `factors` and `rotary` channels come beside it."""
+    """`latent` is the cache, or the codes of an fp8 one, whose `factors` and `rotary` channels come beside it.
+
+    With `short`, keys have 512 channels, and the last ones of an fp8 cache are in `rotary`.
+    """
     batch, tokens, heads = T.dynamic('batch'), T.dynamic('tokens'), T.dynamic('heads')
     pages, page_size, units, width = (T.dynamic(name) for name in ('pages', 'page_size', 'units', 'width'))
     num_lengths, num_splits = T.dynamic('num_lengths'), T.dynamic('num_splits')
@@ -224,8 +249,11 @@ def mla_decode_kernel(
         strides = [T.dynamic(f'{name}_stride{dim}') for dim in range(2)]
         return T.StridedTensor((pages, page_size, columns), (*strides, 1), cache_elem), strides
 
-    latent_type, latent_strides = cached('latent', LATENT, stored)
-    factor_type, factor_strides = cached('factor', GROUPS, T.float32)
+    columns = CODES if short and fp8 else LATENT  # of the cache that `latent` holds
+    groups = FACTOR_BYTES if short else GROUPS
+    factor_elem = T.uint8 if short else T.float32
+    latent_type, latent_strides = cached('latent', columns, stored)
+    factor_type, factor_strides = cached('factor', groups, factor_elem)
     rotary_type, rotary_strides = cached('rotary', ROTARY, elem)
     inf, nan = math.inf, math.nan
     raw = 2 if fp8 else 1  # rotary channels of an fp8 cache need no widening, so two stages of their own
@@ -233,7 +261,7 @@ def mla_decode_kernel(
 
     @T.prim_func
     def mla_decode(
-        q: T.StridedTensor((batch, tokens, heads, LATENT + ROTARY), (*q_strides, 1), elem),
+        q: T.StridedTensor((batch, tokens, heads, LATENT if short else LATENT + ROTARY), (*q_strides, 1), elem),
         latent: latent_type,
         factors: factor_type,
         rotary: rotary_type,
@@ -254,8 +282,8 @@ def mla_decode_kernel(
             for stride in latent_strides:
                 T.assume(stride % (16 if fp8 else VECTOR) == 0)
             for stride in factor_strides if fp8 else ():
-                T.assume(stride % 4 == 0)
-            for stride in rotary_strides:
+                T.assume(stride % groups == 0)
+            for stride in rotary_strides if fp8 or not short else ():
                 T.assume(stride % VECTOR == 0)
             q_shared = T.alloc_shared((block_m, LATENT), elem)
             q_rotary_shared = T.alloc_shared((block_m, ROTARY), elem)
@@ -270,8 +298,8 @@ def mla_decode_kernel(
             factor = T.alloc_fragment((block_m,), T.float32)
             block_top, block_sum = T.alloc_fragment((block_m,), T.float32), T.alloc_fragment((block_m,), T.float32)
             if fp8:
-                codes_shared = T.alloc_shared((1, BLOCK_N, LATENT), stored)
-                factor_shared = T.alloc_shared((1, BLOCK_N, GROUPS), T.float32)
+                codes_shared = T.alloc_shared((1, BLOCK_N, columns), stored)
+                factor_shared = T.alloc_shared((1, BLOCK_N, groups), factor_elem)
 
             num_rows = unit_tokens * heads
             unit = T.alloc_var(T.int32)  # variables, lest divisions be repeated
@@ -310,10 +338,11 @@ def mla_decode_kernel(
                 q_shared[i, d] = T.if_then_else(
                     row + i < num_rows, q[own_batch, token_shared[i], head_shared[i], d], zero
                 )
-            for i, d in T.Parallel(block_m, ROTARY):
-                q_rotary_shared[i, d] = T.if_then_else(
-                    row + i < num_rows, q[own_batch, token_shared[i], head_shared[i], LATENT + d], zero
-                )
+            if not short:
+                for i, d in T.Parallel(block_m, ROTARY):
+                    q_rotary_shared[i, d] = T.if_then_else(
+                        row + i < num_rows, q[own_batch, token_shared[i], head_shared[i], LATENT + d], zero
+                    )
             T.fill(top, -inf)
             T.clear(total)
             T.clear(acc)
@@ -322,11 +351,12 @@ def mla_decode_kernel(
                 find_block(table, listed, num_keys, first, page_size, pages, keys, page_shared, offset_shared, 0)
                 T.sync_threads()
                 if fp8:
-                    load_block(latent, page_shared, offset_shared, 0, codes_shared, 0, LATENT, 16, threads)
-                    load_block(factors, page_shared, offset_shared, 0, factor_shared, 0, GROUPS, 4, threads)
+                    load_block(latent, page_shared, offset_shared, 0, codes_shared, 0, columns, 16, threads)
+                    load_block(factors, page_shared, offset_shared, 0, factor_shared, 0, groups, groups, threads)
                 else:
                     load_block(latent, page_shared, offset_shared, 0, kv_shared, 0, LATENT, VECTOR, threads)
-                load_block(rotary, page_shared, offset_shared, 0, rotary_shared, 0, ROTARY, VECTOR, threads)
+                if fp8 or not short:
+                    load_block(rotary, page_shared, offset_shared, 0, rotary_shared, 0, ROTARY, VECTOR, threads)
                 T.ptx_commit_group()
             for step in T.serial(T.max(last - first, 0)):
                 slot, following = step % 2, (step + 1) % 2
@@ -348,12 +378,17 @@ def mla_decode_kernel(
                 T.ptx_wait_group(0)
                 T.sync_threads()
                 if fp8:
-                    widen(codes_shared, factor_shared, kv_shared, elem)
+                    if short:
+                        widen_short(codes_shared, factor_shared, rotary_shared, slot, kv_shared, elem)
+                    else:
+                        widen(codes_shared, factor_shared, kv_shared, elem)
                     T.sync_threads()
                 if first + step + 1 < last:
                     if fp8:
-                        load_block(latent, page_shared, offset_shared, following, codes_shared, 0, LATENT, 16, threads)
-                        load_block(factors, page_shared, offset_shared, following, factor_shared, 0, GROUPS, 4, threads)
+                        load_block(latent, page_shared, offset_shared, following, codes_shared, 0, columns, 16, threads)
+                        load_block(
+                            factors, page_shared, offset_shared, following, factor_shared, 0, groups, groups, threads
+                        )
                         load_block(
                             rotary,
                             page_shared,
@@ -369,17 +404,18 @@ def mla_decode_kernel(
                         load_block(
                             latent, page_shared, offset_shared, following, kv_shared, following, LATENT, VECTOR, threads
                         )
-                        load_block(
-                            rotary,
-                            page_shared,
-                            offset_shared,
-                            following,
-                            rotary_shared,
-                            following,
-                            ROTARY,
-                            VECTOR,
-                            threads,
-                        )
+                        if not short:
+                            load_block(
+                                rotary,
+                                page_shared,
+                                offset_shared,
+                                following,
+                                rotary_shared,
+                                following,
+                                ROTARY,
+                                VECTOR,
+                                threads,
+                            )
                 T.ptx_commit_group()
 
                 T.gemm(
@@ -390,13 +426,14 @@ def mla_decode_kernel(
                     clear_accum=True,
                     policy=T.GemmWarpPolicy.FullRow,
                 )
-                T.gemm(
-                    q_rotary_shared,
-                    rotary_shared[step % rotary_stages, :, :],
-                    scores,
-                    transpose_B=True,
-                    policy=T.GemmWarpPolicy.FullRow,
-                )
+                if not short:
+                    T.gemm(
+                        q_rotary_shared,
+                        rotary_shared[step % rotary_stages, :, :],
+                        scores,
+                        transpose_B=True,
+                        policy=T.GemmWarpPolicy.FullRow,
+                    )
                 crosses = key + BLOCK_N - 1 > offset
                 for i, j in T.Parallel(block_m, BLOCK_N):
                     scores[i, j] = T.if_then_else(page_shared[slot, j] >= 0, scores[i, j] * scale, -inf)
@@ -420,9 +457,10 @@ def mla_decode_kernel(
                     if first + step + 1 < last:
                         T.sync_threads()
                         load_block(latent, page_shared, offset_shared, following, kv_shared, 0, LATENT, VECTOR, threads)
-                        load_block(
-                            rotary, page_shared, offset_shared, following, rotary_shared, 0, ROTARY, VECTOR, threads
-                        )
+                        if not short:
+                            load_block(
+                                rotary, page_shared, offset_shared, following, rotary_shared, 0, ROTARY, VECTOR, threads
+                            )
                         T.ptx_commit_group()
 
             nothing = T.float32(-inf if split else inf)

@@ -163,7 +163,8 @@ def sparse_mla(
     if kv.shape[0] == 0 or indices.shape[2] == 0:
         return o.zero_(), max_logits.fill_(-math.inf), lse.fill_(math.inf)
     sink_dtype = None if sink is None else sink.dtype
-    static = (q.dtype, False, LISTED, topk_length is not None, False, sink_dtype, False, True, heads > PACKED_HEADS)
+    static: tuple = (q.dtype, False, LISTED, topk_length is not None, False, sink_dtype, False, True)
+    static += (heads > PACKED_HEADS, False)
     launch(
         SPARSE_MLA,
         static,

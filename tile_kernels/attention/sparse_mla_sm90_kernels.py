@@ -127,8 +127,9 @@ def sparse_mla_sm90_kernel(
     split: bool,
     logits: bool,
     tall: bool,
+    short: bool,
 ):
-    """Parameters are those of `mla_decode_kernel`; a batch is a token."""
+    """Parameters are those of `mla_decode_kernel`; a batch is a token, and keys are not `short`."""
     batch, tokens, heads = T.dynamic('batch'), T.dynamic('tokens'), T.dynamic('heads')
     pages, page_size, units, width = (T.dynamic(name) for name in ('pages', 'page_size', 'units', 'width'))
     num_lengths, num_splits = T.dynamic('num_lengths'), T.dynamic('num_splits')

@@ -69,12 +69,27 @@ def _route(
     routed_scaling_factor: float = 1.0,
     index_dtype: torch.dtype = torch.int64,
 ) -> tuple[Tensor, ...]:
-    """`route` of 1 to 256 tokens in one launch."""
+    """See `route`."""
     num_tokens, hidden = check.shape(hidden_states, 'hidden_states', 'num_tokens hidden', dtype=torch.bfloat16)
     num_experts, _ = check.shape(gate_weight, 'gate_weight', 'num_experts hidden', dtype=torch.bfloat16, hidden=hidden)
     if bias is not None:
         check.shape(bias, 'bias', 'num_experts', dtype=torch.float32, num_experts=num_experts)
     groups = check_groups(num_experts, top_k, num_groups, num_topk_groups)
+    if not fits(hidden_states, gate_weight, top_k):
+        weights, indices = topk_gating.call(
+            gate_logits.call(hidden_states, gate_weight),
+            top_k,
+            scoring=scoring,
+            renormalize=renormalize,
+            bias=bias,
+            num_groups=num_groups,
+            num_topk_groups=num_topk_groups,
+            routed_scaling_factor=routed_scaling_factor,
+            index_dtype=index_dtype,
+        )
+        places = fused_mapping.call(indices, num_experts, num_expanded, alignment)
+        rows = expand_and_per_token_cast.call(hidden_states, places[3], places[0], fmt)
+        return weights, indices, *places, rows.data, rows.sf
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return hidden_states.new_empty(shape, dtype=dtype)
@@ -89,7 +104,7 @@ def _route(
     kind = ScoringFunc.from_str(scoring)
     tiles_m = torch.sym_max(1, -(-num_tokens // BLOCK_M))
     static = (num_experts, hidden, num_parts, tiles_m, top_k, index_dtype, kind, renormalize, bias is not None, *groups)
-    rows = (y.data.view(torch.uint8), y.sf.view(BITS[sf_size_of(fmt, fmt.blocks(1, hidden)[1])]))
+    codes = (y.data.view(torch.uint8), y.sf.view(BITS[sf_size_of(fmt, fmt.blocks(1, hidden)[1])]))
     launch(
         route_kernel,
         (*static, fmt),
@@ -101,7 +116,7 @@ def _route(
         indices,
         *maps,
         *experts,
-        *rows,
+        *codes,
         alignment,
         routed_scaling_factor,
         fmt.amax_floor,
@@ -177,13 +192,9 @@ def route(
         routed_scaling_factor=routed_scaling_factor,
         index_dtype=index_dtype,
     )
-    if fits(hidden_states, gate_weight, top_k):
-        found = route.call(hidden_states, gate_weight, top_k, num_expanded, alignment, fmt, **choice)
-        data, sf = found[-2:]
-        return Routed._make([*found[:-2], QuantTensor(data, sf, fmt)])
-    weights, indices = topk_gating(gate_logits(hidden_states, gate_weight), top_k, **choice)
-    maps = fused_mapping(indices, num_experts, num_expanded, alignment)
-    return Routed(weights, indices, *maps, expand_and_per_token_cast(hidden_states, maps[3], maps[0], fmt))
+    found = route.call(hidden_states, gate_weight, top_k, num_expanded, alignment, fmt, **choice)
+    data, sf = found[-2:]
+    return Routed._make([*found[:-2], QuantTensor(data, sf, fmt)])
 
 
 # Cases --------------------------------------------------------------------------------------

@@ -34,6 +34,10 @@ def decode(
     number = cu_seqlens_q.shape[0] - 1 if cu_seqlens_q is not None else q.shape[0]
     o = rows.new_zeros(*rows.shape[:-1], v_cache.shape[-1], dtype=torch.float64)
     lse = rows.new_full(rows.shape[:-1], -math.inf, dtype=torch.float64)
+    if k_descale is not None and v_descale is not None and k_descale.dim() == 3:  # factors of every token
+        parts = (k_cache, k_descale), (v_cache, v_descale)
+        k_cache, v_cache = ((x.float() * factor[..., None]).to(q.dtype) for x, factor in parts)
+        k_descale = v_descale = None
     for i in range(number):
         first, end = (i * tokens, (i + 1) * tokens) if cu_seqlens_q is None else cu_seqlens_q[i : i + 2].tolist()
         if seqused_q is not None:

@@ -21,6 +21,8 @@ def fp8_paged_mqa_logits(
     batch, tokens, _, dim = q.shape
     pages, size, _, _ = kv_cache.shape
     flat = kv_cache.view(torch.uint8).flatten(1)
+    if pages == 0:
+        flat = flat.new_zeros(1, size * (dim + 4))  # its factors become NaN
     logits = torch.full((batch * tokens, max_context_len), -math.inf, device=q.device)
     for b in range(batch):
         table = block_table[b].long()

@@ -49,7 +49,14 @@ def _formula(q: Tensor, softmax_scale: float | None, causal: bool, window_size: 
 
 def _factors(*descales: Tensor | None, number: int, kv_heads: int, device: torch.device) -> list[Tensor]:
     ones = torch.ones(number, kv_heads, device=device)
-    return [ones if descale is None else descale.to(ones).expand(number, kv_heads) for descale in descales]
+    return [
+        ones if descale is None else descale if descale.dim() == 3 else descale.to(ones).expand(number, kv_heads)
+        for descale in descales
+    ]
+
+
+def _joined(q_descale: Tensor, k_descale: Tensor) -> Tensor:
+    return k_descale if k_descale.dim() == 3 else q_descale * k_descale
 
 
 def flash_attn_func(
@@ -74,7 +81,7 @@ def flash_attn_func(
     options = _formula(q, softmax_scale, causal, window_size, softcap)
     if q.dtype is FP8:
         own = _factors(q_descale, k_descale, v_descale, number=len(q), kv_heads=k.shape[2], device=q.device)
-        options |= dict(k_descale=own[0] * own[1], v_descale=own[2])
+        options |= dict(k_descale=_joined(own[0], own[1]), v_descale=own[2])
         o, lse = decode_twin(q.to(torch.bfloat16), k, v, sink=_sink(foreign, sink), **options)
         lse = lse.transpose(1, 2)
     else:
@@ -116,7 +123,7 @@ def flash_attn_varlen_func(
         number = len(cu_seqlens_q) - 1
         own = _factors(q_descale, k_descale, v_descale, number=number, kv_heads=k.shape[-2], device=q.device)
         if k.dtype is FP8:
-            options |= dict(k_descale=own[0] * own[1], v_descale=own[2])
+            options |= dict(k_descale=_joined(own[0], own[1]), v_descale=own[2])
         cu_k = cu_seqlens_k if table is None else None
         q = q.to(torch.bfloat16) if q.dtype is FP8 else q
         given = (seqused_k, cu_seqlens_q, cu_k, seqused_q, table, _sink(foreign, sink))
@@ -160,7 +167,7 @@ def flash_attn_with_kvcache(
     if k_cache.dtype is FP8:
         own = _factors(q_descale, k_descale, v_descale, number=len(q), kv_heads=k_cache.shape[2], device=q.device)
         factors = dict(k_descale=own[1], v_descale=own[2])
-        options |= dict(k_descale=own[0] * own[1], v_descale=own[2])
+        options |= dict(k_descale=_joined(own[0], own[1]), v_descale=own[2])
     if k is not None and v is not None:
         append_twin(k, v, k_cache, v_cache, lengths, None, table, cache_batch_idx, **factors)
         lengths = lengths + k.shape[1]
@@ -223,7 +230,7 @@ def flash_mla_with_kvcache(
     extra_topk_length: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Latent attention over a cache."""
-    scale = KEY**-0.5 if softmax_scale is None else softmax_scale
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     own_sink = attn_sink if extra_k_cache is None else None
     o, lse = mla_decode_twin(q, k_cache, block_table, cache_seqlens, indices, topk_length, own_sink, scale, causal)
     if extra_k_cache is not None:
@@ -236,7 +243,12 @@ def flash_mla_with_kvcache(
 
 
 def pack_mla_cache(kv: Tensor, cache: Tensor | None = None, slots: Tensor | None = None) -> Tensor:
-    """Latent keys as tokens of 656 bytes."""
+    """Latent keys as tokens of 656 bytes, or of 584 in pages."""
+    if kv.shape[-1] == LATENT:
+        if cache is None:
+            cache = torch.empty(*kv.shape[:-1], 584, dtype=torch.uint8, device=kv.device)
+        pack_mla_cache_twin(kv.reshape(-1, LATENT), cache, slots)
+        return cache
     if cache is None:
         cache = torch.empty(*kv.shape[:-1], TOKEN_BYTES, dtype=torch.uint8, device=kv.device)
     pack_mla_cache_twin(kv.reshape(-1, KEY), cache.view(-1, TOKEN_BYTES), slots)

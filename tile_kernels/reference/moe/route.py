@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import torch
 from torch import Tensor
 
 from tile_kernels.core.formats import QuantFormat
@@ -20,10 +19,26 @@ def route(
     num_expanded: int,
     alignment: int,
     fmt: QuantFormat,
-    **choice: Any,
+    scoring: str = 'softmax',
+    renormalize: bool = True,
+    bias: Tensor | None = None,
+    num_groups: int | None = None,
+    num_topk_groups: int | None = None,
+    routed_scaling_factor: float = 1.0,
+    index_dtype: torch.dtype = torch.int64,
 ) -> tuple[Tensor, ...]:
     """Logits, choice, maps and rows, one after another."""
-    weights, indices = topk_gating(gate_logits(hidden_states, gate_weight), top_k, **choice)
+    weights, indices = topk_gating(
+        gate_logits(hidden_states, gate_weight),
+        top_k,
+        scoring=scoring,
+        renormalize=renormalize,
+        bias=bias,
+        num_groups=num_groups,
+        num_topk_groups=num_topk_groups,
+        routed_scaling_factor=routed_scaling_factor,
+        index_dtype=index_dtype,
+    )
     maps = fused_mapping(indices, gate_weight.shape[0], num_expanded, alignment)
     rows = expand_and_per_token_cast(hidden_states, maps[3], maps[0], fmt)
     return weights, indices, *maps, rows.data, rows.sf
