@@ -7,8 +7,6 @@ import shutil
 
 import pytest
 
-from tests.site.test_site import built  # noqa: F401 (a fixture)
-
 pytest.importorskip('selenium', reason='needs selenium: pip install "open-tile-kernels[docs-test]"')
 if shutil.which('chromium') is None or shutil.which('chromedriver') is None:
     pytest.skip('needs a browser: apt-get install chromium chromium-driver', allow_module_level=True)
@@ -62,7 +60,7 @@ def browser():
 
 @pytest.mark.parametrize('theme', ['light', 'dark'])
 @pytest.mark.parametrize('width', [1280, 390])
-def test_pages_fit_and_load_all_of_their_parts(browser, built, width, theme):  # noqa: F811
+def test_pages_fit_and_load_all_of_their_parts(browser, built, width, theme):
     media = {'features': [{'name': 'prefers-color-scheme', 'value': theme}]}
     browser.execute_cdp_cmd('Emulation.setEmulatedMedia', media)
     sizes = {'width': width, 'height': 900, 'deviceScaleFactor': 1, 'mobile': False}
@@ -77,7 +75,7 @@ def test_pages_fit_and_load_all_of_their_parts(browser, built, width, theme):  #
         assert browser.execute_script(CONTRAST) == [], page
 
 
-def test_search_finds_an_op(browser, built):  # noqa: F811
+def test_search_finds_an_op(browser, built):
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.ui import WebDriverWait
 
@@ -86,7 +84,7 @@ def test_search_finds_an_op(browser, built):  # noqa: F811
     assert any('per_token_cast' in link.get_attribute('href') for link in found)
 
 
-def test_the_numbers_of_an_op_open_with_the_keyboard(browser, built):  # noqa: F811
+def test_the_numbers_of_an_op_open_with_the_keyboard(browser, built):
     browser.get((built / 'docs' / 'ops' / 'quant.per_token_cast.html').as_uri())
     browser.execute_script("document.querySelector('figure.plot summary').focus()")
     outline = 'const s = getComputedStyle(document.activeElement); return s.outlineStyle + s.boxShadow'

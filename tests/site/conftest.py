@@ -1,0 +1,15 @@
+import pytest
+
+from tile_kernels.core.knobs import knobs
+from tools.docs import site
+
+#: Ops with plots in the build of the tests; `TK_FULL_TEST=1` draws all.
+DRAWN = None if knobs.full_test else ['quant.per_token_cast']
+
+
+@pytest.fixture(scope='session')
+def built(tmp_path_factory):
+    """The site, built once for all tests; building it fails on the first warning."""
+    out = tmp_path_factory.mktemp('site') / 'html'
+    site.build(out, ops=DRAWN)
+    return out
