@@ -4,8 +4,8 @@
 
 A row is stored as k / 2 values and k / 8 bytes. A byte has four indices of two bits, the lowest first: two for each of
 two groups of four, rising. On Hopper sparse tensor cores read this as it is, in half precision and for k that is a
-multiple of 128. In other cases it is expanded, which saves memory but no products: few rows expand tiles in shared
-memory, many rows all of it to a buffer.
+multiple of 128. In other cases it is expanded, which saves memory but no products. Few rows expand tiles in shared
+memory, and many rows expand all of it to a buffer.
 """
 
 from dataclasses import dataclass

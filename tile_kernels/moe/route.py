@@ -5,8 +5,8 @@
     maps = fused_mapping(indices, num_experts, num_expanded, alignment)
     rows = expand_and_per_token_cast(hidden_states, token_topk_to_pos, pos_to_expert, fmt)
 
-The results have the same bits as those of the four ops. Up to 256 tokens run in one launch where all its blocks fit on
-the GPU at the same time; other calls run the four ops. Latency bound: two grid barriers instead of four launches.
+The results have the same bits as those of the four ops. Up to 256 tokens run in one launch, if all its blocks fit on
+the GPU at the same time. Other calls run the four ops. Latency bound: two grid barriers instead of four launches.
 """
 
 from typing import Any, NamedTuple

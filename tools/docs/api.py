@@ -100,7 +100,7 @@ def link(name: str, folder: str = '../api/') -> str:
 @functools.cache
 def examples() -> dict[str, tuple[str, str]]:
     """`{'quant.per_token_cast': (program, output)}`, of all files in `docs/examples`."""
-    found = {}
+    found: dict[str, tuple[str, str]] = {}
     block = re.compile(r'^## (\w+)\n\n```python\n(.*?)```\n\n```text\n(.*?)```$', re.DOTALL | re.MULTILINE)
     for path in sorted(EXAMPLES.glob('*.md')):
         text = path.read_text()

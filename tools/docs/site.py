@@ -77,8 +77,6 @@ def build(out: Path, root: Path = ROOT, ops: Sequence[str] | None = None) -> Non
 def stage(folder: Path, root: Path = ROOT, ops: Sequence[str] | None = None) -> None:
     """Put all pages of the site into a folder with the layout of the checkout."""
     shutil.copytree(root / 'docs', folder / 'docs', dirs_exist_ok=True)
-    for page in (folder / 'docs').rglob('*.md'):
-        page.write_text(f'{page.read_text()}\n\n{{download}}`Source of this page <{page.name}>`\n')
     for name in ('CHANGELOG.md', 'CONTRIBUTING.md'):
         shutil.copy(root / name, folder / name)
     for name in LINKED:
@@ -94,6 +92,8 @@ def stage(folder: Path, root: Path = ROOT, ops: Sequence[str] | None = None) -> 
         target = folder / path.relative_to(root)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
+    for page in [folder / path.relative_to(root) for path in (root / 'docs').rglob('*.md')]:
+        page.write_text(f'{page.read_text()}\n\n{{download}}`Source of this page <{page.name}>`\n')
     drawn = [op.name for op in known if ops is None or op.name in ops]
     parts = [[[r for r in group if r['op'] == name] for name in drawn] for group in (records, every)]
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context('fork')) as pool:
