@@ -224,13 +224,7 @@ def weigh(rows, products, v_shared, odd_shared, odd_keys, masks, step, low, care
     T.wait_wgmma(0)
 
 
-def choose(*given: Any) -> dict[str, Any]:
-    """Weights of the next step are computed at the end of a step if shared memory holds its rows."""
-    head_dim, value_dim, *_ = given
-    return dict(ahead=tile_columns(head_dim) + tile_columns(value_dim) <= 320)
-
-
-@kernel(choose, space=dict(ahead=(False, True)), pass_configs=ROLES, serves=serves)
+@kernel(pass_configs=ROLES, serves=serves)
 def attend_bwd_sm90_kernel(
     head_dim: int,
     value_dim: int,
@@ -241,8 +235,6 @@ def attend_bwd_sm90_kernel(
     banded: bool,
     capped: bool,
     with_dq: bool,
-    *,
-    ahead: bool,
 ):
     """`with_dq` adds dq without its scale to memory that holds 0."""
     q_batch, q_tokens, q_heads = T.dynamic('q_batch'), T.dynamic('q_tokens'), T.dynamic('q_heads')
@@ -409,28 +401,12 @@ def attend_bwd_sm90_kernel(
                     rings = Rows(q_ring, do_ring, q_shared, do_shared, below_shared, delta_shared)
                     products = Products(scores, dp, p, own_start, shift)
                     masks = Masks(scale, cap, left, right, banded, capped)
-                    if ahead:  # noqa: SIM102 - known when the kernel is built
-                        if steps > 0:
-                            care = T.Or(first * BLOCK_M < first_row, first * BLOCK_M > last_row)
-                            begin(rings, products, k_shared, 0, care)
-                            weigh(
-                                rings,
-                                products,
-                                v_shared,
-                                odd_shared,
-                                odd_keys,
-                                masks,
-                                0,
-                                first_low + first * BLOCK_M,
-                                care,
-                            )
                     for step in T.serial(steps):
                         slot = T.truncmod(step, stages)
-                        if not ahead:
-                            row = (first + step - T.truncdiv(step, count) * count) * BLOCK_M
-                            care = T.Or(row < first_row, row > last_row)
-                            begin(rings, products, k_shared, step, care)
-                            weigh(rings, products, v_shared, odd_shared, odd_keys, masks, step, first_low + row, care)
+                        row = (first + step - T.truncdiv(step, count) * count) * BLOCK_M
+                        care = T.Or(row < first_row, row > last_row)
+                        begin(rings, products, k_shared, step, care)
+                        weigh(rings, products, v_shared, odd_shared, odd_keys, masks, step, first_low + row, care)
                         if apart:
                             T.wgmma_gemm(p, do_shared[slot, :, :], dv_acc)
                         for j, i in T.Parallel(ROWS, own_rows):  # the rounded weights spare registers
@@ -464,20 +440,12 @@ def attend_bwd_sm90_kernel(
                             T.wait_wgmma(0)
                         release(q_ring, step)
                         release(do_ring, step)
-                        if ahead:
-                            next_step = T.min(step + 1, steps - 1)  # after the last one its products are not used
-                            next_row = (first + next_step - T.truncdiv(next_step, count) * count) * BLOCK_M
-                            next_care = T.And(step + 1 < steps, T.Or(next_row < first_row, next_row > last_row))
-                            begin(rings, products, k_shared, next_step, next_care)
                         if with_dq and member in writers:
-                            T.wait_wgmma(1 if ahead else 0)
+                            T.wait_wgmma(0)
                             T.mbarrier_wait_parity(dq_free[0], (step + 1) & 1)
                             T.copy(dq_acc, dq_shared[:, start_column:end_column])
                             T.fence_proxy_async()
                             T.barrier_arrive(dq_full[0])
-                        if ahead:
-                            low = first_low + next_row
-                            weigh(rings, products, v_shared, odd_shared, odd_keys, masks, next_step, low, next_care)
                     if gives_dk:
                         for j, d in T.Parallel(ROWS, wide):
                             if T.And(own_key + j < block.length, T.truncdiv(d, 8) * 8 < head_dim):
