@@ -115,8 +115,9 @@ def _packed_gate_fwd(
     inplace: bool = False,
     residual: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    k, v = split_packed(kv, hidden_states)
     options = (save_for_backward, image_token_mask, inplace, residual)
-    return _gate_fwd(hidden_states, *split_packed(kv, hidden_states), weight_fused, eps, clamp_value, *options)
+    return _gate_fwd(hidden_states, k, v, weight_fused, eps, clamp_value, *options)
 
 
 @shown_as(_gate_fwd, _packed_gate_fwd)
