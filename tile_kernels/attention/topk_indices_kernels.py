@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tile_kernels.core.gpus import Gpu
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import WARP, T, begin_early, macro
 
@@ -17,6 +18,9 @@ ENTRIES = 4
 #: The largest k, and that of the short list.
 MAX_K, SHORT_LIST_K = 4096, 2048
 
+#: Bytes of shared memory of a block of 512 threads with a short list, rounded up; of 1024 threads twice as many.
+SMALL_BYTES = 108 << 10
+
 #: Threads exchange what they found through shared memory, so the code itself places the barriers.
 PASS_CONFIGS = {
     'TL_DISABLE_SAFE_MEMORY_ACCESS': True,
@@ -27,9 +31,11 @@ PASS_CONFIGS = {
 
 def choose(
     dtype: torch.dtype, vector_bytes: int, has_start: bool, has_end: bool, mapped: bool, values: bool, large: bool,
-    size: int,
+    size: int, gpu: Gpu,
 ) -> dict:  # fmt: skip
-    """Few rows get large thread blocks, each of which has an SM of its own."""
+    """Few rows get large thread blocks, each of which has an SM of its own, if it has enough shared memory."""
+    if gpu.smem_per_block < 2 * SMALL_BYTES:
+        return dict(num_threads=256, vectors=4)
     return dict(num_threads=1024, vectors=2) if size <= 132 else dict(num_threads=512, vectors=4)
 
 
@@ -264,7 +270,7 @@ def value_of(key: Any) -> Any:
 # Kernel -------------------------------------------------------------------------------------
 
 
-@kernel(choose=choose, space=dict(num_threads=(512, 1024), vectors=(2, 4)), pass_configs=PASS_CONFIGS)
+@kernel(choose=choose, space=dict(num_threads=(256, 512, 1024), vectors=(2, 4)), pass_configs=PASS_CONFIGS)
 def topk_indices_kernel(
     dtype: torch.dtype,
     vector_bytes: int,
@@ -290,8 +296,9 @@ def topk_indices_kernel(
     width = vector_bytes // dtype.itemsize
     copied = vector_bytes >= 4  # what cp.async can copy
     num_warps = num_threads // WARP
-    # Entries of the list: k, the slack of a cut and half a step. Two blocks of 512 threads share an SM.
-    capacity = 16384 if large or num_threads == 1024 else 8192
+    # Entries of the list: k, the slack of a cut and half a step. Two blocks of 512 threads share an SM. A step of 256
+    # threads is so short that 8192 entries serve the largest k.
+    capacity = 16384 if num_threads == 1024 or (large and num_threads == 512) else 8192
     slack = capacity // 16
     vectors = min(vectors, 4 if width <= 4 else 2)  # of a thread in a step
     field = 32 // vectors  # bits of a number of up to 32 * width

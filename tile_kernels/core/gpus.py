@@ -64,6 +64,10 @@ class Gpu:
         """Maximum number of thread blocks in a cluster; 1 without clusters."""
         return 1 if self.arch < 90 else 16 if self.arch < 120 else 8
 
+    def stages(self, most: int, num_bytes: int) -> int:
+        """How many stages of a pipeline, up to `most` and at least 2, the shared memory of a block holds."""
+        return max(2, min(most, self.smem_per_block // num_bytes))
+
     def __str__(self) -> str:
         return f'{self.name} ({self.target})'
 

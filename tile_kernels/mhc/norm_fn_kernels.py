@@ -1,5 +1,6 @@
 """Kernels of the normalized projection where a slice of fn does not fit into registers. See `norm_fn.py`."""
 
+from tile_kernels.core.gpus import Gpu
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, macro
 from tile_kernels.mhc._macros import high_of, padded, round_to_tf32, rstd_from, sum_parts
@@ -15,7 +16,7 @@ SPREAD, MANY_PARTS = 1024, 32
 # Config ------------------------------------------------------------------------------------
 
 
-def choose(k: int, num_mixes: int, num_tokens: int) -> dict:
+def choose(k: int, num_mixes: int, num_tokens: int, gpu: Gpu) -> dict:
     """Large tiles of tokens read fn less often. Parts of k fill one wave of blocks and have at least two steps."""
     block_m, splits = next(
         (
@@ -25,7 +26,9 @@ def choose(k: int, num_mixes: int, num_tokens: int) -> dict:
         ),
         (128, 4),
     )
-    return dict(block_m=block_m, splits=min(splits, max(n for n in SPLITS if n <= k // BLOCK_K // 2)), num_stages=4)
+    splits = min(splits, max(n for n in SPLITS if n <= k // BLOCK_K // 2))
+    num_stages = gpu.stages(4, (block_m + 2 * padded(num_mixes)) * BLOCK_K * 2)
+    return dict(block_m=block_m, splits=splits, num_stages=num_stages)
 
 
 def choose_normalise(k: int, num_mixes: int, num_tokens: int) -> dict:

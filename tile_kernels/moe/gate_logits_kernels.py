@@ -3,6 +3,7 @@
 import math
 
 from tile_kernels.core.cost import count_product
+from tile_kernels.core.gpus import Gpu
 from tile_kernels.core.jit import PLAIN_PRODUCTS, kernel
 from tile_kernels.core.lang import T
 
@@ -12,6 +13,8 @@ SUM_THREADS = 128
 
 #: Up to this number of tokens, tiles are smallest.
 FEW_TOKENS = 512
+#: Bytes of the three tiles of a stage in the gradients.
+GRADIENT_STAGE = 3 * 128 * BLOCK_K * 2
 BF16 = 'bfloat16'
 
 # Config -------------------------------------------------------------------------------------
@@ -30,22 +33,28 @@ def num_parts_for(num_tokens: int, hidden: int) -> int:
     return parts
 
 
-def choose(num_experts: int, hidden: int, num_parts: int, packed: bool, size: int) -> dict:
+def tiles(gpu: Gpu, block_m: int, block_n: int, block_k: int, num_stages: int) -> dict:
+    """A config, with as many of the stages as the GPU has shared memory for."""
+    num_stages = gpu.stages(num_stages, (block_m + block_n) * block_k * 2)
+    return dict(block_m=block_m, block_n=block_n, block_k=block_k, num_stages=num_stages)
+
+
+def choose(num_experts: int, hidden: int, num_parts: int, packed: bool, size: int, gpu: Gpu) -> dict:
     """The largest tiles that still give every SM a block: large tiles read less per product."""
     if size <= FEW_TOKENS:
-        return dict(block_m=64, block_n=64, block_k=128, num_stages=4)
+        return tiles(gpu, 64, 64, 128, 4)
     if 2048 < size <= 4096:
-        return dict(block_m=64, block_n=128, block_k=64, num_stages=6)
+        return tiles(gpu, 64, 128, 64, 6)
     if size <= 8192 or num_experts <= 128:
-        return dict(block_m=128, block_n=128, block_k=64, num_stages=4)
-    return dict(block_m=128, block_n=256, block_k=64, num_stages=3)
+        return tiles(gpu, 128, 128, 64, 4)
+    return tiles(gpu, 128, 256, 64, 3)
 
 
-def choose_unaligned(num_experts: int, hidden: int, num_parts: int, vec: int, size: int) -> dict:
+def choose_unaligned(num_experts: int, hidden: int, num_parts: int, vec: int, size: int, gpu: Gpu) -> dict:
     """Tiles of 64 tokens until there are more tiles than SMs; then larger ones, which read less."""
     if size > 8192:
-        return dict(block_m=128, block_n=128, block_k=64, num_stages=3)
-    return dict(block_m=64, block_n=128 if size > 512 else 64, block_k=64, num_stages=4)
+        return tiles(gpu, 128, 128, 64, 3)
+    return tiles(gpu, 64, 128 if size > 512 else 64, 64, 4)
 
 
 def choose_halve(size: int) -> dict:
@@ -53,14 +62,15 @@ def choose_halve(size: int) -> dict:
     return dict(num_threads=256)
 
 
-def choose_dhidden(num_experts: int, hidden: int, size: int) -> dict:
+def choose_dhidden(num_experts: int, hidden: int, size: int, gpu: Gpu) -> dict:
     """One tile for all sizes, because the kernel writes more than it reads."""
-    return dict(block_m=128, block_n=128, num_stages=3)
+    return dict(block_m=128, block_n=128, num_stages=gpu.stages(3, GRADIENT_STAGE))
 
 
-def choose_dweight(num_experts: int, hidden: int, vec: int, packed: bool, size: int) -> dict:
+def choose_dweight(num_experts: int, hidden: int, vec: int, packed: bool, size: int, gpu: Gpu) -> dict:
     """Long pipelined runs, or short ones for few tokens. The pipeline drains between runs."""
-    return dict(block_m=128, block_n=128, num_stages=3, num_steps=4 if size <= 512 else 16)
+    num_stages, num_steps = gpu.stages(3, GRADIENT_STAGE), 4 if size <= 512 else 16
+    return dict(block_m=128, block_n=128, num_stages=num_stages, num_steps=num_steps)
 
 
 TILES = dict(block_m=(64, 128), block_n=(64, 128, 256), num_stages=(2, 3, 4, 5, 6))
