@@ -248,6 +248,7 @@ WITHOUT_OPS = {
     'modeling.EngramGateLayer',
     'modeling.MixSplit',
     'modeling.quantize_model',
+    'moe.Routed',
     'moe.RoutingMap',
     'moe.ScoringFunc',
     'quant.QuantFormat',

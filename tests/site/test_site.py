@@ -67,6 +67,7 @@ def test_pages_say_where_their_source_is(built):
     source = re.compile(r'Source of this page|Source:? tile_kernels/[\w/]+\.py')
     without = {path.relative_to(built / 'docs').as_posix() for path, text in words.items() if not source.search(text)}
     made = {'benchmarks.html', 'benchmarks-small.html', 'examples.html', 'model.html'}
+    made |= {'benchmarks-peers.html'} | {name for name in without if name.startswith('peers/')}
     assert without == made | {f'{part}/README.html' for part in ('ops', 'api')}
 
 

@@ -219,7 +219,7 @@ def _flops(a: Tensor, values: Tensor, **others: Tensor) -> int:
 SMOKE = grid(m=[0, 1, 70], n=[136], k=[72], dtype=[BF16]) + grid(m=[5], n=[8], k=[8], dtype=[F16])
 FP8_SMOKE = grid(m=[5, 260], n=[24], k=[80], dtype=[FP8])
 WHOLE_SMOKE = grid(m=[70], n=[136], k=[384], dtype=[BF16])  # whole stages of indices
-BENCH = grid(m=[8192], n=[8192], k=[8192], dtype=[BF16, FP8])
+BENCH = grid(m=[8192], n=[8192], k=[8192], dtype=[BF16, FP8]) + grid(m=[64], n=[8192], k=[8192], dtype=[FP8])
 _gemm_sparse24.cases(
     make=_make,
     match=dict(rtol=1e-2, atol=2e-2),

@@ -75,7 +75,8 @@ def _route(
     if bias is not None:
         check.shape(bias, 'bias', 'num_experts', dtype=torch.float32, num_experts=num_experts)
     groups = check_groups(num_experts, top_k, num_groups, num_topk_groups)
-    if not fits(hidden_states, gate_weight, top_k):
+    check.same_device(hidden_states=hidden_states, gate_weight=gate_weight, bias=bias)
+    if not fits(hidden_states, gate_weight, bias, top_k):
         weights, indices = topk_gating.call(
             gate_logits.call(hidden_states, gate_weight),
             top_k,
@@ -124,13 +125,13 @@ def _route(
     return weights, indices, *maps, *experts, y.data, y.sf
 
 
-def fits(hidden_states: Tensor, gate_weight: Tensor, top_k: int) -> bool:
+def fits(hidden_states: Tensor, gate_weight: Tensor, bias: Tensor | None, top_k: int) -> bool:
     """Whether one launch can route these tokens."""
     (num_tokens, hidden), num_experts, gpu = hidden_states.shape, gate_weight.shape[0], gpu_of(hidden_states)
     if not (gpu.has_wgmma and 1 <= num_tokens <= MAX_TOKENS and top_k <= MAX_TOPK and hidden <= MAX_HIDDEN):
         return False
     blocks = num_blocks(-(-num_tokens // BLOCK_M), num_experts, num_parts_for(num_tokens, hidden))
-    return blocks <= gpu.sms and check.vector_bytes(hidden_states, gate_weight) == 16
+    return blocks <= gpu.sms and check.vector_bytes(hidden_states, gate_weight, bias) == 16
 
 
 @_route.public
