@@ -23,7 +23,7 @@ quick: $(STAMP) ruff
 	$(BIN)/pytest --quick --numprocesses=2
 
 test: $(STAMP)
-	@echo 'make test: every test, about 20 minutes on 2 idle cores; make quick takes 1'
+	@echo 'make test: every test, about 14 minutes on 2 idle cores; make quick takes 1'
 	@$(MAKE) --no-print-directory lint
 	@$(BIN)/python tools/sizes.py
 	$(BIN)/pytest --numprocesses=auto --dist=worksteal

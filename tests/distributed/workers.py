@@ -3,6 +3,7 @@
 import datetime
 import os
 import tempfile
+import time
 import warnings
 
 import pytest
@@ -183,7 +184,9 @@ def mesh_step(rank, world_size, results):
 def one_rank_leaves(rank, world_size, results):
     """Rank 1 never arrives: the others are told within the timeout."""
     results['aborted'] = True
+    dist.barrier()  # all are connected: a rank that leaves while others connect fails them there
     if rank == 1:
+        time.sleep(1)  # until all have left the barrier
         return
     router = MoEDistributed(6, 2)
     try:
