@@ -111,9 +111,8 @@ class Differentiable(torch.autograd.Function):
         result = op.call(*flat) if op.is_flat else plain(op.call(**op.operator_form.unflatten(flat)))
         ctx.op = op
         setup_context(op, ctx, flat, result)
-        ctx.set_materialize_grads(
-            False
-        )  # else each output without a gradient, as rstd, costs a kernel that writes zeros
+        # Else each output without a gradient, as rstd, costs a kernel that writes zeros.
+        ctx.set_materialize_grads(False)
         if op.backward != IDENTITY and len(op.plan.grads) > 1:
             ctx.shapes = [(result[i].shape, result[i].dtype, result[i].device) for _, i in op.plan.grads]
         return result

@@ -410,6 +410,15 @@ def decay_since(q, k, sum_shared, q_shared, k_shared, threads: int):
 
 
 @macro
+def load_decays(sum_shared, row, other_row, d, decay, other):
+    """Sums of log decays of two rows, eight channels from `d` on."""
+    for e in T.vectorized(8):
+        decay[e] = sum_shared[row, d + e]
+    for e in T.vectorized(8):
+        other[e] = sum_shared[other_row, d + e]
+
+
+@macro
 def meet(q, k, sum_shared, level, q_shared, k_shared, threads: int):
     """Write q and k times the decay between their row and the reference of its block; see `reference_row`."""
     size, vectors = sum_shared.shape[0], sum_shared.shape[1] // 8
@@ -419,10 +428,7 @@ def meet(q, k, sum_shared, level, q_shared, k_shared, threads: int):
     for r in T.unroll(size * vectors // threads):
         at = r * threads + T.get_thread_binding()
         i, d = at // vectors, at % vectors * 8
-        for e in T.vectorized(8):
-            decay[e] = sum_shared[i, d + e]
-        for e in T.vectorized(8):
-            other[e] = sum_shared[reference_row(i, level), d + e]
+        load_decays(sum_shared, i, reference_row(i, level), d, decay, other)
         for e in T.unroll(8):
             decay[e] = T.__exp((decay[e] - other[e]) * late_sign(i, level))
         scale_vector(q, r, decay, scaled)
@@ -443,10 +449,7 @@ def decay_until(k, sum_shared, k_shared, threads: int):
     for r in T.unroll(size * vectors // threads):
         at = r * threads + T.get_thread_binding()
         i, d = at // vectors, at % vectors * 8
-        for e in T.vectorized(8):
-            decay[e] = sum_shared[i, d + e]
-        for e in T.vectorized(8):
-            other[e] = sum_shared[size - 1, d + e]
+        load_decays(sum_shared, i, size - 1, d, decay, other)
         for e in T.unroll(8):
             decay[e] = T.__exp(other[e] - decay[e])
         scale_vector(k, r, decay, scaled)
