@@ -59,7 +59,7 @@ OTHER_EXP = {
 
 
 #: The first is for GPUs without large clusters. It ran its full cases on an H200 at c885f1f. The second is newer than
-#: the record; it ran its smoke cases there at f742cbf.
+#: the record; it ran its smoke cases there at 99316fa.
 NOT_RECORDED = {'project_slices_kernel', 'route_kernel'}
 
 
