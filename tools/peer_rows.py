@@ -19,10 +19,10 @@ EPS = 1e-6
 SGLANG, TE = 'sglang.kernels.ops', 'transformer_engine.pytorch.triton'
 
 #: Tokens and hidden sizes of the ops that work on rows; nobody should tune to the last ones.
-SIZES = ('64 7168', '4096 7168', '1000 2560', '12001 4096', '8 4096', '1003 2048', '257 2880', '12288 7168')
+SIZES = ('64 7168', '4096 7168', '1 4096', '1000 2560', '256 7168', '12001 4096', '8 4096', '1003 2048', '257 2880')
 ROWS, TINY = rows('tokens hidden', *SIZES), dict(tokens=5, hidden=256)
-HALVES = rows('tokens hidden', '64 2048', '4096 2048', '1000 1536', '12001 2048', '8 7168', '1003 4096', '257 1408')
-STREAMS = rows('tokens hidden', '64 4096', '4096 4096', '1000 2560', '12001 2048', '8 7168')
+HALVES = rows('tokens hidden', '64 2048', '4096 2048', '1 2048', '1000 1536', '256 2048', '12001 2048', '8 7168')
+STREAMS = rows('tokens hidden', '64 4096', '4096 4096', '1 4096', '1000 2560', '256 4096', '12001 2048', '8 7168')
 
 # Norms --------------------------------------------------------------------------------------
 
@@ -444,7 +444,7 @@ def _sglang_weighted_sum(x: Tensor, chosen: Tensor, place: Tensor, weights: Tens
     return Call(call)
 
 
-SIZE = ('64 7168 256 8', '4096 7168 256 8', '1000 2560 64 6', '12001 2048 64 6', '8 4096 256 8')
+SIZE = ('64 7168 256 8', '4096 7168 256 8', '1 7168 256 8', '1000 2560 64 6', '256 7168 256 8', '12001 2048 64 6')
 ROUTED, FEW = rows('tokens hidden experts topk', *SIZE), dict(tokens=6, hidden=64, experts=8, topk=2)
 MOE = [
     Work(
