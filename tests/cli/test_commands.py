@@ -123,8 +123,8 @@ def test_demo_runs_the_kernels_and_closes_with_a_sentence(toy, cli):
     status, out, _ = cli('demo')
     assert status == 0
     heading, row, _, *comparisons, closing = out.splitlines()
-    assert heading.split() == ['op', 'max', 'error', 'on', 'an', 'H200', 'us', 'speed']
-    assert row.split() == ['tests.double', '0', '–', '–', '–']
+    assert heading.split() == ['op', 'max', 'error']  # no record, no column
+    assert row.split() == ['tests.double', '0']
     assert [line for line in comparisons if line] == [line for line in demo.comparisons(demo.RESULTS) if line]
     assert closing.startswith('No GPU: the kernels of 1 op ran in the interpreter and agree with plain PyTorch')
 

@@ -68,7 +68,9 @@ def run(args: argparse.Namespace) -> int:
             problems += [problem] if problem else []
             bar.advance(task)
     out = console.output()
-    out.print(console.table(GPU_COLUMNS if on_gpu else CPU_COLUMNS, rows))
+    columns = GPU_COLUMNS if on_gpu else CPU_COLUMNS
+    used = [i for i in range(len(columns)) if any(row[i] is not None for row in rows)]  # the wheel has no records
+    out.print(console.table([columns[i] for i in used], [[row[i] for i in used] for row in rows]))
     for line in comparisons(RESULTS) or ['']:
         out.print(line, markup=False, soft_wrap=True)
     for problem in problems:
