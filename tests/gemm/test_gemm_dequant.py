@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from tile_kernels import ArgumentError, knobs
-from tile_kernels.core.launch import tracing
+from tile_kernels.core.gpus import gpu_named
+from tile_kernels.core.launch import on_gpu, tracing
+from tile_kernels.core.registry import cases_of, find_op, launches_of
 from tile_kernels.gemm import gemm_dequant, grouped_gemm_dequant, pack_weight, quantize_weight
 from tile_kernels.gemm.gemm_dequant_kernels import row_splits
 from tile_kernels.gemm.packed_weight import FORMATS
@@ -99,6 +101,14 @@ def test_blocks_fill_the_gpu():
 def test_the_result_does_not_depend_on_other_rows():
     a, weight = made('u4_1x32', m=16)
     assert torch.equal(gemm_dequant(a, weight)[:8], gemm_dequant(a[:8], weight))
+
+
+def test_weights_of_many_experts_make_kernels():
+    op = find_op('gemm.grouped_gemm_dequant')
+    largest = max(cases_of(op).bench, key=lambda case: case['n'] * case['k'] * case['num_groups'])
+    with on_gpu(gpu_named('sm_90a')):
+        for launched in launches_of(op, largest):  # int32 cannot count the bits of these weights
+            assert launched.kernel.tir(*launched.static, **launched.config) is not None
 
 
 def test_floors_count_the_packed_bytes():

@@ -57,6 +57,12 @@ SM_BYTES = 227 << 10  # shared memory of a block of Hopper
 BLOCK_BYTES = 113 << 10  # shared memory of a block if two run on an SM of Hopper
 TILE_K = 64  # channels of a step of the other kernels
 
+
+def view(tensor: Any, shape: tuple[int, ...], elem: Any) -> Any:
+    """A tensor of the same memory; `T.view` counts its bits in int32, which is too little for many experts."""
+    return T.Tensor(shape, elem, tensor.data)
+
+
 # Conversion ---------------------------------------------------------------------------------
 
 
@@ -412,9 +418,9 @@ def dequant_rows_kernel(
             words = T.view(words_local, (PAIR, 4), T.uint32)
             place = T.alloc_local((3,), T.int32)
             code_at, factor_at = T.alloc_var(place_elem), T.alloc_var(place_elem)
-            flat_codes = T.view(codes, (num_codes,), T.int32)
-            flat_scale = T.view(scale, (num_factors,), scale_elem) if own_factors else scale
-            flat_zero = T.view(zero, (num_factors,), T.int16) if has_zero else zero
+            flat_codes = view(codes, (num_codes,), T.int32)
+            flat_scale = view(scale, (num_factors,), scale_elem) if own_factors else scale
+            flat_zero = view(zero, (num_factors,), T.int16) if has_zero else zero
             flat, stages = (flat_codes, flat_scale, flat_zero), (codes_shared, scale_shared, zero_shared)
             find_group(group_end, first_row, num_rows, num_groups, place)
             start, end = 0 if num_groups == DENSE else place[1], num_rows if num_groups == DENSE else place[2]
@@ -714,9 +720,9 @@ def dequant_wgmma_kernel(
             tiles = Tiles(group_end, first_shared, num_rows, num_groups, tokens, tiles_n)
             parts = Tiles(group_end, first_shared, num_rows, num_groups, tokens, tiles_n * splits)
             turns = count_turns(parts, num_blocks, (members + 1) * WARPGROUP)
-            flat_codes = T.view(codes, (num_matrices * rows, cols * WARP * 4), T.int32)
-            flat_scale = scale if form.blocks else T.view(scale, (num_matrices * rows, stored), scale_elem)
-            flat_zero = T.view(zero, (num_matrices * rows, stored), T.int16) if has_zero else zero
+            flat_codes = view(codes, (num_matrices * rows, cols * WARP * 4), T.int32)
+            flat_scale = scale if form.blocks else view(scale, (num_matrices * rows, stored), scale_elem)
+            flat_zero = view(zero, (num_matrices * rows, stored), T.int16) if has_zero else zero
             words = T.view(codes_shared, (ring, strip_tiles, chunk), T.uint32)
             magic = magic_word(dtype, stride) if form.element == 'u4' else None
 
