@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import json
+import os
+import queue
 import random
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import StringIO
 from itertools import islice
@@ -26,6 +32,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 #: Mistakes that change no result: name of the mutant -> reason.
 EQUIVALENTS = ROOT / 'tools' / 'mutate_equivalents.json'
+#: What a copy of the tree does not need.
+LEFT_OUT = shutil.ignore_patterns('.*', '__pycache__', 'results')
 
 #: Rule -> pattern in a line of code and its replacement.
 RULES = {
@@ -42,6 +50,10 @@ RULES = {
     'checks': (r'\bcheck\.(contiguous|same_device|shape)\((?=.*\)$)', r'(lambda *a, **k: None)('),
     'wiring': (r'\b(not )(?=\w)', ''),
 }
+
+
+#: Whether the tests of a file pass without a mistake.
+_sound: dict[str, bool] = {}
 
 
 @dataclass(frozen=True)
@@ -108,30 +120,97 @@ def family(path: str) -> str:
     return Path(path).parts[1]
 
 
-def tests_of(path: str, root: Path = ROOT) -> list[str]:
-    """The test files in the folder of the family that name the module, or all of them, as arguments of pytest."""
+def imported(text: str) -> set[str]:
+    """The modules that a module imports, and names that may be modules."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f'{node.module}.{alias.name}' for alias in node.names)}
+    return found
+
+
+@functools.cache
+def users(root: Path = ROOT) -> dict[str, set[str]]:
+    """The files that import a module, by module; packages that only collect names do not count."""
+    found: dict[str, set[str]] = {}
+    for file in sorted((root / 'tile_kernels').rglob('*.py')):
+        if file.name != '__init__.py':
+            for module in imported(file.read_text()):
+                found.setdefault(module, set()).add(str(file.relative_to(root)))
+    return found
+
+
+def ops_of(path: str, root: Path = ROOT, most: int = 2) -> list[str]:
+    """Ops whose files are this one or import it, the nearest first; twins are found by the name of their file."""
+    if family(path) == 'reference':
+        path = path.replace('/reference/', '/', 1)
+    found: list[str] = []
+    near, seen = [path], {path}
+    while near and len(found) < most:
+        found += [
+            str(Path(file).with_suffix('')).split('/', 1)[1].replace('/', '.') for file in near if _has_op(root / file)
+        ]
+        modules = [str(Path(file).with_suffix('')).replace('/', '.') for file in near]
+        near = sorted({user for module in modules for user in users(root).get(module, ())} - seen)
+        random.Random(path).shuffle(near)
+        seen.update(near)
+    return found[:most]
+
+
+def _has_op(file: Path) -> bool:
+    return file.exists() and re.search(r'^@op\b', file.read_text(), re.MULTILINE) is not None
+
+
+def tests_of(path: str, root: Path = ROOT) -> list[list[str]]:
+    """Arguments of pytest, one list for each run: contract tests of the ops that use a file, and tests that name it."""
     folder, stem = root / 'tests' / family(path), Path(path).stem.removesuffix('_kernels')
     files = sorted(folder.glob('test_*.py'))
     naming = [file for file in files if re.search(rf'\b{re.escape(stem)}\b', file.read_text())]
-    return [str(file.relative_to(root)) for file in naming or files]
+    ops = ops_of(path, root)
+    runs = [['tests/test_contract.py', *(word for op in ops for word in ('--op', op))]] if ops else []
+    chosen = naming or ([] if ops else files)
+    return runs + ([[str(file.relative_to(root)) for file in chosen]] if chosen else [])
+
+
+def passes(path: str, tree: Path, limit: float) -> bool | None:
+    """Whether the tests of a file pass; None if they take too long."""
+    end = time.monotonic() + limit
+    environment = os.environ | {'CUDA_VISIBLE_DEVICES': '', 'PYTHONPATH': os.pathsep.join([str(tree), *sys.path[1:]])}
+    for tests in tests_of(path, tree):
+        command = [sys.executable, '-m', 'pytest', '-p', 'no:cacheprovider', '-x', '-q', *tests]
+        try:
+            left = max(end - time.monotonic(), 0.1)
+            done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, timeout=left, check=False)
+        except subprocess.TimeoutExpired:
+            return None
+        if done.returncode not in (0, 5):  # 5: nothing to run for this op
+            return False
+    return True
 
 
 def run(mutant: Mutant, tree: Path, limit: float) -> str:
-    """Plant one mistake in a copy of the tree: 'killed', 'survived', 'timeout' or 'untested'."""
-    tests = tests_of(mutant.path, tree)
-    if not tests:
+    """Plant one mistake in a copy of the tree: 'killed', 'survived', 'timeout', 'untested' or 'broken'.
+
+    Tests that also fail without the mistake, or take too long, say nothing: 'broken'.
+    """
+    if not tests_of(mutant.path, tree):
         return 'untested'
     file = tree / mutant.path
     before = file.read_text()
     file.write_text(mutant.apply(before))
-    command = [sys.executable, '-m', 'pytest', '-p', 'no:cacheprovider', '-n0', '-x', '-q', *tests]
     try:
-        code = subprocess.run(command, cwd=tree, capture_output=True, timeout=limit, check=False).returncode
-    except subprocess.TimeoutExpired:
-        return 'timeout'
+        passed = passes(mutant.path, tree, limit)
     finally:
         file.write_text(before)
-    return 'survived' if code == 0 else 'killed'
+    if passed:
+        return 'survived'
+    if mutant.path not in _sound:  # two threads may find out at the same time
+        _sound[mutant.path] = bool(passes(mutant.path, tree, 2 * limit))
+    if not _sound[mutant.path]:
+        return 'broken'
+    return 'timeout' if passed is None else 'killed'
 
 
 def read_results(path: Path) -> dict[str, str]:
@@ -142,7 +221,8 @@ def read_results(path: Path) -> dict[str, str]:
 
 def report(results: dict[str, str], equivalents: dict[str, str]) -> str:
     """The score of each family and the survivors; a timeout counts as noticed, equivalents do not count."""
-    counted = {name: result for name, result in results.items() if name not in equivalents and result != 'untested'}
+    silent = 'untested', 'broken'
+    counted = {name: result for name, result in results.items() if name not in equivalents and result not in silent}
     every = Counter(family(name) for name in counted)
     noticed = Counter(family(name) for name, result in counted.items() if result != 'survived')
     lines = [f'{name}: {noticed[name]}/{every[name]}' for name in sorted(every)]
@@ -157,18 +237,30 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument('--family', default='', help='only this folder of tile_kernels')
     parser.add_argument('--seed', type=int, default=0)
     parser.add_argument('--limit', type=float, default=120, help='seconds for each mistake')
+    parser.add_argument('--jobs', type=int, default=1, help='mistakes at a time, each in its own copy of the tree')
+    parser.add_argument('--seconds', type=float, default=float('inf'), help='start no mistake after this time')
     parser.add_argument('--results', type=Path, default=Path('mutants.jsonl'))
     given = parser.parse_args(arguments)
     drawn = draw(ROOT / 'tile_kernels' / given.family, given.sample, given.seed)
     results, equivalents = read_results(given.results), json.loads(EQUIVALENTS.read_text())
-    with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder) / 'tree'
-        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns('.git', '.venv', '__pycache__'))
-        for mutant in drawn:
-            if mutant.name not in results and mutant.name not in equivalents:
-                results[mutant.name] = run(mutant, tree, given.limit)
-                with given.results.open('a') as file:
-                    file.write(json.dumps({'mutant': mutant.name, 'result': results[mutant.name]}) + '\n')
+    missing = [mutant for mutant in drawn if mutant.name not in results and mutant.name not in equivalents]
+    end, writing = time.monotonic() + given.seconds, threading.Lock()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.jobs) as pool:
+        trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        for i in range(min(given.jobs, len(missing))):
+            trees.put(Path(folder) / str(i))
+            shutil.copytree(ROOT, Path(folder) / str(i), ignore=LEFT_OUT)
+
+        def plant(mutant: Mutant) -> None:
+            if time.monotonic() > end:
+                return
+            tree = trees.get()
+            result = results[mutant.name] = run(mutant, tree, given.limit)
+            trees.put(tree)
+            with writing, given.results.open('a') as file:
+                file.write(json.dumps({'mutant': mutant.name, 'result': result}) + '\n')
+
+        list(pool.map(plant, missing))  # raises what a thread raised
     print(report({m.name: results[m.name] for m in drawn if m.name in results}, equivalents))
     return 0
 
