@@ -258,7 +258,7 @@ def test_rows_beyond_2_31_elements_are_like_others(name):
             got = got[first : first + 3]
             assert torch.isfinite(wanted.float()).all()
             distance = (got.float() - wanted.float()).norm() / wanted.float().norm().clamp(1e-20)
-            assert distance < 2e-3, f'rows {first} to {first + 2}: relative distance {distance:.2g}'
+            assert distance < 4e-3, f'rows {first} to {first + 2}: relative distance {distance:.2g}'
 
 
 @pytest.mark.parametrize('name', [name for name in CALLS if name != 'attend'])  # its dq is a sum in any order

@@ -211,7 +211,7 @@ def attend_bwd(
         given = (*operands, None if dq_sum is None else dq_sum[lead], dk[lead], dv[lead], blocks, *options)
         launch(attend_bwd_sm90_kernel, (*static, not ordered), *given, size=blocks)
         if dq_sum is not None:
-            launch(attend_dq_cast_kernel, (q.dtype,), dq_sum.view(-1), dq.view(-1), scale)
+            launch(attend_dq_cast_kernel, (q.dtype,), dq_sum.view(-1, 8), dq.view(-1, 8), scale)
             return dq, dk, dv, dsink
     blocks = num_blocks(q, q_heads // kv_heads, number, packed)
     launch(attend_dq_kernel, static, *operands, dq[lead], blocks, *options, size=blocks)

@@ -140,21 +140,20 @@ def attend_dsink_kernel(sink_dtype: torch.dtype):
 
 @kernel()
 def attend_dq_cast_kernel(dtype: torch.dtype):
-    """Scale the sum of dq and round it; a thread block has 4096 numbers, and `num_numbers` is a multiple of 8."""
-    num_numbers = T.dynamic('num_numbers')
-    block = 32 * THREADS
+    """Scale the sum of dq and round it; a thread block has 4096 numbers. Indices in int32 count vectors, not numbers."""
+    num_vectors = T.dynamic('num_vectors')
+    block = 4 * THREADS
 
     @T.prim_func
     def attend_dq_cast(
-        dq_sum: T.Tensor((num_numbers,), T.float32),
-        dq: T.Tensor((num_numbers,), T.dtype(dtype)),
+        dq_sum: T.Tensor((num_vectors, 8), T.float32),
+        dq: T.Tensor((num_vectors, 8), T.dtype(dtype)),
         scale: T.float32,
     ):
-        with T.Kernel(T.ceildiv(num_numbers, block), threads=THREADS) as pid:
-            T.assume(num_numbers % 8 == 0)
-            for i, e in T.Parallel(block // 8, 8):
-                if pid * block + i * 8 < num_numbers:
-                    dq[pid * block + i * 8 + e] = dq_sum[pid * block + i * 8 + e] * scale
+        with T.Kernel(T.ceildiv(num_vectors, block), threads=THREADS) as pid:
+            for i, e in T.Parallel(block, 8):
+                if pid * block + i < num_vectors:
+                    dq[pid * block + i, e] = dq_sum[pid * block + i, e] * scale
 
     return attend_dq_cast
 

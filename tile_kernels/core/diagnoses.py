@@ -89,6 +89,11 @@ ROWS = (
         'registers',
     ),
     Row(
+        r'grid=\(\d+,(\d+,)?(?P<blocks>6553[6-9]|655[4-9]\d|65[6-9]\d{2}|6[6-9]\d{3}|[7-9]\d{4}|\d{6,})\b',
+        'the launch has {blocks} blocks in its second or third dimension, CUDA takes 65535',
+        'split the call, or put this extent into the first dimension of T.Kernel',
+    ),
+    Row(
         r'nvcc: (command )?not found|No such file.*nvcc|Could not find CUDA',
         'no CUDA toolkit found (nvcc)',
         'install CUDA 12.8 or newer, or set CUDA_HOME',

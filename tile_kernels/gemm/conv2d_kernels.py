@@ -99,7 +99,9 @@ def conv2d_kernel(
         div_h: T.int32,
         div_w: T.int32,
     ):
-        with T.Kernel(T.ceildiv(n, BLOCK_N), T.ceildiv(batch * out_h * out_w, BLOCK_M), threads=THREADS) as (bx, by):
+        tiles_n = T.ceildiv(n, BLOCK_N)
+        with T.Kernel(tiles_n * T.ceildiv(batch * out_h * out_w, BLOCK_M), threads=THREADS) as pid:
+            bx, by = pid % tiles_n, pid // tiles_n
             x_shared = T.alloc_shared((STAGES, BLOCK_M, BLOCK_K), elem)
             w_shared = T.alloc_shared((STAGES, BLOCK_N, BLOCK_K), elem)
             acc_frag = T.alloc_fragment((BLOCK_M, BLOCK_N), T.float32)
@@ -176,7 +178,9 @@ def conv2d_sm90_kernel(
         div_h: T.int32,
         div_w: T.int32,
     ):
-        with T.Kernel(T.ceildiv(n, block_n), T.ceildiv(batch * out_h * out_w, block_m), threads=threads) as (bx, by):
+        tiles_n = T.ceildiv(n, block_n)
+        with T.Kernel(tiles_n * T.ceildiv(batch * out_h * out_w, block_m), threads=threads) as pid:
+            bx, by = pid % tiles_n, pid // tiles_n
             x_shared = T.alloc_shared((stages, block_m, BLOCK_K), elem)
             w_shared = T.alloc_shared((stages, block_n, BLOCK_K), elem)
             y_shared = T.alloc_shared((block_m, block_n + LANES), elem)
