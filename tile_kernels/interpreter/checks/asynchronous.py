@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tile_kernels.interpreter.engine.frame import Frame, active_threads, agreed, cluster_distance, first_thread
-from tile_kernels.interpreter.engine.lanes import Mask, lane_of
+from tile_kernels.interpreter.engine.lanes import Mask, both, lane_of
 from tile_kernels.interpreter.errors import AsyncReadBeforeWait
 from tile_kernels.interpreter.memory.access import Access
 from tile_kernels.interpreter.memory.buffers import ByteMemory, Place
@@ -40,9 +40,15 @@ class AsyncGroups:
 
     def launch(self, frame: Frame, access: Access, mask: Mask, kind: str, commit: bool) -> None:
         """Record data in flight; it belongs to the group that the issuing threads commit next."""
-        threads = first_thread(frame)
-        group = self.committed[kind][np.arange(frame.blocks), threads] + 1
-        self._add(frame, access, mask, kind, threads, group, None)
+        threads, rows = first_thread(frame), np.arange(frame.blocks)
+        group = self.committed[kind][rows, threads] + 1
+        others = active_threads(frame) & (self.committed[kind] + 1 != group[:, None])
+        if not others.any():
+            self._add(frame, access, mask, kind, threads, group, None)
+        else:  # warps of a ring that do not advance together
+            for value in np.unique((self.committed[kind] + 1)[active_threads(frame)]):
+                same = active_threads(frame) & (self.committed[kind] + 1 == value)
+                self._add(frame, access, both(mask, same), kind, same.argmax(1), np.full_like(group, value), None)
         if commit:
             self.commit(frame, kind)
 
