@@ -136,6 +136,7 @@ def decode_layer_kernel(
     groups = max(hidden, inter) // GROUP if fp8 else 1
     layout = RowLayout.of(num_experts, 4, 16)
     ranking = ScoreRanking.of(layout, top_k, scoring, biased, num_groups, num_topk_groups)
+    all_chosen = top_k == num_experts
     is_softmax = scoring == ScoringFunc.SOFTMAX
     num_tokens, x_pitch = T.dynamic('num_tokens'), T.dynamic('x_pitch')
     sf_shape = (lambda n, k: (num_experts, n // GROUP, k // GROUP)) if fp8 else (lambda n, k: (1, 1, 1))
@@ -180,7 +181,7 @@ def decode_layer_kernel(
     @macro
     def copy_next(turn, slot, counts, at, weights, list_shared, ring_shared, sf_shared):
         """Start to copy the tile of a turn, if there is one; every call is one group of copies."""
-        up_first, up_turns, down_first, down_turns = counts
+        up_first, _, up_turns, down_first, _, down_turns = counts
         gate_up, gate_up_sf, down, down_sf = weights
         warp = T.get_thread_binding() // WARP
         # `at` holds tile, item, expert and row, so that each is computed once.
@@ -217,6 +218,18 @@ def decode_layer_kernel(
                         found_local[octet, e] = sum_shared[i % 2, w, octet, lane, e]
                     for e in T.unroll(4):
                         total_local[octet, e] = total_local[octet, e] + found_local[octet, e]
+
+    @macro
+    def sequence(num_used, block, workers):
+        """Items of this block, and tiles of this warp: the first item and the number of items of up, then of down."""
+        warp = T.get_thread_binding() // WARP
+        up_first = num_used * up_items * block // workers
+        up_count = num_used * up_items * (block + 1) // workers - up_first
+        down_first = num_used * down_items * block // workers
+        down_count = num_used * down_items * (block + 1) // workers - down_first
+        up_turns = T.shift_right(T.max(up_count * up_tiles - warp, 0) + NUM_WARPS - 1, TURN_BITS)
+        down_turns = T.shift_right(T.max(down_count * down_tiles - warp, 0) + NUM_WARPS - 1, TURN_BITS)
+        return up_first, up_count, up_turns, down_first, down_count, down_turns
 
     @macro
     def store_vector(z_local, token, v, width: int, v_local, code_local, z_shared, z_sf_shared):
@@ -313,6 +326,27 @@ def decode_layer_kernel(
             mask_shared = T.alloc_shared((words,), T.uint32)
             list_shared = T.alloc_shared((chosen,), T.int32)
             slot_shared = T.alloc_shared((chosen, tokens), T.int32)
+
+            a_local = T.alloc_local((octets, lanes), elem)
+            b_local = T.alloc_local((2, lanes), elem)
+            total_local = T.alloc_local((octets, 4), 'float32')
+            group_local = T.alloc_local((octets, 4), 'float32')
+            found_local = T.alloc_local((octets, 4), 'float32')
+            registers = a_local, b_local, total_local, group_local, found_local
+            place_local = T.alloc_local((4,), T.int32)
+            now = T.alloc_local((2,), T.int32)
+            now[0] = 0
+            now[1] = 0
+            weights = gate_up, gate_up_sf, down, down_sf
+            if all_chosen:  # the weights need not wait for the choice
+                for i in T.serial(-(-num_experts // THREADS)):
+                    if i * THREADS + thread < num_experts:
+                        list_shared[i * THREADS + thread] = i * THREADS + thread
+                T.sync_threads()
+                parts = sequence(num_experts, block, workers)
+                copied = parts, place_local, weights, list_shared, ring_shared, sf_shared
+                for i in T.unroll(ring):
+                    copy_next(i, i, *copied)
 
             # 1: tokens and logits
             w_local = T.alloc_local((vectors, VECTOR), BF16)
@@ -418,7 +452,8 @@ def decode_layer_kernel(
                     if (votes >> T.cast(lane, T.uint32)) & T.uint32(1) != T.uint32(0):
                         below = votes & ((T.uint32(1) << T.cast(lane, T.uint32)) - T.uint32(1))
                         place = num_used + T.cast(T.popcount(below), T.int32)
-                        list_shared[place] = word * WARP + lane
+                        if not all_chosen:
+                            list_shared[place] = word * WARP + lane
                         for token in T.serial(tokens):
                             slot = -1
                             if token < num_tokens:
@@ -429,29 +464,12 @@ def decode_layer_kernel(
                 num_used = num_used + T.cast(T.popcount(votes), T.int32)
             T.sync_threads()
 
-            # The sequence of tiles of this warp: first those of gate and up, then those of down
-            up_first = num_used * up_items * block // workers
-            up_count = num_used * up_items * (block + 1) // workers - up_first
-            down_first = num_used * down_items * block // workers
-            down_count = num_used * down_items * (block + 1) // workers - down_first
-            up_turns = T.shift_right(T.max(up_count * up_tiles - warp, 0) + NUM_WARPS - 1, TURN_BITS)
-            down_turns = T.shift_right(T.max(down_count * down_tiles - warp, 0) + NUM_WARPS - 1, TURN_BITS)
-
-            a_local = T.alloc_local((octets, lanes), elem)
-            b_local = T.alloc_local((2, lanes), elem)
-            total_local = T.alloc_local((octets, 4), 'float32')
-            group_local = T.alloc_local((octets, 4), 'float32')
-            found_local = T.alloc_local((octets, 4), 'float32')
-            registers = a_local, b_local, total_local, group_local, found_local
-            counts = up_first, up_turns, down_first, down_turns
-            now = T.alloc_local((2,), T.int32)
-            now[0] = 0
-            now[1] = 0
-            place_local = T.alloc_local((4,), T.int32)
-            weights = gate_up, gate_up_sf, down, down_sf
-            copied = counts, place_local, weights, list_shared, ring_shared, sf_shared
-            for i in T.unroll(ring):
-                copy_next(i, i, *copied)
+            if not all_chosen:
+                parts = sequence(num_used, block, workers)
+                copied = parts, place_local, weights, list_shared, ring_shared, sf_shared
+                for i in T.unroll(ring):
+                    copy_next(i, i, *copied)
+            up_first, up_count, _, down_first, down_count, _ = parts
 
             # 3: gate, up and SwiGLU
             for i in T.serial(up_count):
