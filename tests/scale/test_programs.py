@@ -65,6 +65,23 @@ def test_programs_lower_for_hopper_without_tma(name):
         assert found['registers'] and not found['spill_stores']
 
 
+@pytest.mark.parametrize('world', [2, 3])
+def test_the_row_of_a_tile_is_not_folded_to_a_maximum(world):
+    kernel = cases.ALL['all_gather_gemm'](world, **cases.LARGE['all_gather_gemm']).kernel
+    body = nvcc.lower(kernel, {}, 'sm_90a')[0].partition('extern "C"')[2]
+    assert 'blockIdx.x' in body and 'max(' not in body
+
+
+def test_a_library_is_compiled_once(tmp_path, monkeypatch):
+    kernel = programs.shift(8, 1)
+    source, _ = nvcc.lower(kernel, {}, 'sm_90a')
+    with knobs(cache_dir=tmp_path):
+        path = devices.library_of(kernel, source, 'sm_90a')
+        monkeypatch.setattr(nvcc, 'compile_library', None)
+        assert devices.library_of(kernel, source, 'sm_90a') == path
+    assert path.is_relative_to(tmp_path) and path.stat().st_size
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason='tells what to do without a GPU')
 def test_without_a_gpu_one_sentence_says_what_to_do():
     kernel = programs.shift(8, 2)
