@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -73,6 +73,8 @@ class AsyncGroups:
         """Mark all but the last `leave` groups of the active threads as complete."""
         active = active_threads(frame)
         rows = np.arange(frame.blocks)
+        if kind == 'copy' and not active.all():
+            self.flights = [part for flight in self.flights for part in self._split(flight, active)]
         for flight in self.flights:
             if flight.kind == kind:
                 landed = active[rows, flight.thread]
@@ -84,6 +86,22 @@ class AsyncGroups:
                     lanes = lanes if flight.mask is None else lanes & flight.mask
                     flight.memory.race.read(frame, flight.access, flight.place, lanes)
         self._sweep()
+
+    def _split(self, flight: InFlight, active: np.ndarray) -> list[InFlight]:
+        """What active threads copied, and what inactive ones did: they wait for it later."""
+        own = np.ones((1, 1), bool) if flight.mask is None else flight.mask
+        own = own.any(axis=tuple(range(2, own.ndim))) & np.ones_like(active)
+        split = (own & active).any(1) & (own & ~active).any(1) & ~flight.done
+        if flight.kind != 'copy' or not split.any():
+            return [flight]
+        parts = []
+        here = np.where(split[:, None], active, True)
+        for threads in (here, ~here):
+            lanes = both(flight.mask, threads.reshape(threads.shape + (1,) * (flight.access.ndim - 2)))
+            first = np.where(split, (own & threads).argmax(1), flight.thread)
+            done = flight.done if threads is here else ~split
+            parts.append(replace(flight, mask=lanes, thread=first, done=done.copy()))
+        return parts
 
     def barrier_passed(
         self, frame: Frame, slot: int, numbers: np.ndarray, pairs: tuple[int, ...] | None = None
