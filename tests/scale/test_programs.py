@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.scale import cases
-from tile_kernels import ArgumentError, LaunchError, UnsupportedError, knobs, scale
+from tile_kernels import ArgumentError, CompileError, LaunchError, UnsupportedError, knobs, scale
 from tile_kernels.core import nvcc
 from tile_kernels.scale import devices, programs
 
@@ -78,7 +78,10 @@ def test_a_library_is_compiled_once(tmp_path, monkeypatch):
     with knobs(cache_dir=tmp_path):
         path = devices.library_of(kernel, source, 'sm_90a')
         monkeypatch.setattr(nvcc, 'compile_library', None)
-        assert devices.library_of(kernel, source, 'sm_90a') == path
+        with knobs(disable_jit=True):
+            assert devices.library_of(kernel, source, 'sm_90a') == path
+            with pytest.raises(CompileError, match=r'shift for sm_90a is not in .* and TK_DISABLE_JIT is set'):
+                devices.library_of(programs.shift(9, 1), source + ' ', 'sm_90a')
     assert path.is_relative_to(tmp_path) and path.stat().st_size
 
 

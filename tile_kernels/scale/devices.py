@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tile_kernels.core import cache, check
-from tile_kernels.core.errors import ArgumentError, LaunchError, UnsupportedError
+from tile_kernels.core.errors import ArgumentError, CompileError, LaunchError, UnsupportedError
 from tile_kernels.core.jit import cache_dir
+from tile_kernels.core.knobs import knobs
 from tile_kernels.scale.language import EPOCH, EPOCH_WORD, FAILED_WORD, LIMIT_WORD, Declared, declarations
 
 _THREADS_PER_SM, _REGISTERS_PER_SM, _BLOCKS_PER_SM = 2048, 65536, 32
@@ -63,9 +64,13 @@ def library_of(prim_func: Any, source: str, arch: str) -> Path:
     name = str(prim_func.attrs['global_symbol'])
     entry = cache.Entry(cache_dir(), arch, f'scale.{name}-{digest}')
     with entry.lock():
-        found, _ = entry.find(may_compile=True)
+        found, _ = entry.find(may_compile=not knobs.disable_jit)
         if found is not None:
             return found
+        if knobs.disable_jit:
+            raise CompileError(
+                f'scale.{name} for {arch} is not in {cache_dir()} and TK_DISABLE_JIT is set; run it once without'
+            )
         built = Path(_folder().name) / f'{name}-{digest}.so'
         nvcc.compile_library(prim_func, {}, arch, built)
         release = nvcc.nvcc_version()
