@@ -4,7 +4,15 @@ import pytest
 import tilelang.language as T
 import torch
 
-from tile_kernels.interpreter import BarrierDivergence, DataRace, Deadlock, OutOfBounds, UninitializedRead, interpret
+from tile_kernels.interpreter import (
+    AsyncReadBeforeWait,
+    BarrierDivergence,
+    DataRace,
+    Deadlock,
+    OutOfBounds,
+    UninitializedRead,
+    interpret,
+)
 
 MANUAL = {'tl.disable_thread_storage_sync': True}
 
@@ -599,3 +607,39 @@ def test_a_read_before_the_wait_for_the_kernel_of_another_program():
     interpret(first, x, scratch, checks='races')
     interpret(first, x, torch.zeros(8), checks='races')  # and so does another one
     interpret(second(True, 3), scratch, y, checks='races')
+
+
+def uneven_ring(leave):
+    """Two warps copy three tiles each through a ring of two; in a loop of pairs, one has the odd tile first."""
+
+    @T.prim_func
+    def ring(x: T.Tensor((2, 3, 32, 4), 'float32'), y: T.Tensor((2, 3, 32, 4), 'float32')):
+        with T.Kernel(1, threads=64):
+            stages = T.alloc_shared((2, 64, 4), 'float32')
+            thread = T.get_thread_binding()
+            warp, lane = thread // 32, thread % 32
+            turn = T.alloc_var('int32', init=0)
+            for i in T.unroll(2):
+                T.ptx_cp_async(T.access_ptr(stages[i, thread, 0], 'w', 4), T.access_ptr(x[warp, i, lane, 0], 'r', 4), 4)
+                T.ptx_commit_group()
+            for item in T.serial(2):
+                for _ in T.serial(1 + (warp + item) % 2):
+                    T.ptx_wait_group(leave)
+                    for e in T.vectorized(4):
+                        y[warp, turn, lane, e] = stages[turn % 2, thread, e]
+                    if turn == 0:
+                        T.ptx_cp_async(
+                            T.access_ptr(stages[0, thread, 0], 'w', 4), T.access_ptr(x[warp, 2, lane, 0], 'r', 4), 4
+                        )
+                    T.ptx_commit_group()
+                    turn = turn + 1
+
+    return ring
+
+
+def test_warps_that_do_not_advance_together_wait_for_their_own_copies():
+    x, y = torch.randn(2, 3, 32, 4), torch.zeros(2, 3, 32, 4)
+    interpret(uneven_ring(1), x, y, checks='all', pass_configs=MANUAL)
+    assert torch.equal(x, y)
+    with pytest.raises(AsyncReadBeforeWait, match='wait for it first'):
+        interpret(uneven_ring(2), x, y, checks='all', pass_configs=MANUAL)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.scale import cases
-from tile_kernels import ArgumentError, LaunchError, UnsupportedError, knobs, scale
+from tile_kernels import ArgumentError, CompileError, LaunchError, UnsupportedError, knobs, scale
 from tile_kernels.core import nvcc
 from tile_kernels.scale import devices, programs
 
@@ -63,6 +63,26 @@ def test_programs_lower_for_hopper_without_tma(name):
     if knobs.full_test:
         found = nvcc.resources(source, 'sm_90a')
         assert found['registers'] and not found['spill_stores']
+
+
+@pytest.mark.parametrize('world', [2, 3])
+def test_the_row_of_a_tile_is_not_folded_to_a_maximum(world):
+    kernel = cases.ALL['all_gather_gemm'](world, **cases.LARGE['all_gather_gemm']).kernel
+    body = nvcc.lower(kernel, {}, 'sm_90a')[0].partition('extern "C"')[2]
+    assert 'blockIdx.x' in body and 'max(' not in body
+
+
+def test_a_library_is_compiled_once(tmp_path, monkeypatch):
+    kernel = programs.shift(8, 1)
+    source, _ = nvcc.lower(kernel, {}, 'sm_90a')
+    with knobs(cache_dir=tmp_path):
+        path = devices.library_of(kernel, source, 'sm_90a')
+        monkeypatch.setattr(nvcc, 'compile_library', None)
+        with knobs(disable_jit=True):
+            assert devices.library_of(kernel, source, 'sm_90a') == path
+            with pytest.raises(CompileError, match=r'shift for sm_90a is not in .* and TK_DISABLE_JIT is set'):
+                devices.library_of(programs.shift(9, 1), source + ' ', 'sm_90a')
+    assert path.is_relative_to(tmp_path) and path.stat().st_size
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason='tells what to do without a GPU')

@@ -5,11 +5,12 @@ Nothing here measures or claims the speed of links. The engine for many machines
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tile_kernels.core import check
-from tile_kernels.core.errors import ArgumentError, LaunchError, UnsupportedError
+from tile_kernels.core import cache, check
+from tile_kernels.core.errors import ArgumentError, CompileError, LaunchError, UnsupportedError
+from tile_kernels.core.jit import cache_dir
+from tile_kernels.core.knobs import knobs
 from tile_kernels.scale.language import EPOCH, EPOCH_WORD, FAILED_WORD, LIMIT_WORD, Declared, declarations
 
 _THREADS_PER_SM, _REGISTERS_PER_SM, _BLOCKS_PER_SM = 2048, 65536, 32
@@ -28,18 +31,62 @@ _SPARE = 5.0  # seconds beyond the limit of the waits, after which the host give
 
 
 class Compiled:
-    """A kernel, compiled for the GPU of one device index."""
+    """A kernel, compiled for the GPU of one device index; the library stays in the directory of compiled kernels."""
 
     def __init__(self, prim_func: Any, device_index: int) -> None:
         from tile_kernels.core import gpus, nvcc
 
-        arch = gpus.arch_of(device_index)
-        self.source, self.shared = nvcc.lower(prim_func, {}, arch)
-        self.registers = nvcc.resources(self.source, arch)['registers']
-        self._folder = tempfile.TemporaryDirectory()
-        library = Path(self._folder.name) / 'kernel.so'
-        nvcc.compile_library(prim_func, {}, arch, library)
-        self.call = nvcc.load_function(library)
+        self.arch = gpus.arch_of(device_index)
+        self.source, self.shared = nvcc.lower(prim_func, {}, self.arch)
+        self.call = nvcc.load_function(library_of(prim_func, self.source, self.arch))
+
+    @functools.cached_property
+    def registers(self) -> int:
+        """Registers of a thread, from ptxas."""
+        from tile_kernels.core import nvcc
+
+        return nvcc.resources(self.source, self.arch)['registers']
+
+
+def library_of(prim_func: Any, source: str, arch: str) -> Path:
+    """The path of the compiled kernel; compiles it if no process has done so before.
+
+    Args:
+        prim_func: A `T.prim_func`.
+        source: Its CUDA source.
+        arch: The architecture.
+    """
+    from tile_kernels.core import nvcc
+
+    versions = {'tilelang': nvcc.tilelang_version(), **cache.runtime()}
+    parts = (source, prim_func.script(), arch, repr(sorted(versions.items())))
+    digest = hashlib.sha256('\n'.join(parts).encode()).hexdigest()[:24]
+    name = str(prim_func.attrs['global_symbol'])
+    entry = cache.Entry(cache_dir(), arch, f'scale.{name}-{digest}')
+    with entry.lock():
+        found, _ = entry.find(may_compile=not knobs.disable_jit)
+        if found is not None:
+            return found
+        if knobs.disable_jit:
+            raise CompileError(
+                f'scale.{name} for {arch} is not in {cache_dir()} and TK_DISABLE_JIT is set; run it once without'
+            )
+        built = Path(_folder().name) / f'{name}-{digest}.so'
+        nvcc.compile_library(prim_func, {}, arch, built)
+        release = nvcc.nvcc_version()
+        about = {'kernel': f'scale.{name}', 'arch': arch, 'tilelang': versions['tilelang']}
+        try:
+            cache.store(built, entry.path(release), {**about, 'nvcc': '.'.join(map(str, release))})
+        except OSError:  # without a writable directory, the library lives as long as the process
+            return built
+        built.unlink()
+    return entry.path(release)
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory:
+    """Libraries of this process that cannot be stored."""
+    return tempfile.TemporaryDirectory(prefix='tile_kernels-')
 
 
 @functools.lru_cache(maxsize=64)
@@ -105,7 +152,7 @@ def empty(*shape: int, dtype: torch.dtype, group: Any) -> Tensor:
     return tensor
 
 
-@contextmanager
+@contextlib.contextmanager
 def _explained() -> Iterator[None]:
     """Say what the ranks need if PyTorch cannot share memory between them."""
     try:
@@ -167,7 +214,9 @@ def on_one_gpu(
     blocks, threads = launch_size(prim_func)
     properties = torch.cuda.get_device_properties(device)
     shared = int(getattr(properties, 'shared_memory_per_multiprocessor', 228 << 10))
-    room = resident_blocks(threads, compiled.registers, compiled.shared, shared) * properties.multi_processor_count
+    room = properties.multi_processor_count  # every SM holds a block
+    if blocks * world > room:
+        room *= resident_blocks(threads, compiled.registers, compiled.shared, shared)
     check_resident(blocks, world, room)
     pads: list[list[Tensor]] = [[] for _ in range(world)]
     tables: dict[int, Tensor] = {}

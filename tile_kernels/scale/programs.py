@@ -161,6 +161,7 @@ def all_gather_gemm(
                     )
                     S.signal(signals, dst=target, slot=i)
             else:
+                owner = T.alloc_var('int32')  # a variable: TVM folds this expression and those below to wrong rows
                 owner = (dev_id + (pid - world) // (tiles * columns)) % dev_num  # own rows first
                 row = (pid - world) // columns % tiles
                 column = (pid - world) % columns

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from tile_kernels.interpreter.engine.frame import Frame, active_threads, agreed, cluster_distance, first_thread
-from tile_kernels.interpreter.engine.lanes import Mask, lane_of
+from tile_kernels.interpreter.engine.lanes import Mask, both, lane_of
 from tile_kernels.interpreter.errors import AsyncReadBeforeWait
 from tile_kernels.interpreter.memory.access import Access
 from tile_kernels.interpreter.memory.buffers import ByteMemory, Place
@@ -40,9 +40,15 @@ class AsyncGroups:
 
     def launch(self, frame: Frame, access: Access, mask: Mask, kind: str, commit: bool) -> None:
         """Record data in flight; it belongs to the group that the issuing threads commit next."""
-        threads = first_thread(frame)
-        group = self.committed[kind][np.arange(frame.blocks), threads] + 1
-        self._add(frame, access, mask, kind, threads, group, None)
+        threads, rows = first_thread(frame), np.arange(frame.blocks)
+        group = self.committed[kind][rows, threads] + 1
+        others = active_threads(frame) & (self.committed[kind] + 1 != group[:, None])
+        if not others.any():
+            self._add(frame, access, mask, kind, threads, group, None)
+        else:  # warps of a ring that do not advance together
+            for value in np.unique((self.committed[kind] + 1)[active_threads(frame)]):
+                same = active_threads(frame) & (self.committed[kind] + 1 == value)
+                self._add(frame, access, both(mask, same), kind, same.argmax(1), np.full_like(group, value), None)
         if commit:
             self.commit(frame, kind)
 
@@ -67,6 +73,8 @@ class AsyncGroups:
         """Mark all but the last `leave` groups of the active threads as complete."""
         active = active_threads(frame)
         rows = np.arange(frame.blocks)
+        if kind == 'copy' and not active.all():
+            self.flights = [part for flight in self.flights for part in self._split(flight, active)]
         for flight in self.flights:
             if flight.kind == kind:
                 landed = active[rows, flight.thread]
@@ -78,6 +86,22 @@ class AsyncGroups:
                     lanes = lanes if flight.mask is None else lanes & flight.mask
                     flight.memory.race.read(frame, flight.access, flight.place, lanes)
         self._sweep()
+
+    def _split(self, flight: InFlight, active: np.ndarray) -> list[InFlight]:
+        """What active threads copied, and what inactive ones did: they wait for it later."""
+        own = np.ones((1, 1), bool) if flight.mask is None else flight.mask
+        own = own.any(axis=tuple(range(2, own.ndim))) & np.ones_like(active)
+        split = (own & active).any(1) & (own & ~active).any(1) & ~flight.done
+        if flight.kind != 'copy' or not split.any():
+            return [flight]
+        parts = []
+        here = np.where(split[:, None], active, True)
+        for threads in (here, ~here):
+            lanes = both(flight.mask, threads.reshape(threads.shape + (1,) * (flight.access.ndim - 2)))
+            first = np.where(split, (own & threads).argmax(1), flight.thread)
+            done = flight.done if threads is here else ~split
+            parts.append(replace(flight, mask=lanes, thread=first, done=done.copy()))
+        return parts
 
     def barrier_passed(
         self, frame: Frame, slot: int, numbers: np.ndarray, pairs: tuple[int, ...] | None = None
