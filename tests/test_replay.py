@@ -9,6 +9,7 @@ from tests.structs import as_tensor
 from tile_kernels import QuantTensor, knobs
 from tile_kernels.core import launch
 from tile_kernels.core.replay import BODY, MISS, record
+from tile_kernels.modeling import MoELayer, moe
 from tile_kernels.testing import assert_equal, contract
 
 
@@ -66,3 +67,26 @@ def test_replay_equals_body(case):
             assert_equal(found[name], tensor)
         else:
             torch.testing.assert_close(found[name], tensor, equal_nan=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason='binds kernels to the interpreter')
+@pytest.mark.parametrize('compute', ['bf16', 'fp8'])
+def test_replay_of_a_whole_layer(compute):
+    torch.manual_seed(0)
+    layer = MoELayer(4, 2, 128, compute=compute).eval()
+    layer.experts.prepare_fp8()
+    weights = (
+        layer.experts.prepared
+        if compute == 'fp8'
+        else (layer.experts.gate_up_proj, None, layer.experts.down_proj, None)
+    )
+
+    def given(x):
+        return [x, layer.gate.weight, None, *weights]
+
+    with torch.no_grad():
+        x, other = torch.randn(2, 5, 128).bfloat16()
+        result, replay = record(moe._infer.__wrapped__, (*given(x), 2), layer.gate.options, given(x), None)
+        assert_equal(result, moe._infer.__wrapped__(*given(x), 2, **layer.gate.options))
+        assert_equal(replay(*given(other)), moe._infer.__wrapped__(*given(other), 2, **layer.gate.options))
+    assert sum(name.startswith('f') and name[1:].isdigit() for name in replay.__globals__) == 7

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from tile_kernels import activation, engram, mhc, moe, norm, quant, transform
+from tile_kernels.modeling import MoELayer
+from tile_kernels.modeling.moe import Experts
 
 BF16 = torch.bfloat16
 STREAMS = 4
@@ -133,6 +135,24 @@ def _engram_bwd(tokens: int, hidden: int) -> Call:
     return lambda: engram.engram_gate_bwd(dy, *given, *saved, 1e-6)
 
 
+def _moe_layer(compute: str) -> Callable[[int, int], Call]:
+    """The forward pass of a layer with 64 experts, for inference."""
+
+    def make(tokens: int, hidden: int) -> Call:
+        layer = MoELayer(64, 6, hidden, max(hidden * 11 // 2048, 1) * 128, compute=compute).eval()
+        if isinstance(layer.experts, Experts) and compute == 'fp8':
+            layer.experts.prepare_fp8()
+        x = _rows(tokens, hidden)
+
+        def infer() -> Any:
+            with torch.no_grad():
+                return layer(x)
+
+        return infer
+
+    return make
+
+
 def _step(make: Callable[[], tuple[Call, list[Tensor]]]) -> Call:
     """Forward and backward through autograd."""
     call, leaves = make()
@@ -190,4 +210,6 @@ HOST: dict[str, Callable[[int, int], Call]] = {
     'engram gate gradient': _engram_bwd,
     'mhc post, training step': _post_step,
     'norm, training step': _norm_step,
+    'MoE layer': _moe_layer('bf16'),
+    'MoE layer, fp8': _moe_layer('fp8'),
 }

@@ -1,9 +1,11 @@
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.structs import as_tensor
 from tile_kernels import QuantFormat, knobs
+from tile_kernels.core import replay as replay_module
 from tile_kernels.core.formats import QuantTensor
 from tile_kernels.core.launch import launch
 from tile_kernels.core.replay import BODY, MISS, record
@@ -15,6 +17,7 @@ def stub(sample):
     calls = []
 
     def bound(x, y, factor):
+        assert isinstance(x, Tensor) or isinstance(y, Tensor)  # a launch takes its stream from a tensor
         x, y = as_tensor(x), as_tensor(y)
         calls.append((x, y, factor))
         with _disable_current_modes():  # a kernel writes memory without asking PyTorch
@@ -132,6 +135,36 @@ def test_workspaces_between_launches_are_allocated_anew(sample, stub):
     other = torch.randn(3, 32)
     assert torch.equal(result, sample.spread_twin(x, 2, 2.0) * 3.0)
     assert torch.equal(replay(other), sample.spread_twin(other, 2, 2.0) * 3.0)
+
+
+@pytest.mark.parametrize('most', [1 << 20, 1 << 10])
+def test_workspaces_share_an_allocation(sample, stub, monkeypatch, most):
+    monkeypatch.setattr(replay_module, '_SHARED_BYTES', most)
+    made = []
+
+    def allocate(*shape, **options):
+        made.append(shape)
+        return torch_empty(*shape, **options)
+
+    def body(x):
+        first, second, third = x.new_empty(3, 2, 32), x.new_empty(3, 2, 32), x.new_empty(3, 2, 32)
+        y, z = x.new_empty(3, 2, 32), x.new_empty(3, 2, 32)
+        launch(sample.spread_kernel, (32, 2), x, first, 2.0)
+        launch(sample.spread_kernel, (32, 2), x, second, 3.0)
+        launch(sample.spread_kernel, (32, 2), first[:, 0], third, 5.0)
+        launch(sample.spread_kernel, (32, 2), second[:, 0], y, 7.0)
+        launch(sample.spread_kernel, (32, 2), third[:, 1], z, 11.0)
+        return y, z
+
+    x, torch_empty = torch.randn(3, 32), torch.empty
+    _, replay = record(body, (x,), {}, [x])
+    monkeypatch.setitem(replay.__globals__, 'empty', allocate)
+    for _ in range(2):
+        other = torch.randn(3, 32)
+        y, z = replay(other)
+        assert torch.equal(y, sample.spread_twin(other, 2, 3.0) * 7.0)
+        assert torch.equal(z, sample.spread_twin(other, 2, 2.0) * 5.0 * 11.0)
+    assert made == ([] if most < 2048 else [(2048,)] * 2)  # two of 768 bytes; `third` is the tensor of its launch
 
 
 def test_memory_from_elsewhere_is_not_replayed(sample, stub):

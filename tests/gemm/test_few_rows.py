@@ -25,11 +25,12 @@ def test_kernels_for_few_rows_agree_with_the_twins(name):
             check_kernel(load_ops()[name], case)
 
 
-def test_they_are_a_setting_until_a_gpu_has_run_them():
+@pytest.mark.parametrize('few, dense, grouped', [(None, True, False), (True, True, True), (False, False, False)])
+def test_the_setting_chooses_them(few, dense, grouped):
     a, b = torch.randn(4, 64, dtype=torch.bfloat16), torch.randn(8, 64, dtype=torch.bfloat16)
-    names = []
-    for few in (False, True):
-        with knobs(few_rows=few), tracing() as launches:
-            gemm.gemm(a, b)
-        names.append(launches[0].kernel.name)
-    assert names == ['grouped_gemm_kernel', 'few_rows_kernel']
+    ends = torch.tensor([4], dtype=torch.int32)
+    with knobs(few_rows=few), tracing() as launches:
+        gemm.gemm(a, b)
+        gemm.grouped_gemm(a, b[None], ends)
+    first = ['few_rows_kernel' if few else 'grouped_gemm_kernel' for few in (dense, grouped)]
+    assert [launch.kernel.name for launch in launches if launch.kernel.name != 'sum_splits_kernel'] == first

@@ -188,6 +188,18 @@ def test_compiles_without_graph_breaks_for_any_number_of_tokens():
     assert len(graphs) == 1
 
 
+@pytest.mark.parametrize('part', ['gate', 'experts'])
+def test_hooks_of_parts_see_every_call(part):
+    layer, x = make(5)
+    seen = []
+    handle = getattr(layer.eval(), part).register_forward_hook(lambda *given: seen.append(given))
+    with torch.no_grad():
+        watched = layer(x)
+        assert len(seen) == 1
+        handle.remove()
+        assert torch.equal(layer(x), watched) and len(seen) == 1
+
+
 def test_checkpointing_export_and_autocast():
     layer, x = make()
     _, dx, dw = gradients(layer, layer, x)

@@ -32,7 +32,7 @@ from tile_kernels.core.cases import grid
 from tile_kernels.core.formats import QuantFormat, QuantTensor
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.knobs import knobs
-from tile_kernels.core.lang import WARP, T, resident_blocks
+from tile_kernels.core.lang import EARLY, WARP, T, begin_early, resident_blocks
 from tile_kernels.core.op import Mut, op
 from tile_kernels.device.codes import code_registers, encode_and_store
 from tile_kernels.device.reduce import lane_max
@@ -67,7 +67,7 @@ def choose(
     plain = x_dtype.itemsize == 2 and not (weights or layout or clamped)
     rows = 8 if plain and not few else 4
     num_threads = 128 if out.sf_block[0] == 32 else 2048 // rows
-    return dict(rows=rows, num_threads=num_threads, resident_threads=512)
+    return dict(rows=rows, num_threads=num_threads, resident_threads=512, early=False)
 
 
 # Kernel -------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def choose(
 
 @kernel(
     choose=choose,
-    space=dict(rows=(4, 8), num_threads=(128, 256, 512), resident_threads=(512, 768)),
+    space=dict(rows=(4, 8), num_threads=(128, 256, 512), resident_threads=(512, 768), early=EARLY),
     pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True},
 )
 def swiglu_forward_and_per_block_cast_kernel(
@@ -92,6 +92,7 @@ def swiglu_forward_and_per_block_cast_kernel(
     rows: int,
     num_threads: int,
     resident_threads: int,
+    early: bool,
 ):
     """One tile for each thread block; static arguments and parameters as of `swiglu_forward_kernel`."""
     height, width = out.sf_block
@@ -118,6 +119,8 @@ def swiglu_forward_and_per_block_cast_kernel(
         amax_floor: T.float32,
     ):
         with T.Kernel(T.ceildiv(num_tokens, tile_m) * tiles_n, threads=num_threads) as pid:
+            if early:
+                begin_early()
             T.assume(x_pitch % piece == 0)
             if split:
                 T.assume(up_pitch % piece == 0)

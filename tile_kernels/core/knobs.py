@@ -119,8 +119,8 @@ KNOBS: dict[str, Knob] = {
     'few_rows': Knob(
         'TK_FEW_ROWS',
         FLAG,
-        False,
-        'split the sum over k of products of up to 16 rows; not run on a GPU yet',
+        None,
+        'split the sum over k of products of up to 16 rows; if unset, only in half precision without groups',
     ),
     'tuned': Knob(
         'TK_TUNED', TUNED, 'all', "tables of tuned configs that launches use: all, shipped (not the user's) or off"
@@ -203,7 +203,7 @@ class Knobs:
     cache_dir: Path | None
     disable_jit: bool
     print_source: bool
-    few_rows: bool
+    few_rows: bool | None
     tuned: str
     log: str | None
     full_test: bool

@@ -99,6 +99,10 @@ def has_few_rows(a: Tensor) -> bool:
     return isinstance(m, int) and m <= MOST_ROWS and (a.dtype is not FP8 or gpu_of(a).arch >= 89)
 
 
-def splits_few_rows(a: Tensor) -> bool:
-    """Whether a product of plain matrices uses the kernels for few rows: a setting, until a GPU has run them."""
-    return knobs.few_rows and has_few_rows(a)
+def splits_few_rows(a: Tensor, grouped: bool = False) -> bool:
+    """Whether a product of plain matrices uses the kernels for few rows.
+
+    Unless it is set, only half precision without groups does: the other cases were not compared on a GPU.
+    """
+    wanted = not grouped and a.dtype is not FP8 if knobs.few_rows is None else knobs.few_rows
+    return wanted and has_few_rows(a)

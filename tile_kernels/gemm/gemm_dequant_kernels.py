@@ -17,7 +17,7 @@ import torch
 
 from tile_kernels.core.cost import count_product
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import WARP, T, macro
+from tile_kernels.core.lang import EARLY, WARP, T, begin_early, macro
 from tile_kernels.gemm._macros import (
     DENSE,
     FALLBACK,
@@ -303,7 +303,7 @@ PAIR = 2  # tiles of rows that a warp multiplies at a time, so that products of 
 
 @kernel(
     choose=choose_rows,
-    space=dict(octets=(1, 2)),
+    space=dict(octets=(1, 2), early=EARLY),
     pass_configs=ROWS_PASS_CONFIGS | {'TL_DISABLE_SAFE_MEMORY_ACCESS': True},
     flops=count_product,
     fixed='octets',
@@ -319,6 +319,7 @@ def dequant_rows_kernel(
     bias_dtype: torch.dtype | None,
     *,
     octets: int,
+    early: bool,
 ):
     """A block multiplies 128 rows of the weight and a slice of k; its warps take tiles of the slice in turn.
 
@@ -399,6 +400,8 @@ def dequant_rows_kernel(
     ):
         T.assume(stride % 8 == 0)
         with T.Kernel(strips, splits, num_rows if num_groups else 1, threads=threads) as (strip, split, first_row):
+            if early:
+                begin_early()
             T.annotate_min_blocks_per_sm(1 if form.blocks and octets == 2 else 2)  # block factors need registers, too
             thread = T.get_thread_binding()
             warp, lane = thread // WARP, thread % WARP

@@ -13,7 +13,7 @@ import torch
 from tile_kernels.core.cost import count_product
 from tile_kernels.core.gpus import SUM_SMS
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import WARP, T, macro
+from tile_kernels.core.lang import EARLY, WARP, T, begin_early, macro
 from tile_kernels.gemm._macros import DENSE, FP8, GROUP, end_before
 
 MOST_ROWS = 16  # rows of a
@@ -46,7 +46,7 @@ def few_rows_splits(n: int, k: int, itemsize: int) -> int:
 
 def choose_rows(*given: Any) -> dict:
     """One or two octets of rows."""
-    return dict(octets=1 if given[-1] <= 8 else 2)
+    return dict(octets=1 if given[-1] <= 8 else 2, early=False)
 
 
 @macro
@@ -75,13 +75,13 @@ def find_group(group_end, row, num_rows, num_groups: int, place):
 
 @kernel(
     choose=choose_rows,
-    space=dict(octets=(1, 2)),
+    space=dict(octets=(1, 2), early=EARLY),
     pass_configs=ROWS_PASS_CONFIGS,
     serves=lambda static, gpu: static.dtype is not FP8 or gpu.arch >= 89,
     flops=count_product,
     fixed='octets',
 )
-def few_rows_kernel(n: int, k: int, num_groups: int, dtype: torch.dtype, *, octets: int):
+def few_rows_kernel(n: int, k: int, num_groups: int, dtype: torch.dtype, *, octets: int, early: bool):
     """Up to 16 rows of a, in all groups together. With groups, the block of the first row of a group multiplies it."""
     elem, size = T.dtype(dtype), dtype.itemsize
     lanes = 16 // size  # channels of a lane in a tile
@@ -128,6 +128,8 @@ def few_rows_kernel(n: int, k: int, num_groups: int, dtype: torch.dtype, *, octe
         part: T.Tensor((splits, num_rows, n), T.float32),
     ):
         with T.Kernel(strips, splits, num_rows if num_groups else 1, threads=threads) as (strip, split, row):
+            if early:
+                begin_early()
             T.annotate_min_blocks_per_sm(1 if fp8 and octets == 2 else 2)  # the sums of groups need registers, too
             thread = T.get_thread_binding()
             warp, lane = thread // WARP, thread % WARP

@@ -60,7 +60,7 @@ def grouped_gemm(a: Tensor, b: Tensor, group_end: Tensor) -> Tensor:
     """
     num_rows, num_groups, n, k = check_product(a, b, group_end)
     d = a.new_empty(num_rows, n)
-    if splits_few_rows(a):
+    if splits_few_rows(a, grouped=True):
         launch_few_rows(a, b, group_end, None, d)
         return d
     launch(PRODUCT, (n, k, num_groups, True, a.dtype), a, b, group_end, d, num_workers(a))

@@ -18,6 +18,7 @@ from tile_kernels.activation.swiglu_backward import swiglu_backward
 from tile_kernels.activation.swiglu_forward import swiglu_forward
 from tile_kernels.core import check
 from tile_kernels.core.formats import QuantFormat
+from tile_kernels.core.front import replayed
 from tile_kernels.gemm import (
     grouped_gemm,
     grouped_gemm_bwd,
@@ -47,6 +48,16 @@ if TYPE_CHECKING:
 ROWS_FP8 = QuantFormat.parse('e4m3_1x128_f32')
 WEIGHTS_FP8 = QuantFormat.parse('e4m3_128x128_f32')
 
+#: Up to this many slots, inference repeats all launches of the layer at once. With more, the host is not the limit, and
+#: its intermediate results should not exist at the same time.
+REPLAYED_SLOTS = 4096
+
+
+def _choose(x: Tensor, weight: Tensor, bias: Tensor | None, topk: int, **options: Any) -> tuple[Tensor, Tensor]:
+    """Weights and experts of every token."""
+    bias = None if bias is None else bias.float()  # a checkpoint may change the dtype (`assign=True`)
+    return topk_gating(gate_logits(x, weight.to(x.dtype)), topk, bias=bias, **options)
+
 
 class MoEGate(nn.Module):
     """Scores of all experts for every token, and the choice of the best.
@@ -70,10 +81,7 @@ class MoEGate(nn.Module):
     def forward(self, x: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Weights (num_tokens, topk) float32 and experts (num_tokens, topk) int64."""
         weight = self.weight if weight is None else weight
-        logits = gate_logits(x, weight.to(x.dtype))
-        bias = self.e_score_correction_bias
-        bias = None if bias is None else bias.float()  # a checkpoint may change the dtype (`assign=True`)
-        return topk_gating(logits, self.topk, bias=bias, **self.options)
+        return _choose(x, weight, self.e_score_correction_bias, self.topk, **self.options)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoEGate:
         bias = self.e_score_correction_bias
@@ -95,12 +103,7 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, expert_end: Tensor) -> Tensor:
         """Rows in expert order; those of expert e end before expert_end[e]."""
-        gate_up, down = self.gate_up_proj.to(rows.dtype), self.down_proj.to(rows.dtype)
-        if torch.is_grad_enabled():
-            hidden = swiglu_forward.call(grouped_gemm(rows, gate_up, expert_end), dtype=rows.dtype)
-        else:
-            hidden = grouped_gemm_swiglu(rows, gate_up, expert_end)
-        return grouped_gemm(hidden, down, expert_end)
+        return _experts(rows, self.gate_up_proj, self.down_proj, expert_end)
 
     def forward_fp8(self, tokens: Tensor, routing: RoutingMap) -> Tensor:
         """The same from tokens, which are quantized when they are expanded."""
@@ -141,6 +144,15 @@ def _quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     num_experts, n, k = weight.shape
     codes, sf = per_block_cast.call(weight.reshape(num_experts * n, k), WEIGHTS_FP8)
     return codes.view(num_experts, n, k), sf.view(num_experts, n // 128, -1)
+
+
+def _experts(rows: Tensor, gate_up: Tensor, down: Tensor, expert_end: Tensor) -> Tensor:
+    gate_up, down = gate_up.to(rows.dtype), down.to(rows.dtype)
+    if torch.is_grad_enabled():
+        hidden = swiglu_forward.call(grouped_gemm(rows, gate_up, expert_end), dtype=rows.dtype)
+    else:
+        hidden = grouped_gemm_swiglu(rows, gate_up, expert_end)
+    return grouped_gemm(hidden, down, expert_end)
 
 
 def _experts_fp8(
@@ -186,6 +198,46 @@ class _Fp8Experts(torch.autograd.Function):
         dhidden = swiglu_backward.call(dact, hidden)[0]
         drows, dgate_up = grouped_gemm_bwd(dhidden, rows, gate_up, expert_end)
         return expand_to_fused_bwd(drows, token_topk_to_pos), dgate_up, ddown, None, None, None
+
+
+@replayed
+def _infer(
+    tokens: Tensor,
+    gate: Tensor,
+    bias: Tensor | None,
+    gate_up: Tensor,
+    gate_up_sf: Tensor | None,
+    down: Tensor,
+    down_sf: Tensor | None,
+    topk: int,
+    scoring: str,
+    renormalize: bool,
+    routed_scaling_factor: float,
+    num_groups: int | None,
+    num_topk_groups: int | None,
+) -> Tensor:
+    """The layer without shared experts; in fp8 if there are scale factors."""
+    options = dict(
+        scoring=scoring,
+        renormalize=renormalize,
+        routed_scaling_factor=routed_scaling_factor,
+        num_groups=num_groups,
+        num_topk_groups=num_topk_groups,
+    )
+    weights, indices = _choose(tokens, gate, bias, topk, **options)
+    routing = token_to_expert_map(indices, gate.shape[0])
+    places = routing.token_topk_to_pos, routing.pos_to_expert
+    if gate_up_sf is not None and down_sf is not None:
+        rows = _experts_fp8(tokens, *places, routing.expert_end, gate_up, gate_up_sf, down, down_sf)
+    else:
+        rows = _experts(expand_to_fused(tokens, *places), gate_up, down, routing.expert_end)
+    return reduce_fused(rows, weights, routing.token_topk_to_pos)
+
+
+def _is_plain(module: nn.Module, kind: type) -> bool:
+    """Whether a call of the module would run nothing but the forward pass of its class."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._compiled_call_impl
+    return type(module) is kind and not hooks and 'forward' not in vars(module)
 
 
 class PackedExperts(nn.Module):
@@ -360,17 +412,38 @@ class MoELayer(nn.Module):
             check.shape(gate_weight, 'gate_weight', spec, num_experts=self.num_experts, hidden_dim=self.hidden_dim)
         tokens = x.reshape(-1, self.hidden_dim).to(torch.bfloat16)
         tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
-        weights, indices = self.gate(tokens, gate_weight)
-        if self.training and not _recomputing():
-            with torch.no_grad():
-                self.tokens_per_expert.add_(group_count(indices, self.num_experts))
-        if self.router is None:
-            y = self._through_experts(tokens, weights, indices)
-            y = y if self.shared_experts is None else y + self.shared_experts(tokens)
-        else:
-            y = self._through_ranks(self.router, tokens, weights, indices)
+        y = self._infer(tokens, gate_weight)
+        if y is None:
+            weights, indices = self.gate(tokens, gate_weight)
+            if self.training and not _recomputing():
+                with torch.no_grad():
+                    self.tokens_per_expert.add_(group_count(indices, self.num_experts))
+            if self.router is None:
+                y = self._through_experts(tokens, weights, indices)
+            else:
+                y = self._through_ranks(self.router, tokens, weights, indices)
+        if self.router is None and self.shared_experts is not None:
+            y = y + self.shared_experts(tokens)
         y = y.to(x.dtype)  # no view: FSDP would lose its hooks on one that is changed in place, as by `residual += y`
         return y if y.shape == x.shape else torch.ops.aten._unsafe_view(y, x.shape)
+
+    def _infer(self, tokens: Tensor, gate_weight: Tensor | None) -> Tensor | None:
+        """The result without shared experts if few tokens need no gradient, and nobody watches the parts; else None."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or self.training or self.router is not None:
+            return None
+        gate, experts = self.gate, self.experts
+        if not (_is_plain(gate, MoEGate) and _is_plain(experts, Experts)):
+            return None
+        if tokens.shape[0] * gate.topk > REPLAYED_SLOTS:
+            return None
+        if self.compute == 'fp8':
+            if experts.prepared is None:
+                return None
+            parts = experts.prepared
+        else:
+            parts = experts.gate_up_proj, None, experts.down_proj, None
+        weight = gate.weight if gate_weight is None else gate_weight
+        return _infer(tokens, weight, gate.e_score_correction_bias, *parts, gate.topk, **gate.options)
 
     def _through_ranks(self, router: MoEDistributed, tokens: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
         """The same with experts of other ranks; the shared experts run during the exchange."""
