@@ -87,6 +87,8 @@ def test_splits_are_parts_of_the_keys():
 def test_shapes_choose_the_splits():
     few = [automatic_splits(256, 4096, 16), automatic_splits(4, 1024, 16), automatic_splits(4, 1 << 17, 16)]
     assert few == [2, 16, 132]
+    assert [automatic_splits(4, keys, 16, short_part=32) for keys in (40, 512, 1024, 4096)] == [1, 16, 32, 64]
+    assert [automatic_splits(256, 4096, 16, True), automatic_splits(4, 1 << 17, 16, True)] == [4, 198]
     many = [automatic_splits(8, 1 << 20, 64), automatic_splits(1, 100, 16), automatic_splits(600, 1 << 20, 16)]
     assert many == [33, 1, 1]
 

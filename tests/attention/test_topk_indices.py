@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounter
 from tile_kernels import ArgumentError, knobs
 from tile_kernels.attention import topk_indices
 from tile_kernels.attention.topk_indices import num_parts
+from tile_kernels.attention.topk_indices_resident_kernels import resident_shape
 from tile_kernels.core.launch import forced_config
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
@@ -24,11 +25,13 @@ def interpreting():
 
 
 @contextmanager
-def one_part():
-    """Rows are not split."""
+def lists(parts: int | None = None):
+    """Rows do not stay in registers: their parts, so many if given, have lists of candidates."""
     module = sys.modules[num_parts.__module__]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, 'num_parts', lambda *shape: 1)
+        patch.setattr(module, 'resident_shape', lambda *shape: None)
+        if parts is not None:
+            patch.setattr(module, 'num_parts', lambda *shape: parts)
         yield
 
 
@@ -94,7 +97,7 @@ def test_rows_that_fill_the_list_again_and_again(content, num_threads, vectors):
         near=1 + (column // 700 % 23 * 2.0**-23),
     )[content]
     k = 1500
-    with forced_config(num_threads=num_threads, vectors=vectors), one_part(), knobs(checks='races'):
+    with forced_config(num_threads=num_threads, vectors=vectors), lists(parts=1), knobs(checks='races'):
         found = topk_indices(row[None], k)
     order = torch.sort(row, descending=True, stable=True).indices[:k].sort().values
     assert torch.equal(found[0], order.int())
@@ -107,7 +110,7 @@ def test_many_rows_have_smaller_blocks(dtype):
     logits = torch.stack((torch.randn(columns, device=DEVICE), torch.arange(columns, device=DEVICE) * 0.5)).to(dtype)
     wide = torch.nn.functional.pad(logits, (0, 7), value=math.nan)[:, :columns]
     start = torch.tensor([5, 0], device=DEVICE)
-    with forced_config(num_threads=512, vectors=4):
+    with forced_config(num_threads=512, vectors=4), lists():
         found = topk_indices(wide, 2000, start)
     for r in range(2):
         own = logits[r, int(start[r]) :]
@@ -120,10 +123,59 @@ def test_parts_are_merged():
     logits = (torch.randn(2, 17_000, device=DEVICE) * 4).round()
     logits[:, 5000:5040] = math.nan
     start, end = torch.tensor([100, 9000], device=DEVICE), torch.tensor([16_990, 9003], device=DEVICE)
-    indices, values = topk_indices(logits, 9, start, end, return_values=True)
+    with lists():
+        indices, values = topk_indices(logits, 9, start, end, return_values=True)
     assert torch.equal(indices, check_rows(logits, 9, start, end))
     assert torch.equal(values[0], logits[0, 100:][indices[0].long()])
     assert values[1, 3:].eq(-math.inf).all() and indices[1].tolist() == [0, 1, 2, *[-1] * 6]
+
+
+def special(columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Rows that need every digit, or end in ties."""
+    column = torch.arange(columns, device=DEVICE)
+    odd = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0], device=DEVICE)
+    rows = dict(
+        rising=column * 0.5 - 100.0,
+        equal=torch.zeros(columns, device=DEVICE),
+        two=(column * 7919 % 5 == 0).float(),
+        near=1 + (column * 7919 % 23 * 2.0**-23),
+        odd=odd[column * 31 % 6],
+    )
+    return {name: row.to(dtype) for name, row in rows.items()}
+
+
+SHAPES = [(1100, torch.bfloat16), (9001, torch.float32), (40_000, torch.float32)]
+MORE_SHAPES = [(1100, torch.float32), (9001, torch.bfloat16), (20_480, torch.float32), (40_000, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(('columns', 'dtype'), SHAPES + MORE_SHAPES * knobs.full_test)
+def test_rows_in_the_registers_of_a_cluster(columns, dtype):
+    """One, two, four and eight blocks; aligned vectors and single numbers; the k-th number is tied across blocks."""
+    rows = special(columns, dtype)
+    logits = torch.stack([*rows.values(), torch.randn(columns, device=DEVICE).to(dtype)])
+    if columns > 10_000 and not knobs.full_test:
+        logits = logits[[1, 5]]
+    with knobs(checks='all'):
+        for k in (1, 700, 4096) if knobs.full_test else (700,):
+            found = topk_indices(logits, k)
+            with lists():
+                assert torch.equal(found, topk_indices(logits, k)), k
+        if logits.shape[0] < 6:
+            return
+        start = torch.tensor([0, 5, columns // 2 + 1, 0, columns, 3], device=DEVICE)
+        end = torch.tensor([columns, columns - 3, columns, 2, 9, columns // 2], device=DEVICE)
+        found, values = topk_indices(logits, 700, start, end, return_values=True)
+        with lists():
+            for one, other in zip(
+                (found, values), topk_indices(logits, 700, start, end, return_values=True), strict=True
+            ):
+                assert torch.equal(one, other)
+
+
+def test_blocks_of_a_row_that_stays_in_registers():
+    assert resident_shape(64, 8192, 4, 16) == (8, 1) and resident_shape(64, 65_536, 4, 16) == (32, 2)
+    assert resident_shape(1, 1 << 18, 4, 8) == (32, 8) and resident_shape(1, (1 << 18) + 1, 4, 8) is None
+    assert resident_shape(133, 2000, 4, 16) is None and resident_shape(1, 20_000, 8, 1) == (32, 1)
 
 
 def test_a_planted_error_is_found():

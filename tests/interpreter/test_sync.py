@@ -78,6 +78,34 @@ def test_roles_as_neighbouring_branches():
     assert torch.equal(x, y)
 
 
+def test_a_branch_with_a_wait_may_depend_on_the_one_before():
+    """Some blocks, and some warps, take both branches; the others take neither."""
+
+    @T.prim_func
+    def chain(x: T.Tensor((3, 2), 'int32'), y: T.Tensor((3, 64), 'int32')):
+        with T.Kernel(3, threads=64) as pid:
+            bars = T.alloc_barrier([32, 32, 32, 32])
+            state = T.alloc_var('int32', init=0)
+            warp = T.get_thread_binding() // 32
+            if x[pid, warp] == 1:
+                T.mbarrier_arrive(bars[warp])
+                T.mbarrier_wait_parity(bars[warp], 0)
+                state = 2
+            if state == 0:
+                state = 5
+                T.mbarrier_arrive(bars[2 + warp])
+                T.mbarrier_wait_parity(bars[2 + warp], 0)
+            if state == 2:
+                state = 3
+                T.mbarrier_arrive(bars[2 + warp])
+                T.mbarrier_wait_parity(bars[2 + warp], 0)
+            y[pid, T.get_thread_binding()] = state
+
+    x, y = torch.tensor([[1, 1], [0, 1], [0, 0]], dtype=torch.int32), torch.empty(3, 64, dtype=torch.int32)
+    interpret(chain, x, y, checks='all')
+    assert torch.equal(y, torch.where(x == 1, 3, 5).repeat_interleave(32, 1).int())
+
+
 def test_blocks_that_wait_in_different_orders_do_not_stop_each_other():
     @T.prim_func
     def orders(y: T.Tensor((2,), 'int32')):
@@ -643,3 +671,23 @@ def test_warps_that_do_not_advance_together_wait_for_their_own_copies():
     assert torch.equal(x, y)
     with pytest.raises(AsyncReadBeforeWait, match='wait for it first'):
         interpret(uneven_ring(2), x, y, checks='all', pass_configs=MANUAL)
+
+
+@pytest.mark.parametrize(
+    ('mask', 'lanes', 'stops'), [(0xFFFFFFFF, 16, True), (0xFFFF, 16, False), (0xFFFFFFFF, 32, False)]
+)
+def test_a_shuffle_whose_mask_has_lanes_that_take_no_part(mask, lanes, stops):
+    @T.prim_func
+    def pairs(x: T.Tensor((64,), 'int32'), y: T.Tensor((64,), 'int32')):
+        with T.Kernel(1, threads=64):
+            thread = T.get_thread_binding()
+            if thread % 32 < lanes:
+                y[thread] = T.shfl_xor(x[thread], 1, mask=mask)
+
+    x, y = torch.arange(64, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
+    if stops:
+        with pytest.raises(BarrierDivergence, match=r'the mask of a shuffle has a lane that takes no part.*thread 16'):
+            interpret(pairs, x, y)
+    else:
+        interpret(pairs, x, y)
+        assert torch.equal(y, torch.where(x % 32 < lanes, x ^ 1, 0))

@@ -20,13 +20,13 @@ from tile_kernels.attention._checks import HALVES, dense
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
 from tile_kernels.core.jit import kernel
-from tile_kernels.core.lang import T, macro
+from tile_kernels.core.lang import T, begin_early, macro
 from tile_kernels.core.launch import launch
 from tile_kernels.core.op import op
 
 THREADS = 128
 AHEAD = 4  # parts that a thread loads before it adds them
-MANY = 8
+MANY = 8  # the same with many parts, and the most parts of a row that are few
 LN2, LOG2E = math.log(2), math.log2(math.e)
 DTYPES = (torch.float32, *HALVES)
 
@@ -34,12 +34,14 @@ DTYPES = (torch.float32, *HALVES)
 
 
 @macro
-def load_parts(out_partial, row, first, last, column, x):
-    """Load a vector of `AHEAD` parts from `first` on; those from `last` on repeat another."""
-    width = x.shape[0] // AHEAD
-    for i in T.unroll(AHEAD):
+def load_parts(out_partial, lse_partial, row, first, last, column, x, lses):
+    """Load a vector of some parts from `first` on, and their lse; those from `last` on repeat another."""
+    ahead = lses.shape[0]
+    width = x.shape[0] // ahead
+    for i in T.unroll(ahead):
         for e in T.vectorized(width):
             x[i * width + e] = out_partial[T.min(first + i, last - 1), row, column + e]
+        lses[i] = lse_partial[T.min(first + i, last - 1), row]
 
 
 @kernel(pass_configs={'TL_ENABLE_LOWER_LDGSTG': True})
@@ -77,7 +79,7 @@ def combine_few_kernel(
             factor = T.alloc_var(T.float32)
             logit = T.alloc_var(T.float32, init=0.0)
             lse_shared = T.alloc_shared((max(rows, 1),), T.float32)
-            T.pdl_sync()
+            begin_early()
             if row < num_rows:
                 for n in T.unroll(parts):
                     for e in T.vectorized(width):
@@ -141,13 +143,14 @@ def combine_kernel(value_dim: int, dtype: torch.dtype, out_dtype: torch.dtype, s
             row = T.truncdiv(index, lanes)
             column = T.truncmod(index, lanes) * width
             x = T.alloc_local((AHEAD * width,), elem)
+            lses = T.alloc_local((AHEAD,), T.float32)
             acc = T.alloc_local((width,), T.float32)
             y = T.alloc_local((width,), out_elem)
             top = T.alloc_var(T.float32, init=-inf)
             total = T.alloc_var(T.float32, init=0.0)
             weight = T.alloc_var(T.float32)
             factor = T.alloc_var(T.float32)
-            T.pdl_sync()
+            begin_early()
             if row < num_rows:
                 for n in T.serial(num_parts):
                     top = T.max(top, lse_partial[n, row])
@@ -156,14 +159,13 @@ def combine_kernel(value_dim: int, dtype: torch.dtype, out_dtype: torch.dtype, s
                 for e in T.unroll(width):
                     acc[e] = 0.0
                 for step in T.serial(T.ceildiv(num_parts, AHEAD)):
-                    load_parts(out_partial, row, step * AHEAD, num_parts, column, x)
+                    load_parts(out_partial, lse_partial, row, step * AHEAD, num_parts, column, x, lses)
                     for i in T.unroll(AHEAD):
-                        if step * AHEAD + i < num_parts:  # noqa: SIM102 - the second condition reads
-                            if lse_partial[step * AHEAD + i, row] != -inf:
-                                weight = T.exp2((lse_partial[step * AHEAD + i, row] - top) * LOG2E)
-                                total += weight
-                                for e in T.unroll(width):
-                                    acc[e] += weight * T.cast(x[i * width + e], T.float32)
+                        if T.And(step * AHEAD + i < num_parts, lses[i] != -inf):
+                            weight = T.exp2((lses[i] - top) * LOG2E)
+                            total += weight
+                            for e in T.unroll(width):
+                                acc[e] += weight * T.cast(x[i * width + e], T.float32)
                 factor = total
                 if sink_dtype is not None:
                     factor += T.exp2((T.cast(sink[T.truncmod(row, num_heads)], T.float32) - top) * LOG2E)
@@ -201,7 +203,8 @@ def combine_many_kernel(value_dim: int, dtype: torch.dtype, out_dtype: torch.dty
             thread = T.get_thread_binding()
             owner = T.truncdiv(thread, lanes)
             column = T.truncmod(thread, lanes) * width
-            x = T.alloc_local((AHEAD * width,), elem)
+            x = T.alloc_local((MANY * width,), elem)
+            lses = T.alloc_local((MANY,), T.float32)
             acc = T.alloc_local((width,), T.float32)
             y = T.alloc_local((width,), out_elem)
             top = T.alloc_var(T.float32, init=-inf)
@@ -213,9 +216,9 @@ def combine_many_kernel(value_dim: int, dtype: torch.dtype, out_dtype: torch.dty
             acc_shared = T.alloc_shared((owners, value_dim), T.float32)
             every = T.ceildiv(num_parts, owners)
             first, last = owner * every, T.min((owner + 1) * every, num_parts)
-            T.pdl_sync()
+            begin_early()
             if T.And(owner < owners, first < last):  # these are in flight while the weights are found
-                load_parts(out_partial, row, first, last, column, x)
+                load_parts(out_partial, lse_partial, row, first, last, column, x, lses)
             for step in T.serial(T.ceildiv(num_parts, threads)):
                 if step * threads + thread < num_parts:
                     top = T.max(top, lse_partial[step * threads + thread, row])
@@ -230,16 +233,15 @@ def combine_many_kernel(value_dim: int, dtype: torch.dtype, out_dtype: torch.dty
             for e in T.unroll(width):
                 acc[e] = 0.0
             if owner < owners:
-                for step in T.serial(T.ceildiv(T.max(last - first, 0), AHEAD)):
+                for step in T.serial(T.ceildiv(T.max(last - first, 0), MANY)):
                     if step > 0:
-                        load_parts(out_partial, row, first + step * AHEAD, last, column, x)
-                    for i in T.unroll(AHEAD):
-                        if first + step * AHEAD + i < last:  # noqa: SIM102 - the second condition reads
-                            if lse_partial[first + step * AHEAD + i, row] != -inf:
-                                weight = T.exp2((lse_partial[first + step * AHEAD + i, row] - top) * LOG2E)
-                                total += weight
-                                for e in T.unroll(width):
-                                    acc[e] += weight * T.cast(x[i * width + e], T.float32)
+                        load_parts(out_partial, lse_partial, row, first + step * MANY, last, column, x, lses)
+                    for i in T.unroll(MANY):
+                        if T.And(first + step * MANY + i < last, lses[i] != -inf):
+                            weight = T.exp2((lses[i] - top) * LOG2E)
+                            total += weight
+                            for e in T.unroll(width):
+                                acc[e] += weight * T.cast(x[i * width + e], T.float32)
                 for e in T.vectorized(width):
                     acc_shared[owner, column + e] = acc[e]
                 if column == 0:

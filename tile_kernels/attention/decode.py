@@ -35,7 +35,7 @@ from tile_kernels.attention._macros import CACHE, DENSE, PACKED, PAGED
 from tile_kernels.attention._samples import SUMS, cache_products, random_cache
 from tile_kernels.attention.append import PAGE_MULTIPLE, append
 from tile_kernels.attention.combine import merge
-from tile_kernels.attention.decode_kernels import LOG2E, decode_kernel
+from tile_kernels.attention.decode_kernels import LOG2E, block_keys, decode_kernel
 from tile_kernels.core import check
 from tile_kernels.core.autograd import autocast
 from tile_kernels.core.cases import grid
@@ -55,16 +55,17 @@ def tile_rows(rows: Any, dim: int) -> int:
     return 16 if rows <= 16 else 32 if rows <= 32 else 64
 
 
-def automatic_splits(num_blocks: Any, most_keys: Any, block_m: int, fp8: bool = False) -> int:
-    """Parts of the keys that fill the SMs, each of 64 keys or more; a function of shapes alone.
+def automatic_splits(num_blocks: Any, most_keys: Any, block_m: int, fp8: bool = False, short_part: int = 64) -> int:
+    """Parts of the keys that fill the SMs, a function of shapes alone.
 
-    Of the smallest tile an SM holds four thread blocks of one warp each, of eight bits six. All are needed to hide
-    latency.
+    A part has 64 keys or more, or `short_part` if that makes at most 32 parts. Of the smallest tile an SM holds four
+    thread blocks of one warp each, of eight bits eight. All are needed to hide latency.
     """
     if not isinstance(num_blocks, int) or not isinstance(most_keys, int) or num_blocks == 0:
         return 1  # fake tensors: nothing is launched
-    resident = 2 if block_m > 16 else 6 if fp8 else 4
-    return max(1, min(resident * SUM_SMS // num_blocks, most_keys // 64, MAX_SPLITS))
+    resident = 2 if block_m > 16 else 4 if not fp8 else 8 if num_blocks >= SUM_SMS else 6  # merging costs time, too
+    most = max(most_keys // 64, min(most_keys // short_part, 32))
+    return max(1, min(resident * SUM_SMS // num_blocks, most, MAX_SPLITS))
 
 
 def spread_lengths(lengths: Tensor, cu_seqlens_q: Tensor | None, q: Tensor) -> Tensor:
@@ -258,7 +259,8 @@ def decode(
     block_m = tile_rows(-(-rows // max(number, 1)) if packed else rows, dim)
     blocks = rows // block_m + number + 1 if packed else -(-rows // block_m) * number
     most_keys = k_cache.shape[0 if keys == PACKED else 1] * most_pages
-    splits = num_splits or automatic_splits(blocks * kv_heads, most_keys, block_m, k_cache.dtype is FP8)
+    short_part = max(block_keys(dim, value_dim), 32) if block_m == 16 else 64
+    splits = num_splits or automatic_splits(blocks * kv_heads, most_keys, block_m, k_cache.dtype is FP8, short_part)
     q_lead, k_lead = (None,) if packed else (), (None,) if keys == PACKED else ()
     if splits > 1:
         out_part = torch.empty(splits, *o.shape, dtype=torch.float32, device=q.device)
@@ -296,7 +298,7 @@ def decode(
         softcap * LOG2E,
         bound(left),
         bound(right),
-        size=blocks if q.numel() else 0,
+        size=max(number * most_keys * kv_heads * (dim + value_dim) * k_cache.element_size(), 1) if q.numel() else 0,
     )
     if splits > 1:
         merge(out_part, lse_part, sink, o, lse)

@@ -20,14 +20,13 @@ from tile_kernels.attention._macros import (
     PAGED,
     find_block,
     find_keys,
-    load_rows,
     make_rows,
     padded,
     place_rows,
     used_length,
 )
 from tile_kernels.core.jit import PLAIN_PRODUCTS, kernel
-from tile_kernels.core.lang import T, macro
+from tile_kernels.core.lang import EARLY, T, begin_early, is_short, macro
 from tile_kernels.device.mask import crosses_band, first_key, in_band, last_key
 from tile_kernels.device.softmax import finite_top, softmax_step
 
@@ -91,12 +90,29 @@ def copy_factors(x, ring, slot, chunk, batch, token, number, head):
 
 
 @macro
-def narrow_rows(x, batch, start, rows, row, num_rows, x_shared, unit_shared, width: int):
+def copy_queries(x, batch, start, rows, row, num_rows, x_shared, width: int, threads: int):
+    """Start to copy rows of queries; those behind the last one, and columns behind the last, become 0."""
+    vectors = x_shared.shape[1] // 8
+    for step in T.unroll(-(-x_shared.shape[0] * vectors // threads)):
+        index = step * threads + T.get_thread_binding()
+        i, column = T.truncdiv(index, vectors), T.truncmod(index, vectors) * 8
+        if i < x_shared.shape[0]:
+            T.ptx_cp_async(
+                T.access_ptr(x_shared[i, column], 'w', 8),
+                T.access_ptr(x[batch, start + rows.query[i], rows.head[i], column], 'r', 8),
+                8,
+                T.And(row + i < num_rows, column < width),
+            )
+
+
+@macro
+def narrow_rows(x, batch, start, rows, row, num_rows, x_shared, unit_shared, width: int, lent: bool):
     """Load rows of queries as float16: every row is divided by a power of two, its unit, so that none overflows.
 
-    Codes of eight bits are exact in float16, for which there is one conversion. A row loses 2^-25 of its maximum.
+    Codes of eight bits are exact in float16, for which there is one conversion. A row loses 2^-25 of its maximum. With
+    `lent`, `x_shared` is a ring of one block of keys.
     """
-    size, columns = x_shared.shape
+    size, columns = unit_shared.shape[0], x_shared.shape[-1]
     wide = T.alloc_fragment((size, columns), T.float32)
     unit = T.alloc_fragment((size,), T.float32)
     T.clear(wide)
@@ -111,7 +127,10 @@ def narrow_rows(x, batch, start, rows, row, num_rows, x_shared, unit_shared, wid
         unit_shared[i] = T.reinterpret(exponent, T.float32)
         unit[i] = T.reinterpret((254 << 23) - exponent, T.float32)  # its inverse
     for i, d in T.Parallel(size, columns):
-        x_shared[i, d] = T.cast(wide[i, d] * unit[i], x_shared.dtype)
+        if lent:
+            x_shared[0, i, d] = T.cast(wide[i, d] * unit[i], x_shared.dtype)
+        else:
+            x_shared[i, d] = T.cast(wide[i, d] * unit[i], x_shared.dtype)
 
 
 @dataclass(frozen=True)
@@ -221,7 +240,31 @@ def hide_infinite(v_shared, slot, acc, rows, offset, key, left, right):
     T.sync_threads()
 
 
-@kernel(pass_configs=PORTABLE)
+def choose(
+    head_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    key_dtype: torch.dtype,
+    block_m: int,
+    q_packed: bool,
+    q_used: bool,
+    keys: str,
+    k_used: bool,
+    banded: bool,
+    capped: bool,
+    sink_dtype: torch.dtype | None,
+    split: bool,
+    indexed: bool,
+    left_padded: bool,
+    token_factors: bool,
+    num_bytes: int,
+) -> dict:
+    """Calls that read few bytes start early. Codes have two stages, so that eight thread blocks fit into an SM."""
+    narrow = key_dtype is not dtype and not token_factors
+    return dict(early=is_short(num_bytes), stages=2 if narrow and block_m == 16 else 3)
+
+
+@kernel(choose=choose, space=dict(early=EARLY, stages=(2, 3)), pass_configs=PORTABLE)
 def decode_kernel(
     head_dim: int,
     value_dim: int,
@@ -239,6 +282,9 @@ def decode_kernel(
     indexed: bool,
     left_padded: bool,
     token_factors: bool,
+    *,
+    early: bool = False,
+    stages: int = 3,
 ):
     """`keys` says how keys are stored; codes of `key_dtype` are widened to `dtype` in shared memory.
 
@@ -256,7 +302,6 @@ def decode_kernel(
     wide, wide_v = padded(head_dim), padded(value_dim)
     block_n = block_keys(head_dim, value_dim)
     chunks = block_n // CHUNK
-    stages = 3
     kept = wide <= 128  # queries in registers: their loads would compete with those of keys
     narrow = fp8 and not token_factors
     wide_elem = T.float16 if narrow else elem
@@ -294,16 +339,19 @@ def decode_kernel(
         right: T.int32,
     ):
         with T.Kernel(num_blocks * kv_heads, num_splits, threads=threads) as (pid, part):
-            if split:
+            if early:
+                begin_early()
+            elif split:
                 T.pdl_trigger()  # thread blocks of `combine` may start; they wait for the end of this kernel
             for stride in q_strides:
                 T.assume(stride % 8 == 0)
             for stride in k_strides + v_strides:
                 T.assume(stride % vector == 0)
-            q_shared = T.alloc_shared((block_m, wide), wide_elem)
             k_ring = T.alloc_shared((stages, block_n, wide), key_elem)
             v_ring = T.alloc_shared((stages, block_n, wide_v), key_elem)
             k_wide = T.alloc_shared((1, block_n, wide), wide_elem) if fp8 else k_ring
+            lent = narrow and kept and block_m <= block_n  # queries pass through memory that keys need later
+            q_shared = k_wide if lent else T.alloc_shared((block_m, wide), wide_elem)
             v_wide = v_ring
             if fp8:
                 v_wide = k_wide if wide == wide_v else T.alloc_shared((1, block_n, wide_v), wide_elem)
@@ -332,6 +380,9 @@ def decode_kernel(
             num_rows = block.length * group
             if row < num_rows:
                 used_rows = used_length(seqused_q, sequence, num_sequences, block.length, q_used) * group
+                place_rows(rows, head, group, row)
+                if not narrow:
+                    copy_queries(q, block.batch, start, rows, row, used_rows, q_shared, head_dim, threads)
                 wrong = T.alloc_var(T.int32, init=0)  # a page that does not exist, or too few pages
                 key_batch = T.alloc_var(T.int32, init=0)
                 key_start = T.alloc_var(T.int32, init=0)
@@ -371,7 +422,6 @@ def decode_kernel(
                         first = first + part * every
                         last = T.min(last, first + every)
 
-                place_rows(rows, head, group, row)
                 steps = T.max(last - first, 0)
                 page, token = T.alloc_local((chunks,), T.int32), T.alloc_local((chunks,), T.int32)
                 holes = T.alloc_local((1,), T.int32)  # a bit for every chunk in the ring, the latest block lowest
@@ -401,11 +451,12 @@ def decode_kernel(
                     if largest_shared[0] >= k_batch:
                         wrong = 1
                 if narrow:
-                    narrow_rows(q, block.batch, start, rows, row, used_rows, q_shared, unit_shared, head_dim)
-                else:
-                    load_rows(q, block.batch, start, rows, row, used_rows, q_shared, head_dim)
+                    narrow_rows(q, block.batch, start, rows, row, used_rows, q_shared, unit_shared, head_dim, lent)
                 if kept:
-                    T.copy(q_shared, q_local)
+                    if not narrow:  # queries are in the first group of copies
+                        T.ptx_wait_group(2 * stages - 3)
+                        T.sync_threads()
+                    T.copy(q_shared[0, 0:block_m, :] if lent else q_shared, q_local)
                 T.fill(top, -inf)
                 T.clear(total)
                 T.clear(acc)

@@ -27,6 +27,7 @@ from tile_kernels.attention.mla_decode_kernels import (
     PACKED_HEADS,
     PAGED,
     SINGLE,
+    merge_warps,
     mla_decode_kernel,
     mla_merge_kernel,
     tile_rows,
@@ -213,7 +214,7 @@ def mla_decode(
     if splits > 1:
         number = lse.numel()
         merged = parts.view(splits, number, LATENT), lse_parts.view(splits, number)
-        static = (q.dtype, None if sink is None else sink.dtype)
+        static = (q.dtype, None if sink is None else sink.dtype, merge_warps(splits))
         launch(mla_merge_kernel, static, *merged, sink, o.view(number, LATENT), lse.view(number), size=number)
     return o, lse
 

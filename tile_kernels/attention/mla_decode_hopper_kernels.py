@@ -164,7 +164,7 @@ def load_half(
     page_of,
     offset_of,
     kv_shared,
-    early,
+    begun,
     full,
     which: int,
     half: int,
@@ -177,7 +177,7 @@ def load_half(
     thread = T.get_thread_binding() - 2 * WARPGROUP
     column = thread % 32 * VECTOR
     if boxed and page_of[which] >= 0:
-        for part, barrier in ((0, early), (1, full)):
+        for part, barrier in ((0, begun), (1, full)):
             start = half * HALF + part * PART
             T.tma_copy(
                 latent[page_of[which], offset_of[which] : offset_of[which] + KEYS, start : start + PART],
@@ -270,14 +270,14 @@ def finish(full, which: int, widened: bool, copied: bool):
 
 @macro
 def score_half(
-    q_shared, kv_shared, scores, early, full, step, which: int, half: int, clear: bool, boxed: bool, copied: bool
+    q_shared, kv_shared, scores, begun, full, step, which: int, half: int, clear: bool, boxed: bool, copied: bool
 ):
     """Wait for half of the columns of a block and add their products to the scores.
 
     What cp.async has copied becomes visible to wgmma by a fence of the reader.
     """
     if boxed:
-        T.mbarrier_wait_parity(early[which], step & 1)
+        T.mbarrier_wait_parity(begun[which], step & 1)
         T.wgmma_gemm(
             q_shared[half, :, 0:PART],
             kv_shared[which, half, :, 0:PART],
@@ -399,6 +399,8 @@ def mla_decode_hopper_kernel(
     latent_type, latent_strides = cached('latent', LATENT, T.float8_e4m3fn if fp8 else elem)
     factor_type, _ = cached('factor', GROUPS, T.float32)
     rotary_type, rotary_strides = cached('rotary', ROTARY, elem)
+    # TMA does not need lines of keys in L2 before: it is slower with them.
+    lines = 0 if keys == BOXED else TOKEN_BYTES // 128 + 1 if fp8 else 2 * (LATENT + ROTARY) // 128
     inf = math.inf
     nothing = -inf if split else inf  # lse without a key
 
@@ -421,6 +423,8 @@ def mla_decode_hopper_kernel(
     ):
         with T.Kernel(T.ceildiv(heads, ROWS) * num_units, num_splits, threads=3 * WARPGROUP) as (pid, part):
             T.import_source(FUNCTIONS)
+            if split:
+                T.pdl_sync()
             for stride in q_strides + rotary_strides:
                 T.assume(stride % VECTOR == 0)
             for stride in latent_strides:
@@ -451,7 +455,7 @@ def mla_decode_hopper_kernel(
             # every loading thread arrives, and once more when its cp.async copies are complete; codes are not copied
             once, twice = WARPGROUP, 2 * WARPGROUP
             counts = (once, once) if keys == BOXED else (once, twice) if fp8 else (twice, twice)
-            early = [T.alloc_barrier([once] * 2) for _ in (LEFT, RIGHT)]
+            begun = [T.alloc_barrier([once] * 2) for _ in (LEFT, RIGHT)]
             full = [T.alloc_barrier([*counts]), T.alloc_barrier([*reversed(counts)])]
             free = [T.alloc_barrier([WARPGROUP] * 2) for _ in (LEFT, RIGHT)]
 
@@ -525,7 +529,7 @@ def mla_decode_hopper_kernel(
                                 page_shared,
                                 offset_shared,
                                 slot ^ 1,
-                                TOKEN_BYTES // 128 + 1 if fp8 else 2 * (LATENT + ROTARY) // 128,
+                                lines,
                             )
                             following = read_entry(table, listed, num_keys, pair + 1, page_size, keys)
                         if fp8:
@@ -553,7 +557,7 @@ def mla_decode_hopper_kernel(
                                 page_of,
                                 offset_of,
                                 kv_shared,
-                                early[half],
+                                begun[half],
                                 full[half],
                                 which,
                                 half,
@@ -573,7 +577,7 @@ def mla_decode_hopper_kernel(
                                 keys == BOXED,
                             )
                         if keys == BOXED:
-                            T.mbarrier_arrive(early[half][which])
+                            T.mbarrier_arrive(begun[half][which])
                         finish(full[half], which, fp8, keys != BOXED and (not fp8 or turn >= 2))
 
             with T.ws(0):
@@ -588,7 +592,7 @@ def mla_decode_hopper_kernel(
                             q_shared,
                             kv_shared,
                             scores[0],
-                            early[half],
+                            begun[half],
                             full[half],
                             step,
                             0,
@@ -670,7 +674,7 @@ def mla_decode_hopper_kernel(
                             q_shared,
                             kv_shared,
                             scores[1],
-                            early[half],
+                            begun[half],
                             full[half],
                             step,
                             1,

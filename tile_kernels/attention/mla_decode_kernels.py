@@ -29,7 +29,7 @@ from tile_kernels.attention.pack_mla_cache import (
 )
 from tile_kernels.core.gpus import Gpu
 from tile_kernels.core.jit import PLAIN_PRODUCTS, kernel
-from tile_kernels.core.lang import T, macro
+from tile_kernels.core.lang import WARP, T, begin_early, macro
 from tile_kernels.device.softmax import finite_top, softmax_step
 
 #: How keys are found: by a table of pages and lengths, or by a list for every token. SINGLE has rows of one token.
@@ -489,13 +489,18 @@ def mla_decode_kernel(
 
 # Merge of parts -----------------------------------------------------------------------------
 
-MERGE_WARPS = 8
 PIECE = 128  # columns of a block: four of a thread
+AHEAD = 8  # parts that a warp adds; it loads all of them at once
+
+
+def merge_warps(num_parts: int) -> int:
+    """Warps of a block that has so many parts to add."""
+    return max(4, 1 << (-(-num_parts // AHEAD) - 1).bit_length())
 
 
 @kernel(pass_configs={'TL_DISABLE_SAFE_MEMORY_ACCESS': True})
-def mla_merge_kernel(dtype: torch.dtype, sink_dtype: torch.dtype | None):
-    """One block for 128 columns of a row. Warp w adds parts w, w + 8, ... in their order, then sums of warps are added.
+def mla_merge_kernel(dtype: torch.dtype, sink_dtype: torch.dtype | None, warps: int):
+    """One block for 128 columns of a row. Warp w adds parts w, w + warps, ... in order, then sums of warps are added.
 
     A row without keys has +inf.
     """
@@ -511,36 +516,38 @@ def mla_merge_kernel(dtype: torch.dtype, sink_dtype: torch.dtype | None):
         o: T.Tensor((num_rows, LATENT), elem),
         lse: T.Tensor((num_rows,), T.float32),
     ):
-        with T.Kernel(num_rows * (LATENT // PIECE), threads=MERGE_WARPS * 32) as pid:
+        with T.Kernel(num_rows * (LATENT // PIECE), threads=warps * WARP) as pid:
             thread = T.get_thread_binding()
-            warp, lane = thread // 32, thread % 32
+            warp, lane = thread // WARP, thread % WARP
             row = pid // (LATENT // PIECE)
             column = pid % (LATENT // PIECE) * PIECE + lane * 4
-            sums_shared = T.alloc_shared((MERGE_WARPS, PIECE), T.float32)
-            totals_shared = T.alloc_shared((MERGE_WARPS,), T.float32)
-            x = T.alloc_local((4,), T.float32)
+            sums_shared = T.alloc_shared((warps, PIECE), T.float32)
+            totals_shared = T.alloc_shared((warps,), T.float32)
+            x = T.alloc_local((AHEAD, 4), T.float32)
+            lses = T.alloc_local((AHEAD,), T.float32)
             acc = T.alloc_local((4,), T.float32)
             top = T.alloc_var(T.float32, init=-inf)
             total = T.alloc_var(T.float32, init=0.0)
             weight = T.alloc_var(T.float32)
             factor = T.alloc_var(T.float32)
-            T.pdl_sync()
-            for step in T.serial(T.truncdiv(num_parts + 31, 32)):
-                if step * 32 + lane < num_parts:
-                    top = T.max(top, lse_parts[step * 32 + lane, row])
+            begin_early()
+            for i in T.unroll(AHEAD):  # parts behind the last one repeat it, with weight 0
+                lses[i] = lse_parts[T.min(i * warps + warp, num_parts - 1), row]
+                for e in T.vectorized(4):
+                    x[i, e] = parts[T.min(i * warps + warp, num_parts - 1), row, column + e]
+            for i in T.unroll(warps * AHEAD // WARP):
+                top = T.max(top, lse_parts[T.min(i * WARP + lane, num_parts - 1), row])
             top = T.warp_reduce_max(top)
             if top == -inf:
                 top = 0.0  # every part is empty, or NaN
             for e in T.unroll(4):
                 acc[e] = 0.0
-            for step in T.serial(T.truncdiv(num_parts - warp + MERGE_WARPS - 1, MERGE_WARPS)):
-                n = step * MERGE_WARPS + warp
-                weight = T.exp2((lse_parts[n, row] - top) * LOG2E)  # 0 for a part without keys, whose sums are 0
+            for i in T.unroll(AHEAD):
+                weight = T.exp2((lses[i] - top) * LOG2E)  # 0 for a part without keys, whose sums are 0
+                weight = T.if_then_else(i * warps + warp < num_parts, weight, 0.0)
                 total += weight
-                for e in T.vectorized(4):
-                    x[e] = parts[n, row, column + e]
                 for e in T.unroll(4):
-                    acc[e] += weight * x[e]
+                    acc[e] += weight * x[i, e]
             for e in T.vectorized(4):
                 sums_shared[warp, lane * 4 + e] = acc[e]
             if lane == 0:
@@ -548,7 +555,7 @@ def mla_merge_kernel(dtype: torch.dtype, sink_dtype: torch.dtype | None):
             T.sync_threads()
             if warp == 0:
                 total = totals_shared[0]
-                for w in T.unroll(MERGE_WARPS - 1):
+                for w in T.unroll(warps - 1):
                     total += totals_shared[w + 1]
                     for e in T.unroll(4):
                         acc[e] += sums_shared[w + 1, lane * 4 + e]

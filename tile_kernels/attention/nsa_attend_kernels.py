@@ -20,6 +20,7 @@ from tile_kernels.device.softmax import softmax_step
 
 #: Every index is in bounds by what the kernels say themselves. The analysis of lifetimes may not see cp.async.
 PORTABLE = {**PLAIN_PRODUCTS, 'TL_DISABLE_SAFE_MEMORY_ACCESS': True, 'TL_DISABLE_SHARED_MEMORY_REUSE': True}
+FAST_POWERS = {**PORTABLE, 'TL_DEVICE_COMPILE_FLAGS': ['-ftz=true']}  # exp2 is one instruction
 LN2 = math.log(2)
 LOG2E = math.log2(math.e)
 #: Rows of queries that a block of keys takes at a time.
@@ -115,6 +116,41 @@ def copy_keys(x, batch, first, head, number, x_shared, width: int, num_threads: 
 
 
 @macro
+def copy_block(x, batch, first, head, number, x_shared, width: int, num_threads: int):
+    """Start to copy keys or values as `copy_keys` does, as one group. Whole blocks need no conditions."""
+    rows, vectors = int(x_shared.shape[0]), int(x_shared.shape[1]) // 8
+    if vectors * 8 == width and rows * vectors % num_threads == 0:
+        if number >= rows:
+            for step in T.unroll(rows * vectors // num_threads):
+                index = step * num_threads + T.get_thread_binding()
+                i, column = T.truncdiv(index, vectors), T.truncmod(index, vectors) * 8
+                T.ptx_cp_async(
+                    T.access_ptr(x_shared[i, column], 'w', 8),
+                    T.access_ptr(x[batch, first + i, head, column], 'r', 8),
+                    8,
+                )
+        else:
+            copy_keys(x, batch, first, head, number, x_shared, width, num_threads)
+    else:
+        copy_keys(x, batch, first, head, number, x_shared, width, num_threads)
+    T.ptx_commit_group()
+
+
+@macro
+def find_keys(block_indices, token, head, length, size: int, keys: int, item, key):
+    """Find the next keys that the token sees: `key` is the first of them, or -1; `item` counts parts of the list."""
+    parts = size // keys
+    key[0] = -1
+    while T.And(item[0] < length * parts, key[0] < 0):
+        block = block_indices[token.batch, token.number, head, T.truncdiv(item[0], parts)]
+        part = T.truncmod(item[0], parts)
+        if T.And(T.And(block >= 0, block <= T.truncdiv(token.position, size)), token.position >= 0):  # noqa: SIM102
+            if block * size + part * keys <= token.position:
+                key[0] = block * size + part * keys
+        item[0] = item[0] + 1
+
+
+@macro
 def copy_rows(x, batch, rows, number, x_shared, width: int, num_threads: int):
     """Start to copy the first `number` of some rows; 0 behind them."""
     extent, vectors = int(x_shared.shape[0]), int(x_shared.shape[1]) // 8
@@ -141,7 +177,7 @@ def finish_copies():
 # Forward ------------------------------------------------------------------------------------
 
 
-@kernel(pass_configs=PORTABLE)
+@kernel(pass_configs=FAST_POWERS)
 def nsa_attend_kernel(
     head_dim: int, value_dim: int, dtype: torch.dtype, size: int, tile: int, packed: bool, counted: bool
 ):
@@ -194,27 +230,45 @@ def nsa_attend_kernel(
             T.fill(top, -inf)
             T.clear(total)
             T.clear(acc)
-            for n in T.serial(length):
-                block = block_indices[token.batch, token.number, head, n]
-                if T.And(block >= 0, block <= T.truncdiv(token.position, size)):  # noqa: SIM102
-                    if token.position >= 0:
-                        for part in T.serial(size // keys):
-                            key = block * size + part * keys
-                            if key <= token.position:
-                                own_keys = (token.batch, token.start + key, head, token.position + 1 - key)
-                                copy_keys(k, *own_keys, k_shared, head_dim, 2 * tile)
-                                copy_keys(v, *own_keys, v_shared, value_dim, 2 * tile)
-                                finish_copies()
-                                T.clear(scores)
-                                T.gemm(q_shared, k_shared, scores, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
-                                for i, j in T.Parallel(tile, keys):
-                                    scores[i, j] = T.if_then_else(key + j <= token.position, scores[i, j] * scale, -inf)
-                                softmax_step(scores, top, total, factor, block_top, block_sum)
-                                T.copy(scores, weights)
-                                for i, d in T.Parallel(tile, wide_v):
-                                    acc[i, d] = acc[i, d] * factor[i]
-                                T.gemm(weights, v_shared, acc, policy=T.GemmWarpPolicy.FullRow)
-                                T.sync_threads()
+            item, next_key = T.alloc_local((1,), T.int32), T.alloc_local((1,), T.int32)
+            key = T.alloc_var(T.int32)
+            item[0] = 0
+            find_keys(block_indices, token, head, length, size, keys, item, next_key)
+            if next_key[0] >= 0:
+                own_keys = (token.batch, token.start + next_key[0], head, token.position + 1 - next_key[0])
+                copy_block(k, *own_keys, k_shared, head_dim, 2 * tile)
+                copy_block(v, *own_keys, v_shared, value_dim, 2 * tile)
+            while next_key[0] >= 0:
+                key = next_key[0]
+                find_keys(block_indices, token, head, length, size, keys, item, next_key)
+                T.ptx_wait_group(1)
+                T.sync_threads()
+                T.clear(scores)
+                T.gemm(q_shared, k_shared, scores, transpose_B=True, policy=T.GemmWarpPolicy.FullRow)
+                T.sync_threads()
+                if next_key[0] >= 0:  # the next keys arrive while values are multiplied
+                    more_keys = (token.batch, token.start + next_key[0], head, token.position + 1 - next_key[0])
+                    copy_block(k, *more_keys, k_shared, head_dim, 2 * tile)
+                else:
+                    T.ptx_commit_group()
+                for i, j in T.Parallel(tile, keys):
+                    scores[i, j] = scores[i, j] * scale
+                if key + keys > token.position + 1:
+                    for i, j in T.Parallel(tile, keys):
+                        scores[i, j] = T.if_then_else(key + j <= token.position, scores[i, j], -inf)
+                softmax_step(scores, top, total, factor, block_top, block_sum)
+                T.copy(scores, weights)
+                for i, d in T.Parallel(tile, wide_v):
+                    acc[i, d] = acc[i, d] * factor[i]
+                T.ptx_wait_group(1)
+                T.sync_threads()
+                T.gemm(weights, v_shared, acc, policy=T.GemmWarpPolicy.FullRow)
+                T.sync_threads()
+                if next_key[0] >= 0:
+                    next_values = (token.batch, token.start + next_key[0], head, token.position + 1 - next_key[0])
+                    copy_block(v, *next_values, v_shared, value_dim, 2 * tile)
+                else:
+                    T.ptx_commit_group()
             for i in T.Parallel(tile):
                 seen = total[i] != 0.0
                 factor[i] = T.if_then_else(seen, 1.0 / total[i], T.float32(0.0))

@@ -4,9 +4,12 @@
 
 NaN is below -inf, both zeros are equal, and of equal numbers the smaller column wins. Behind the last one is -1.
 
-A thread block reads a part of a row once, 16 bytes per thread. It keeps a list of the numbers that may be among the k
-largest, in the order of columns. When the list is full, it is cut to little more than its k best entries, and from then
-on only larger numbers enter. A cut takes up to three histograms of 2048 bins over the keys that are left, from the
+Few rows stay in registers: up to eight thread blocks of a cluster own a row. Histograms over the digits of the keys
+find the cut, and every block writes its own part of the result (`topk_indices_resident_kernels`).
+
+Of other rows, a thread block reads a part once, 16 bytes per thread. It keeps a list of the numbers that may be among
+the k largest, in the order of columns. When the list is full, it is cut to little more than its k best entries. From
+then on only larger numbers enter. A cut takes up to three histograms of 2048 bins over the keys that are left, from the
 smallest to the largest one. So the worst input costs more cuts, never another pass over memory. If rows are few and
 long, several blocks take parts of a row, and a second launch merges their lists. A row of up to 1024 columns belongs to
 a warp, which finds the cut in registers, bit by bit. Memory bound: the floor is reading the logits once.
@@ -27,9 +30,10 @@ from tile_kernels.attention.topk_indices_kernels import (
     topk_indices_kernel,
     topk_short_kernel,
 )
+from tile_kernels.attention.topk_indices_resident_kernels import resident_shape, topk_resident_kernel
 from tile_kernels.core import check
 from tile_kernels.core.cases import grid
-from tile_kernels.core.launch import launch
+from tile_kernels.core.launch import gpu_of, launch
 from tile_kernels.core.op import op
 
 MAX_COLUMNS = 1 << 20
@@ -79,6 +83,14 @@ def select(
         static: tuple = (logits.dtype, num_slots(columns), start is not None, end is not None, return_values)
         written = values if return_values else None
         launch(topk_short_kernel, static, logits, start, end, indices, written, size=rows if k else 0)
+        return indices, values
+    shape = resident_shape(
+        rows, columns, check.vector_bytes(logits) // logits.element_size(), gpu_of(logits).max_cluster
+    )
+    if shape is not None:
+        static = (logits.dtype, check.vector_bytes(logits), start is not None, end is not None, return_values, *shape)
+        written = values if return_values else None
+        launch(topk_resident_kernel, static, logits, start, end, indices, written, size=rows if k else 0)
         return indices, values
     parts = num_parts(rows, columns, k)
     large = k > SHORT_LIST_K
@@ -200,7 +212,9 @@ topk_indices.cases(
     + grid(rows=[4], columns=[2300], k=[600], bounds=['end'], content=['normal', 'ties', 'near'], return_values=[True])
     + grid(rows=[1], columns=[9001], k=[2048], content=['rising', 'equal'])
     + grid(rows=[1], columns=[16400], k=[33], bounds=['start'], content=['normal', 'ties'], return_values=[True])
-    + grid(rows=[1], columns=[5000], k=[4096], dtype=[BF16], content=['ties']),
+    + grid(rows=[1], columns=[5000], k=[4096], dtype=[BF16], content=['ties'])
+    + grid(rows=[133], columns=[1030], k=[7], bounds=['start end'], content=['ties'], pad=[5])  # rows of lists
+    + grid(rows=[1], columns=[262_145], k=[2048], bounds=['end'], return_values=[True]),  # and with parts
     full=grid(rows=[1, 7, 300], columns=[8191, 65536, 1 << 20], k=[1, 2048, 4096], bounds=['start end'])
     + grid(rows=[64], columns=[100_000], k=[2048], dtype=[F32, BF16], content=['ties', 'rising', 'equal', 'near'])
     + grid(rows=[33], columns=[65_537], k=[513], dtype=[BF16], pad=[0, 1, 7], return_values=[True]),

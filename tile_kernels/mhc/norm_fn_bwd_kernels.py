@@ -6,7 +6,8 @@
 from tile_kernels.core.gpus import SUM_SMS
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import T, macro
-from tile_kernels.mhc._macros import SEND_FOUR, high_of, padded, round_to_tf32, send
+from tile_kernels.device.cluster import SEND_FOUR, send
+from tile_kernels.mhc._macros import high_of, padded, round_to_tf32
 
 #: Tokens of a tile, and columns of a block.
 BLOCK_T, BLOCK_K = 64, 128

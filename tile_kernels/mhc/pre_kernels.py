@@ -32,14 +32,13 @@ from tile_kernels.core.gpus import Gpu
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.lang import WARP, T, macro
 from tile_kernels.core.launch import gpu_of
+from tile_kernels.device.cluster import SEND_FOUR, send
 from tile_kernels.mhc._macros import (
     LARGE_CLUSTER,
-    SEND_FOUR,
     affine,
     apply_to_vector,
     post_to_vector,
     rstd_from,
-    send,
     sigmoid,
     store_vector,
 )

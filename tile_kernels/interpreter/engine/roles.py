@@ -71,13 +71,42 @@ def concurrent_sequence(parts: list[Run]) -> Run:
             if len(group) == 1:
                 yield from drive(group[0], frame)
             else:
-                yield from run_roles(frame, [side for part in group for side in part.sides(frame)])
+                yield from run_roles(frame, _roles_of(group, frame))
             if any(getattr(part, 'escapes', False) for part in group):
                 frame.mask = frame.refresh(frame.mask)
                 if frame.mask is not None and not frame.mask.any():
                     return
 
     return run
+
+
+def _roles_of(group: list[Run], frame: Frame) -> list[tuple[Run, Mask]]:
+    """The roles of neighboring branches, with their threads.
+
+    An earlier role may change what a later condition reads. So threads that are in one decide about a later branch when
+    they reach it.
+    """
+    roles: list[tuple[Run, Mask]] = []
+    for part in group:
+        earlier = [_lanes(mask) for _, mask in roles]
+        taken = np.zeros((1, 1), bool)
+        for side, mask in part.sides(frame):  # type: ignore[attr-defined]
+            if side is not nothing:
+                lanes = _lanes(mask)
+                again = any((lanes & other).any() for other in earlier)
+                roles.append((part if again else side, mask))
+                taken = taken | lanes
+        for other in earlier:
+            rest = other & ~taken
+            if rest.any():
+                roles.append((part, rest))
+                taken = taken | rest
+    return roles
+
+
+def _lanes(mask: Mask) -> np.ndarray:
+    """A mask as an array."""
+    return np.ones((1, 1), bool) if mask is None else mask
 
 
 def run_roles(frame: Frame, roles: list[tuple[Run, Mask]]) -> Generator[Waiting, None, None]:

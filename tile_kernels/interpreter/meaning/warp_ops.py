@@ -112,7 +112,7 @@ def _shuffle(compiler: Compiler, call: Any) -> Closure:
     """The value of another lane of the warp; a lane whose source is outside its segment keeps its own value."""
     words = str(call.op.name).removeprefix('tirx.tvm_warp_shuffle').removeprefix('tl.shfl')
     kind = words.removesuffix('sync').strip('_')
-    value, amount, width = (compiler.expr(part) for part in call.args[1:4])
+    named, value, amount, width = (compiler.expr(part) for part in call.args[:4])
     ndim = compiler.ndim
     lane = np.arange(WARP)
     site, checked = compiler.site, compiler.options.checks != 'none'
@@ -121,6 +121,7 @@ def _shuffle(compiler: Compiler, call: Any) -> Closure:
         given, by, size = value(frame), amount(frame), width(frame)
         if checked and frame.mask is not None and splits_warps(frame.mask):
             require_partners(frame, by, size)
+            require_named(frame)
         if isinstance(given, tuple):
             return tuple(move(frame, part, by, size) for part in given)
         return move(frame, given, by, size)
@@ -131,6 +132,17 @@ def _shuffle(compiler: Compiler, call: Any) -> Closure:
         lonely = active & ~move(frame, active, by, size)
         if lonely.any():
             frame.report(BarrierDivergence, 'a shuffle reads a lane that takes no part', site, lane_of(lonely))
+
+    def require_named(frame: Frame) -> None:
+        """Check that every lane of the mask that has not returned takes part; a GPU may wait for it forever."""
+        active = active_by_warp(frame, ndim)
+        live = np.ones((1, 1), bool) if frame.live is None else frame.live
+        awaited = by_warp(frame, live, bool, ndim) & active.any(axis=2, keepdims=True) & ~active
+        position = lane.reshape((1, 1, WARP) + (1,) * (ndim - 2))
+        awaited = awaited & (by_warp(frame, named(frame), np.int64, ndim) >> position & 1 == 1)
+        if awaited.any():
+            message = 'the mask of a shuffle has a lane that takes no part'
+            frame.report(BarrierDivergence, message, site, lane_of(by_thread(frame, awaited)))
 
     def move(frame: Frame, given: Any, by: Any, size: Any) -> Any:
         if not _varies(given):
