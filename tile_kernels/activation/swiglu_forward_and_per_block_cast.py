@@ -32,7 +32,7 @@ from tile_kernels.core.cases import grid
 from tile_kernels.core.formats import QuantFormat, QuantTensor
 from tile_kernels.core.jit import kernel
 from tile_kernels.core.knobs import knobs
-from tile_kernels.core.lang import EARLY, WARP, T, begin_early, resident_blocks
+from tile_kernels.core.lang import EARLY, WARP, T, begin_early, is_short, resident_blocks
 from tile_kernels.core.op import Mut, op
 from tile_kernels.device.codes import code_registers, encode_and_store
 from tile_kernels.device.reduce import lane_max
@@ -59,15 +59,19 @@ def choose(
     num_counts: int,
     num_tokens: int,
 ) -> dict:
-    """Eight rows for each lane, 16 loads of 16 bytes, where nothing else needs registers; otherwise four.
+    """Eight rows for each lane, 16 loads of 16 bytes. A small problem needs more threads instead, and so do float32 rows.
 
-    Float32 rows, padding, clamps and weights need them. A small problem needs more threads instead.
+    With positions or clamps, eight rows spill a little. They are still faster: two blocks of an SM overlap.
     """
     few = num_tokens * hidden < 1 << 22
-    plain = x_dtype.itemsize == 2 and not (weights or layout or clamped)
-    rows = 8 if plain and not few else 4
+    rows = 8 if x_dtype.itemsize == 2 and not few else 4
     num_threads = 128 if out.sf_block[0] == 32 else 2048 // rows
-    return dict(rows=rows, num_threads=num_threads, resident_threads=512, early=False)
+    return dict(
+        rows=rows,
+        num_threads=num_threads,
+        resident_threads=512,
+        early=is_short(3 * num_tokens * hidden * x_dtype.itemsize),
+    )
 
 
 # Kernel -------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ def attend_dsink_kernel(sink_dtype: torch.dtype):
 
 @kernel()
 def attend_dq_cast_kernel(dtype: torch.dtype):
-    """Scale the sum of dq and round it; a thread block has 4096 numbers. Indices in int32 count vectors, not numbers."""
+    """Scale the sum of dq and round it; a thread block has 4096 numbers. Indices count vectors, which fit int32."""
     num_vectors = T.dynamic('num_vectors')
     block = 4 * THREADS
 
