@@ -59,7 +59,7 @@ def choose(
     num_counts: int,
     num_tokens: int,
 ) -> dict:
-    """Eight rows for each lane, 16 loads of 16 bytes. A small problem needs more threads instead, and so do float32 rows.
+    """Eight rows for each lane, 16 loads of 16 bytes. Small problems need more threads, float32 more registers: four.
 
     With positions or clamps, eight rows spill a little. They are still faster: two blocks of an SM overlap.
     """

@@ -17,7 +17,6 @@ from tile_kernels.moe.moe_topk_gate import moe_topk_gate, moe_topk_gate_backward
 from tile_kernels.moe.moe_topk_routing import MoETopKRouting, moe_topk_routing
 from tile_kernels.moe.normalize_weight import normalize_weight, weight_normalize
 from tile_kernels.moe.reduce_fused import reduce_fused
-from tile_kernels.moe.route import Routed, route
 from tile_kernels.moe.route_topk import route_topk_, route_topk_bwd_
 from tile_kernels.moe.scoring import ScoringFunc
 from tile_kernels.moe.token_to_expert_map import RoutingMap, token_to_expert_map
@@ -33,7 +32,6 @@ __all__ = [
     'MoEGatingKernel',
     'MoELayer',
     'MoETopKRouting',
-    'Routed',
     'RoutingMap',
     'ScoringFunc',
     'aux_fi',
@@ -54,7 +52,6 @@ __all__ = [
     'moe_topk_routing',
     'normalize_weight',
     'reduce_fused',
-    'route',
     'route_topk_',
     'route_topk_bwd_',
     'token_to_expert_map',

@@ -16,7 +16,6 @@ from tile_kernels.reference.moe.moe_topk_routing import MoETopKRouting, moe_topk
 from tile_kernels.reference.moe.normalize_weight import normalize_weight, normalize_weight_bwd, weight_normalize
 from tile_kernels.reference.moe.reduce_fused import reduce_fused
 from tile_kernels.reference.moe.reduce_rows import reduce_rows, reduce_rows_, reduce_rows_bwd
-from tile_kernels.reference.moe.route import route
 from tile_kernels.reference.moe.route_topk import route_topk_, route_topk_bwd_
 from tile_kernels.reference.moe.token_to_expert_map import token_to_expert_map
 from tile_kernels.reference.moe.top2_sum_gate import top2_sum_gate
@@ -54,7 +53,6 @@ __all__ = [
     'reduce_rows',
     'reduce_rows_',
     'reduce_rows_bwd',
-    'route',
     'route_topk_',
     'route_topk_bwd_',
     'stable_topk',
