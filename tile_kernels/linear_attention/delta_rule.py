@@ -10,7 +10,8 @@ In chunks, with G the sum of gates since the start of the chunk and S the state 
 
 g is one number for a token and value head, or one for every channel of k (KDA). Every decay is one exponential of a
 difference that is not positive. The kernels are in `delta_rule_kernels` and `delta_rule_bwd_kernels`, which run on
-every GPU by mma, and in `delta_rule_sm90_kernels`. Compute bound for many heads, bound by the chain for few.
+every GPU by mma, and in `delta_rule_sm90_kernels` and `delta_rule_bwd_sm90_kernels`. Compute bound for many heads,
+bound by the chain for few.
 """
 
 from typing import Any
@@ -43,6 +44,11 @@ from tile_kernels.linear_attention.delta_rule_bwd_kernels import (
     delta_dstates_kernel,
     delta_gradients_kernel,
     delta_group_kernel,
+)
+from tile_kernels.linear_attention.delta_rule_bwd_sm90_kernels import (
+    delta_brackets_sm90_kernel,
+    delta_chains_sm90_kernel,
+    delta_gradients_sm90_kernel,
 )
 from tile_kernels.linear_attention.delta_rule_kernels import (
     PLAIN,
@@ -195,21 +201,32 @@ def delta_rule_bwd(
         return dq, dk, dv, dg, dbeta, dinitial
     static: tuple = (dim, value_dim, q.dtype, chunk_size, packed, form)
     initial = None if initial_state is None else initial_state.dtype
-    scores, h, dh = (
-        half(*inverse.shape),
-        half(chunks, value_heads, dim, value_dim),
-        half(chunks, value_heads, dim, value_dim),
-    )
-    u, dx = half(*v.shape), half(*v.shape)
     bits, size = _bits(number), number * v.numel()
-    operands: tuple = (q, k, None, beta, cu_seqlens, g_sum, scores, None, None, number, bits, None)
+    dstate = dfinal_state if given else None
+    dinitial_or_none = dinitial if initial_state is not None else None
+    scores, u, dx = half(*inverse.shape), half(*v.shape), half(*v.shape)
+    if not channels and delta_gradients_sm90_kernel.claims((*static, grouped), gpu_of(q)):
+        writes = half(*v.shape[:3], dim)
+        h, dh = (half(chunks, value_heads, value_dim, dim) for _ in range(2))
+        operands: tuple = (q, k, g_sum, inverse, cu_seqlens, scores, writes, number, bits, scale)
+        launch(delta_brackets_sm90_kernel, static[:5], *operands, size=v.numel())
+        operands = (do, q, k, v, g_sum, beta, inverse, scores, writes, initial_state, dstate, cu_seqlens)
+        operands += (h, u, dh, dx, dv, dinitial_or_none, number, scale)
+        launch(delta_chains_sm90_kernel, (*static, initial, v_first, given), *operands, size=number * value_heads)
+        sums: Any = (torch.empty(q.shape, device=q.device) for _ in range(2)) if grouped else (None, None)
+        operands = (do, q, k, v, g_sum, beta, u, dx, h, dh, cu_seqlens, *sums, dq, dk, dv, dg, dbeta)
+        operands += (number, bits, scale, value_heads // heads)
+        launch(delta_gradients_sm90_kernel, (*static, grouped), *operands, size=v.numel())
+        return dq, dk, dv, dg, dbeta, dinitial
+    h, dh = (half(chunks, value_heads, dim, value_dim) for _ in range(2))
+    operands = (q, k, None, beta, cu_seqlens, g_sum, scores, None, None, number, bits, None)
     operands += (None, None) if channels else ()
     launch(delta_channel_scores_kernel if channels else delta_scores_kernel, (*static, True), *operands, size=v.numel())
     operands = (q, k, v, g_sum, beta, None, inverse, initial_state, cu_seqlens, None, None, h, u, number, scale)
     operands += (None, None, None, 1)
     launch(delta_states_kernel, (*static, channels, initial, v_first, False, True, WHOLE), *operands, size=size)
-    operands = (do, q, k, g_sum, beta, scores, inverse, dfinal_state if given else None, cu_seqlens)
-    operands += (dv, dx, dh, dinitial if initial_state is not None else None, number, scale)
+    operands = (do, q, k, g_sum, beta, scores, inverse, dstate, cu_seqlens)
+    operands += (dv, dx, dh, dinitial_or_none, number, scale)
     launch(delta_dstates_kernel, (*static, channels, initial, v_first, given), *operands, size=size)
     if grouped:
         wide_dq, wide_dk = (torch.empty(batch, tokens, value_heads, dim, device=q.device) for _ in range(2))
@@ -489,6 +506,7 @@ SMOKE = (
     + grid(tokens=[20], heads=[(2, 2)], gate=['drop'], fused=[True], form=[1])
     + grid(tokens=[33], chunk=[32], keys=['equal'], betas=['one'], gate=['none'], state=[F32])
     + grid(tokens=[65], chunk=[64], keys=['long'], gate=['none'])
+    + grid(tokens=[(0, 66, 3)], heads=[(1, 2)], dims=[(128, 128)], chunk=[64], state=[BF16], v_first=[True], behind=[3])
     + grid(tokens=[20], heads=[(1, 2)], dims=[(48, 16)], gate=['drop'], channels=[True], state=[F32], form=[1])
     + grid(tokens=[(0, 1, 0, 35)], channels=[True], chunk=[32], behind=[3])
     + grid(tokens=[(0, 65, 3)], heads=[(1, 2)], dims=[(48, 80)], channels=[True], chunk=[64], behind=[3])
