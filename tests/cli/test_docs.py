@@ -248,7 +248,6 @@ WITHOUT_OPS = {
     'modeling.EngramGateLayer',
     'modeling.MixSplit',
     'modeling.quantize_model',
-    'moe.Routed',
     'moe.RoutingMap',
     'moe.ScoringFunc',
     'quant.QuantFormat',
