@@ -9,8 +9,8 @@ The gradient:
     dk[t] = D[t] v[t]                               D[t] = dS[t] + scale * q[t] (x) do[t]
     dv[t] = D[t]^T k[t]                             dg[t] = sum over columns of S[t - 1] * dS[t - 1]
 
-Nothing but the inputs is saved. The kernels are in `chunk_gla_kernels`; they run on every GPU by mma, and none has run
-them yet. Compute bound for long sequences.
+Nothing but the inputs is saved. The kernels are in `chunk_gla_kernels`, by mma for every GPU, and for the forward pass
+on Hopper in `chunk_gla_sm90_kernels`. Compute bound for long sequences.
 """
 
 from typing import Any
@@ -43,10 +43,13 @@ from tile_kernels.linear_attention.chunk_gla_kernels import (
     gla_scan_kernel,
     gla_scores_kernel,
 )
+from tile_kernels.linear_attention.chunk_gla_sm90_kernels import gla_scan_sm90_kernel, gla_scores_sm90_kernel
 from tile_kernels.linear_attention.chunk_simple_gla import MOST_GATED, Plan, segment_size, state_view, transposed
 from tile_kernels.linear_attention.chunk_simple_gla_kernels import CHUNK, num_tiles
 
 F32 = torch.float32
+SCORES = (gla_scores_sm90_kernel, gla_scores_kernel)
+SCAN = (gla_scan_sm90_kernel, gla_scan_kernel)
 
 
 def _check(
@@ -88,7 +91,7 @@ class _Scan:
         self.scores = torch.empty(self.chunks, heads, CHUNK, CHUNK, dtype=q.dtype, device=q.device)
         made = (self.since, self.until, self.totals, self.scores)
         numbers = (plan.number, plan.bits, plan.scale)
-        launch(gla_scores_kernel, (dim, q.dtype, packed), q, k, g, plan.cu_seqlens, *made, *numbers)
+        launch(SCORES, (dim, q.dtype, packed), q, k, g, plan.cu_seqlens, *made, *numbers)
 
     def run(
         self,
@@ -110,7 +113,7 @@ class _Scan:
         static += (None if end is None else end.dtype,)
         tensors = (q, k, v, self.totals, self.scores if scored else None, plan.cu_seqlens, begin, end, factors, o)
         numbers = (plan.slots, plan.heads, plan.number, plan.bits, plan.size)
-        launch(gla_scan_kernel, static, *tensors, *numbers, size=plan.slots * plan.heads)
+        launch(SCAN, static, *tensors, *numbers, size=plan.slots * plan.heads)
 
     def states(self, k: Tensor, v: Tensor, begin: Tensor | None, backwards: bool = False) -> Tensor:
         """The state before every segment, (slots, heads, dim, value_dim)."""

@@ -10,8 +10,9 @@ Without g nothing decays. The gradient uses the same sums:
     dv[t] = weight[t] * D[t]^T k[t]                 dg[t] = <S[t - 1], dS[t - 1]>
     dweight[t] = k[t]^T D[t] v[t]
 
-Nothing but the inputs is saved: states are computed again. The kernels are in `chunk_simple_gla_kernels`; they run on
-every GPU by mma. Compute bound for long sequences.
+Nothing but the inputs is saved: states are computed again. The kernels are in `chunk_simple_gla_kernels`, by
+mma for every GPU, and for the forward pass on Hopper in `chunk_simple_gla_sm90_kernels`. Compute bound for long
+sequences.
 """
 
 from typing import Any
@@ -51,8 +52,10 @@ from tile_kernels.linear_attention.chunk_simple_gla_kernels import (
     simple_gla_kernel,
     sum_heads_kernel,
 )
+from tile_kernels.linear_attention.chunk_simple_gla_sm90_kernels import simple_gla_sm90_kernel
 
 F32 = torch.float32
+SIMPLE = (simple_gla_sm90_kernel, simple_gla_kernel)
 #: Fewer tokens are not worth a segment of their own.
 LEAST_SEGMENT = 512
 #: Rounding errors of the gradient of gates add up along a segment only.
@@ -137,7 +140,7 @@ class Plan:
         static += (None if end is None else end.dtype, dots is not None)
         tensors = (q, k, v, g, weight, self.cu_seqlens, begin, end, factors, other, o, dots)
         numbers = (self.slots, self.heads, self.number, self.bits, self.size, self.scale)
-        launch(simple_gla_kernel, static, *tensors, *numbers, size=self.slots * self.heads)
+        launch(SIMPLE, static, *tensors, *numbers, size=self.slots * self.heads)
 
     def states(
         self,
