@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from tile_kernels.core import cache, nvcc
 from tile_kernels.core.errors import UnsupportedError
 from tile_kernels.core.gpus import Gpu, cuda_gpu
 from tile_kernels.core.lang import T
+from tile_kernels.core.workers import spread
 from tile_kernels.sight.subject import calibrated
 
 #: Kernels with a fixed number of blocks have so many for each SM, and so many threads.
@@ -188,12 +190,30 @@ def measure(gpu: Gpu, timer: Timer, largest: int = 1 << 28, turns: int = TURNS, 
     return found
 
 
+def compile_all(gpu: Gpu) -> None:
+    """Compile all kernels of `measure` into TileLang's cache, at the same time."""
+    found: list[tuple] = []
+    place = itertools.count(1)
+    target = {'kind': 'cuda', 'arch': gpu.target}
+    dry = Timer(lambda call: float(next(place)), lambda call: 1.0, lambda func: found.append((func, target)), 'meta')
+    measure(gpu, dry)
+    spread(compile_one, [functools.partial(tuple, args) for args in found], None, each=1)
+
+
+def compile_one(func: Any, target: dict[str, str]) -> None:
+    """Compile a kernel, as another process does."""
+    import tilelang
+
+    tilelang.compile(func, target=target, execution_backend='tvm_ffi')
+
+
 def calibrate(timer: Timer, commit: str = 'unknown') -> Path:
     """Measure the GPU of this machine and write its device file; returns the file."""
     if not torch.cuda.is_available():
         raise UnsupportedError('calibrate: there is no GPU to measure; predictions for known GPUs need none')
     gpu = cuda_gpu(torch.cuda.current_device())
     nvcc.require_tilelang()
+    compile_all(gpu)
     found = measure(gpu, timer)
     day = datetime.datetime.now(datetime.timezone.utc).strftime('%Y-%m-%d')
     about = {

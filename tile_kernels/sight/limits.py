@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from tile_kernels.core import nvcc
 from tile_kernels.core.gpus import Gpu
@@ -37,7 +37,19 @@ class Occupancy:
         return f'{self.blocks} {noun}, {self.warps} of {self.of_warps} warps per SM, limited by {self.limit}'
 
 
-def occupancy(counts: Counts, gpu: Gpu, registers: int | None = None, static_shared: int = 0) -> Occupancy:
+class Block(Protocol):
+    """The size of a block."""
+
+    @property
+    def threads(self) -> int:
+        """Its threads."""
+
+    @property
+    def shared(self) -> int:
+        """Its bytes of dynamic shared memory."""
+
+
+def occupancy(counts: Block, gpu: Gpu, registers: int | None = None, static_shared: int = 0) -> Occupancy:
     """Resident blocks of an SM; without `registers` (of a thread) these do not limit."""
     warps = -(-counts.threads // 32)
     allowed = {
