@@ -194,9 +194,12 @@ def compile_all(gpu: Gpu) -> None:
     """Compile all kernels of `measure` into TileLang's cache, at the same time."""
     found: list[tuple] = []
     place = itertools.count(1)
-    target = {'kind': 'cuda', 'arch': gpu.target}
-    dry = Timer(lambda call: float(next(place)), lambda call: 1.0, lambda func: found.append((func, target)), 'meta')
-    measure(gpu, dry)
+
+    def note(func: Any) -> Callable[..., None]:
+        found.append((func, {'kind': 'cuda', 'arch': gpu.target}))
+        return lambda *args: None
+
+    measure(gpu, Timer(lambda call: float(next(place)), lambda call: 1.0, note, 'meta'))
     spread(compile_one, [functools.partial(tuple, args) for args in found], None, each=1)
 
 
