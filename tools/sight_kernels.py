@@ -45,8 +45,9 @@ def matmul(N, K, block_M=64, block_N=64, block_K=64, num_stages=3, threads=128, 
     return relu
 
 
-def transpose(M, N, block_M=64, block_N=64, threads=128, pad=0):
+def transpose(N, block_M=64, block_N=64, threads=128, pad=0):
     """A transposition through shared memory; `pad` avoids bank conflicts."""
+    M = T.dynamic('M')
 
     @T.prim_func
     def transposed(x: T.Tensor((M, N), 'float16'), y: T.Tensor((N, M), 'float16')):
@@ -245,7 +246,7 @@ KERNELS = {
     ),
     'transpose': Swept(
         transpose,
-        [dict(M=8192, N=8192), dict(M=2048, N=16384), dict(M=1024, N=1024)],
+        [dict(M=n, N=8192) for n in (8192, 16384, 512)],
         dict(block_M=(32, 64, 128), block_N=(32, 64, 128), threads=(128, 256), pad=(0, 8)),
         lambda x: x.T,
     ),

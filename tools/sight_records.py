@@ -3,7 +3,7 @@
     python tools/sight_records.py            # V2 and V3, five minutes on one GPU and 16 cores
     python tools/sight_records.py sweeps     # goes on where an earlier run ended
     python tools/sight_records.py ncu
-    python tools/sight_records.py works      # what each recorded case asks of a GPU; needs none, hours on two cores
+    python tools/sight_records.py works      # what each recorded case asks of a GPU; needs none
 
 Results go to `benchmarks/results/sight`.
 """
@@ -20,13 +20,13 @@ import os
 import queue
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,14 @@ from tile_kernels.core import nvcc
 from tile_kernels.core.errors import ArgumentError, CompileError, TileKernelsError
 from tile_kernels.core.gpus import GPUS, Gpu
 from tile_kernels.core.jit import Config
+from tile_kernels.core.launch import on_gpu
+from tile_kernels.core.registry import case_by_id, find_op, launches_of
 from tile_kernels.core.workers import Child, Failed, spread
 from tile_kernels.sight.count import count
 from tile_kernels.sight.limits import occupancy
 from tile_kernels.sight.lower import lower
 from tile_kernels.sight.subject import Subject, resolve
-from tile_kernels.sight.validate import COUNTERS, SWEEPS, WORKS, latest, sample, timed, with_works
+from tile_kernels.sight.validate import COUNTERS, SWEEPS, WORKS, code_of, known_works, latest, timed
 from tile_kernels.testing.records import Record
 from tile_kernels.tuning.rank import Estimate, estimate
 from tile_kernels.tuning.runs import Run, Times, check, gpu_times
@@ -55,7 +57,9 @@ METRICS = {
     'dram_bytes': 'dram__bytes.sum',
     'dram_read_bytes': 'dram__bytes_read.sum',
     'l2_sectors': 'lts__t_sectors_srcunit_tex_op_read.sum,lts__t_sectors_srcunit_tex_op_write.sum',
-    'l2_sectors_all': 'lts__t_sectors_op_read.sum,lts__t_sectors_op_write.sum',
+    'sm_sectors': 'l1tex__m_xbar2l1tex_read_sectors.sum,l1tex__m_l1tex2xbar_write_sectors.sum',
+    'load_wavefronts': 'l1tex__data_pipe_lsu_wavefronts_mem_shared_op_ld.sum',
+    'store_wavefronts': 'l1tex__data_pipe_lsu_wavefronts_mem_shared_op_st.sum',
     'shared_wavefronts': 'l1tex__data_pipe_lsu_wavefronts_mem_shared.sum',
     'registers': 'launch__registers_per_thread',
     'warps': 'sm__warps_active.avg.per_cycle_active',
@@ -65,7 +69,9 @@ METRICS = {
 #: Milliseconds of warm-up and of timed calls, and replays of a graph: a few cold calls, whose median counts.
 EFFORT = (2.0, 10.0, 5)
 #: The most seconds for one compilation, and for one check or timing.
-COMPILING_S, TIMING_S = 60.0, 15.0
+COMPILING_S, TIMING_S = 60.0, 30.0
+#: The most seconds for counting one case.
+COUNTING_S = 60.0
 #: A config of a sweep: kernel, place of the problem, config.
 Job = tuple[str, int, Config]
 
@@ -86,19 +92,27 @@ def compiled(name: str, place: int, config: Config, folder: Path) -> tuple[Run, 
 
 def measured(name: str, place: int, folder: Path, run: Run, guess: Estimate) -> Times:
     """Check and time a config, in the process that has the GPU."""
-    ours = _folder_of(name, place, folder)
-    if not ours.exists():
-        ours.mkdir()
-        problem_of(name, place).prepare(ours, guess)
+    prepared(name, place, _folder_of(name, place, folder), guess)
     check(run, None)
     return gpu_times(run, EFFORT)
+
+
+_prepared: set[Path] = set()
+
+
+def prepared(name: str, place: int, folder: Path, guess: Estimate) -> None:
+    """Write the inputs and expected outputs of a problem, once in a process: one that was killed may have left half."""
+    if folder not in _prepared:
+        folder.mkdir(exist_ok=True)
+        problem_of(name, place).prepare(folder, guess)
+        _prepared.add(folder)
 
 
 def _folder_of(name: str, place: int, folder: Path) -> Path:
     return folder / f'{name}-{place}'
 
 
-def record_sweeps(path: Path, seconds: float, number: int, jobs: int) -> int:
+def record_sweeps(path: Path, seconds: float, number: int, jobs: int, commit: str | None = None) -> int:
     """Time configs of every sweep that the file lacks; each is written at once. Returns how many were timed.
 
     Processes compile while one times, so the file grows from the first seconds. Every kernel gets its first problem
@@ -133,7 +147,7 @@ def record_sweeps(path: Path, seconds: float, number: int, jobs: int) -> int:
         for child in compilers:
             threading.Thread(target=work, args=(child, Path(name)), daemon=True).start()
         try:
-            about = timer.call(circumstances, 'cuda', limit=COMPILING_S)
+            about = timer.call(circumstances, 'cuda', commit, limit=COMPILING_S)
             for job, made in in_order(ready, jobs):
                 if (left := end - time.monotonic()) <= 0:
                     break
@@ -234,13 +248,20 @@ def launch() -> None:
     torch.cuda.synchronize()
 
 
-def record_counters(path: Path) -> int:
+def origin(commit: str | None) -> Record:
+    """Commit, date and TileLang of this run."""
+    return {
+        name: value for name, value in circumstances('cpu', commit).items() if name in ('commit', 'date', 'tilelang')
+    }
+
+
+def record_counters(path: Path, commit: str | None = None) -> int:
     """Run ncu on the kernels, and write counted beside measured numbers; returns how many it measured."""
     if shutil.which('ncu') is None:
         raise TileKernelsError('sight_records: ncu is not on the PATH; install Nsight Compute')
     nvcc.require_tilelang()
     importlib.import_module('tilelang')
-    about = {name: value for name, value in circumstances('cpu').items() if name in ('commit', 'date', 'tilelang')}
+    about = origin(commit)
     makers = [functools.partial(tuple, (place,)) for place in range(len(COUNTED))]
     expected = spread(counted, makers, len(COUNTED), each=1)
     command = ['ncu', '--csv', '--print-units', 'base', '--kernel-name', 'regex:^case']
@@ -259,30 +280,52 @@ def record_counters(path: Path) -> int:
     return len(rows)
 
 
-def record_works(gpu: Gpu = GPUS['h200'], seconds: int = 60) -> None:
-    """Count recorded cases that the file lacks, in random order; one that takes longer than `seconds` is left out.
+def record_works(jobs: int, commit: str | None = None, gpu: Gpu = GPUS['h200']) -> int:
+    """Count recorded cases whose code has changed or which the file lacks; returns how many.
 
-    Each case is written when it is counted, so a run may be stopped and goes on later.
+    Each case is written when it is counted, so a run may be stopped and goes on later. One that takes longer than
+    `COUNTING_S` is left out.
     """
-    about = {name: value for name, value in circumstances('cpu').items() if name in ('commit', 'date', 'tilelang')}
-    known = {(t.op, t.case) for t in with_works(latest())}
-    signal.signal(signal.SIGALRM, signal.default_int_handler)
-    WORKS.parent.mkdir(parents=True, exist_ok=True)
-    for record in sample(latest(), 1 << 30):
-        if (record['op'], record['case']) in known:
-            continue
-        signal.alarm(seconds)
-        try:
-            counted = timed(record, gpu)
-        except KeyboardInterrupt:
-            if signal.alarm(0):  # not the alarm, but the user
-                raise
-            continue
-        signal.alarm(0)
-        if counted.works:
-            line = {'op': counted.op, 'case': counted.case, **about, 'works': [asdict(work) for work in counted.works]}
-            with WORKS.open('a') as file:
-                file.write(json.dumps(line) + '\n')
+    nvcc.require_tilelang()
+    importlib.import_module('tilelang')
+    about = origin(commit)
+    records = latest()
+    parts = [[record for record in records if record['op'] == op] for op in {record['op'] for record in records}]
+    done = []
+
+    def work(child: Child) -> None:
+        with suppress(IndexError):
+            while True:
+                for record in parts.pop():  # cases of an op share kernels that are lowered
+                    with suppress(Failed):
+                        done.append(child.call(count_case, record, gpu, about, limit=COUNTING_S))
+        child.close()
+
+    threads = [threading.Thread(target=work, args=(Child(),)) for _ in range(jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sum(done)
+
+
+def count_case(record: Record, gpu: Gpu, about: Record) -> bool:
+    """Count a case and append it to the file, unless its line there still holds; returns whether it was counted."""
+    known, code = known_works(), code_of_record(record, gpu)
+    if code == known.get((record['op'], record['case']), {}).get('code'):
+        return False
+    counted = timed(record, gpu)
+    line = {'op': counted.op, 'case': counted.case, **about, 'code': code}
+    if counted.works:
+        write_records(WORKS, [line | {'works': [asdict(work) for work in counted.works]}])
+    return bool(counted.works)
+
+
+def code_of_record(record: Record, gpu: Gpu) -> str:
+    """The digest of the code of a recorded case."""
+    op = find_op(record['op'])
+    with on_gpu(gpu):
+        return code_of(launches_of(op, case_by_id(op, record['case'])))
 
 
 def of_csv(text: str) -> dict[int, dict[str, float]]:
@@ -306,25 +349,26 @@ def main() -> int:
     parser.add_argument('--configs', type=int, default=28, help='configs of each sweep (default 28)')
     parser.add_argument('--jobs', type=int, default=max(1, (os.cpu_count() or 1) - 1), help='processes that compile')
     parser.add_argument('--out', type=Path, default=SWEEPS.parent, help='folder of sweeps.jsonl and ncu.jsonl')
+    parser.add_argument('--commit', help='commit the records carry')
     parser.add_argument('--launch', action='store_true', help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.launch:
         launch()
         return 0
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # processes import the functions of this file by that name
+    from tools import sight_records
+
     if 'works' in args.what:
-        record_works()
+        sys.stdout.write(f'{sight_records.record_works(args.jobs, args.commit)} cases counted\n')
         return 0
     if not torch.cuda.is_available():
         sys.stderr.write('sight_records: there is no GPU; sweeps and counters need one\n')
         return 1
-    sys.path.insert(0, str(Path(__file__).parents[1]))  # processes import the functions of this file by that name
-    from tools import sight_records
-
     if 'ncu' in (args.what or ['ncu']):
-        found = sight_records.record_counters(args.out / COUNTERS.name)
+        found = sight_records.record_counters(args.out / COUNTERS.name, args.commit)
         sys.stdout.write(f'{found} of {len(COUNTED)} kernels counted by ncu\n')
     if 'sweeps' in (args.what or ['sweeps']):
-        made = sight_records.record_sweeps(args.out / SWEEPS.name, args.seconds, args.configs, args.jobs)
+        made = sight_records.record_sweeps(args.out / SWEEPS.name, args.seconds, args.configs, args.jobs, args.commit)
         sys.stdout.write(f'{made} configs timed\n')
     return 0
 
