@@ -143,7 +143,7 @@ def api_page(part: str) -> str:
     """The page of all public names of a family, a layer or a tool."""
     package = importlib.import_module(f'tile_kernels.{part}')
     found = {name: getattr(package, name) for name in package.__all__}
-    rows = [(link(f'{part}.{name}', ''), _headline(value)) for name, value in found.items()]
+    rows = [(f'[`{name}`](#{name.lower()})', _headline(value)) for name, value in found.items()]
     return (
         '\n\n'.join(
             (
@@ -168,7 +168,7 @@ def api_index() -> str:
     parts = list(dict.fromkeys(name.partition('.')[0] for name in names))
     rows = [(link(name, ''), _headline(value)) for name, value in names.items()]
     heads = [
-        (f'[tile_kernels.{part}]({part}.md)', _headline(importlib.import_module(f'tile_kernels.{part}')))
+        (f'[`{part}`]({part}.md)', _headline(importlib.import_module(f'tile_kernels.{part}')))
         for part in parts
     ]
     families = markdown(('module', 'what it has'), heads)
