@@ -110,28 +110,31 @@ def computed(blocks: int, kind: str, turns: int = TURNS) -> Any:
                         values[chain] = T.shfl_xor(values[chain], 1)
                     else:
                         T.atomic_add(y[block * THREADS + tx], values[chain])
-            for chain in T.unroll(8):
-                y[block * THREADS + tx] = values[chain]
+            for chain in T.unroll(1, 8):  # every chain counts, so none can be left out
+                values[0] += values[chain]
+            y[block * THREADS + tx] = values[0]
 
     return compute_kernel
 
 
-def multiplied(size: int, dtype: str = 'bfloat16') -> Any:
+def multiplied(size: int, dtype: str = 'bfloat16', wide: bool = True) -> Any:
     """A product of square matrices with tiles of 128 x 256 by wgmma, or of 128 x 128 by mma."""
+    n = 256 if wide else 128
 
     @T.prim_func
     def product_kernel(
         a: T.Tensor((size, size), dtype), b: T.Tensor((size, size), dtype), c: T.Tensor((size, size), 'bfloat16')
     ):
-        with T.Kernel(size // 128, size // 128, threads=256) as (bx, by):
-            a_shared, b_shared = T.alloc_shared((128, 64), dtype), T.alloc_shared((128, 64), dtype)
-            total = T.alloc_fragment((128, 128), 'float32')
+        with T.Kernel(T.ceildiv(size, n), T.ceildiv(size, 128), threads=256) as (bx, by):
+            T.use_swizzle(8)
+            a_shared, b_shared = T.alloc_shared((128, 64), dtype), T.alloc_shared((n, 64), dtype)
+            total = T.alloc_fragment((128, n), 'float32')
             T.clear(total)
-            for step in T.Pipelined(size // 64, num_stages=3):
+            for step in T.Pipelined(size // 64, num_stages=4 if wide else 3):
                 T.copy(a[by * 128, step * 64], a_shared)
-                T.copy(b[bx * 128, step * 64], b_shared)
+                T.copy(b[bx * n, step * 64], b_shared)
                 T.gemm(a_shared, b_shared, total, transpose_B=True)
-            T.copy(total, c[by * 128, bx * 128])
+            T.copy(total, c[by * 128, bx * n])
 
     return product_kernel
 
@@ -185,7 +188,7 @@ def measure(gpu: Gpu, timer: Timer, largest: int = 1 << 28, turns: int = TURNS, 
             continue  # no fp8 tensor cores
         a, b = (torch.zeros(side, side, device=timer.device).to(dtype) for _ in range(2))
         c = torch.empty(side, side, dtype=torch.bfloat16, device=timer.device)
-        kernel = timer.compile(multiplied(side, str(dtype).removeprefix('torch.')))
+        kernel = timer.compile(multiplied(side, str(dtype).removeprefix('torch.'), gpu.has_wgmma))
         found[name] = 2e6 * side**3 / timer.cold(functools.partial(kernel, a, b, c))
     return found
 
