@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from tile_kernels.core import nvcc
 from tile_kernels.core.gpus import Gpu
-from tile_kernels.sight.count import Counts, count
+from tile_kernels.sight.count import Counts, launch_sizes
 from tile_kernels.sight.lower import lower
 from tile_kernels.sight.subject import resolve
 
@@ -77,7 +77,7 @@ def resources(kernel: Any, *args: Any, device: str = 'h200', **named: Any) -> di
 def fits(kernel: Any, *args: Any, device: str = 'h200', **named: Any) -> bool | str:
     """True if the GPU can launch the kernel, else the sentence why it cannot; needs neither a GPU nor nvcc."""
     for subject in resolve(kernel, *args, device=device, **named):
-        for counts in count(subject, lower(subject)):
+        for counts in launch_sizes(subject, lower(subject)):
             reason = reason_against(counts, subject.gpu)
             if reason is not None:
                 return reason

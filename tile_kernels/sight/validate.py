@@ -32,15 +32,15 @@ from tile_kernels.core.gpus import GPUS, Gpu
 from tile_kernels.core.knobs import cache_dir
 from tile_kernels.core.launch import Launch, on_gpu
 from tile_kernels.core.registry import case_by_id, find_op, find_ops, launches_of, typical_case
-from tile_kernels.sight.count import Counts, count
+from tile_kernels.sight.count import count, launch_sizes
 from tile_kernels.sight.exact import cases
 from tile_kernels.sight.limits import reason_against
 from tile_kernels.sight.lower import Lowered, lower
 from tile_kernels.sight.model import TERMS, Work, demands, floor_us, time_us, work_of
 from tile_kernels.sight.subject import Subject, of_launch
-from tile_kernels.testing.records import Record
 
 RESULTS = Path(tile_kernels.__file__).parents[1] / 'benchmarks' / 'results'
+Record = dict[str, Any]
 #: What `tools/sight_records.py` writes on a machine with a GPU.
 SWEEPS, COUNTERS = RESULTS / 'sight' / 'sweeps.jsonl', RESULTS / 'sight' / 'ncu.jsonl'
 
@@ -250,8 +250,8 @@ def fitting(names: Iterable[str] | None = None, gpu: Gpu = GPUS['h200']) -> list
             launches = launches_of(op, typical_case(op))
         for launch in launches:
             subject = of_launch(launch, gpu)
-            counted: list[Counts] = count(subject, _lowered(subject))
-            found += [reason for c in counted if (reason := reason_against(c, gpu)) is not None]
+            sizes = launch_sizes(subject, _lowered(subject))
+            found += [reason for c in sizes if (reason := reason_against(c, gpu)) is not None]
     return found
 
 
@@ -272,8 +272,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for case in wrong:
         say(f'    {case.name}: {case.measured()}, not {case.expected}')
     gpu = GPUS['h200']
-    chosen = latest() if args.all else sample(latest(), args.records, args.seed)
     known = known_works() if args.all else {}
+    chosen = [r for r in latest() if (r['op'], r['case']) in known]
+    if args.all:
+        say(f'V1  {len(latest()) - len(chosen)} records are left out; python tools/sight_records.py works counts them')
+    else:
+        chosen = sample(latest(), args.records, args.seed)
     found = [timed(record, gpu, known) for record in chosen]
     _print_times(found, gpu, say)
     if args.fit:
@@ -281,12 +285,44 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, value in fit(found, gpu).items():
             say(f'    {name:<18}{value:.4g}')
     _print_sweeps(say)
-    say('V3  counters of ncu: ' + ('recorded' if COUNTERS.exists() else _not_recorded(COUNTERS)))
+    _print_counters(say)
     refused = fitting(None if args.all else ['transpose', 'rand'])
     say(f'V4  {len(refused)} kernels of the {"library" if args.all else "sample of ops"} do not fit the {gpu.name}')
     for reason in refused:
         say(f'    {reason}')
     return int(bool(wrong or refused))
+
+
+def counters(path: Path = COUNTERS) -> dict[str, dict[str, float]]:
+    """By kernel, counted over measured values: registers, sectors, wavefronts, bytes of device memory and warps.
+
+    Of sectors, bytes and wavefronts only a million or more are compared. A thread has at least 16 registers, because
+    the hardware gives them in such steps.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        counted, measured = record['counted'], record['measured']
+        counted['registers'] = max(16, counted['registers'])
+        found[record['kernel']] = {
+            name: counted[name] / measured[name]
+            for name in ('registers', 'l2_sectors', 'shared_wavefronts', 'dram_bytes', 'warps')
+            if name in ('registers', 'warps') or counted[name] >= 1e6
+        }
+    return found
+
+
+def _print_counters(say: Any) -> None:
+    if not COUNTERS.exists():
+        say('V3  counters of ncu: ' + _not_recorded(COUNTERS))
+        return
+    found, bars = counters(), dict(registers=0.0, l2_sectors=0.1, shared_wavefronts=0.1, dram_bytes=0.05, warps=0.05)
+    for name, bar in bars.items():
+        ratios = {kernel: of[name] for kernel, of in found.items() if name in of}
+        far = [f'{kernel} {ratio:.2f}' for kernel, ratio in ratios.items() if abs(ratio - 1) > bar]
+        say(f'V3  {name}: {len(ratios) - len(far)} of {len(ratios)} kernels within {bar:.0%} of ncu')
+        if far:
+            say(f'    counted / measured of the others: {", ".join(far)}')
 
 
 def _not_recorded(path: Path) -> str:

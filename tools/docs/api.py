@@ -167,10 +167,7 @@ def api_index() -> str:
     names = documented()
     parts = list(dict.fromkeys(name.partition('.')[0] for name in names))
     rows = [(link(name, ''), _headline(value)) for name, value in names.items()]
-    heads = [
-        (f'[`{part}`]({part}.md)', _headline(importlib.import_module(f'tile_kernels.{part}')))
-        for part in parts
-    ]
+    heads = [(f'[`{part}`]({part}.md)', _headline(importlib.import_module(f'tile_kernels.{part}'))) for part in parts]
     families = markdown(('module', 'what it has'), heads)
     every = markdown(('name', 'what it is'), rows)
     return '\n\n'.join((GENERATED, '# Public functions', families, '## All names', every)) + '\n'
