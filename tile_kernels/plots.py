@@ -448,6 +448,15 @@ def beside(records: Iterable[Record], others: Iterable[Record]) -> list[tuple[Re
     return list(found.values())
 
 
+def ratio_ticks(axes: Any) -> None:
+    """Plain numbers below a logarithmic axis of ratios: 0.5, 1, 2, 5, and no labels between them."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter('{x:g}')
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
 def peers(pairs: Sequence[tuple[Record, Record]], name: str = 'peers', column: str = 'us') -> Plot | None:
     """Times of others as multiples of ours, a line for each case; who refuses a case has a hatched bar there."""
     own = [
@@ -479,6 +488,7 @@ def peers(pairs: Sequence[tuple[Record, Record]], name: str = 'peers', column: s
             aside.text(1.05, line, ', '.join(who), va='center', fontsize=6)
         axes.axvline(1, color=INK, linewidth=1)
         axes.set_xscale('log')
+        ratio_ticks(axes)
         axes.set_yticks(range(len(lines)), [f'{op} {case}: {us:.3g} us' for op, case, us in lines], fontsize=6)
         axes.set_ylim(len(lines) - 0.4, -0.6)
         axes.set_xlabel('time of the other / ours (log scale); right of 1 ours is faster')

@@ -35,6 +35,7 @@ def root(toy, tmp_path, monkeypatch):
     """A project with a README and results."""
     for module in (docs, docs_api):
         monkeypatch.setattr(module, 'LAYERS', ())
+        monkeypatch.setattr(module, 'TOOLS', ())
     (tmp_path / 'README.md').write_text(f'before\n{docs.BEGIN}\nold\n{docs.END}\nafter\n')
     results = tmp_path / 'benchmarks' / 'results'
     results.mkdir(parents=True)
@@ -257,9 +258,9 @@ WITHOUT_OPS = {
 
 
 def test_every_public_name_is_on_a_page_with_its_own_signature(pages):
-    for part in (*FAMILIES, *docs.LAYERS):
+    for part in (*FAMILIES, *docs.LAYERS, *docs.TOOLS):
         page = pages[f'docs/api/{part}.md']
-        names = [name.partition('.')[2] for name in docs_api.public_names() if name.startswith(f'{part}.')]
+        names = [name.partition('.')[2] for name in docs_api.documented() if name.startswith(f'{part}.')]
         assert re.findall('^## (.*)$', page, re.MULTILINE) == names
     page = pages['docs/api/quant.md']
     cast = page.partition('\n## per_token_cast\n')[2].partition('\n## ')[0]

@@ -205,6 +205,27 @@ def test_sweeps_are_judged(tmp_path):
     assert found['configs'] == 3 and found['first'] == pytest.approx(1.0) and found['five'] == 0
 
 
+def test_counters_are_judged(tmp_path):
+    path = tmp_path / 'ncu.jsonl'
+    counted = {'registers': 10, 'l2_sectors': 2e6, 'shared_wavefronts': 0, 'dram_bytes': 1e8, 'warps': 8}
+    measured = {'registers': 16, 'l2_sectors': 1e6, 'shared_wavefronts': 9.0, 'dram_bytes': 1e8, 'warps': 10}
+    path.write_text(json.dumps({'kernel': 'k', 'counted': counted, 'measured': measured}))
+    assert validate.counters(path) == {'k': {'registers': 1, 'l2_sectors': 2, 'dram_bytes': 1, 'warps': 0.8}}
+
+
+def test_work_on_file_holds_while_the_code_does():
+    """The first known case is not counted again; with another digest it is."""
+    known = validate.known_works()
+    record = next(r for r in validate.latest() if (r['op'], r['case']) in known and r['op'] == 'quant.per_token_cast')
+    line = known[record['op'], record['case']]
+    fake = {'works': [{**line['works'][0], 'bytes': 1.0}]}
+    key = record['op'], record['case']
+    assert validate.timed(record, H200, {key: line | fake}).works[0].bytes == 1
+    assert (
+        validate.timed(record, H200, {key: line | fake | {'code': 'other'}}).works[0].bytes == line['works'][0]['bytes']
+    )
+
+
 def timed(number: int) -> list[validate.Timed]:
     chosen = validate.sample(validate.latest(), number) if number else validate.latest()
     return [validate.timed(record, H200) for record in chosen]

@@ -21,7 +21,10 @@ def compiled(prim_func: Any) -> Any:
     """A micro-kernel, ready to run on the GPU."""
     import tilelang
 
-    return tilelang.compile(prim_func, execution_backend='tvm_ffi')
+    from tile_kernels.core.gpus import cuda_gpu
+
+    target = {'kind': 'cuda', 'arch': cuda_gpu(0).target}
+    return tilelang.compile(prim_func, target=target, execution_backend='tvm_ffi')
 
 
 def run(args: argparse.Namespace) -> int:

@@ -28,6 +28,7 @@ STYLE = """
 .scroll { overflow-x: auto; }
 article table.docutils :is(code, a) { white-space: normal; overflow-wrap: anywhere; }
 article table.docutils td:first-child { min-width: 7rem; }
+@media (max-width: 40rem) { article h1 { font-size: 1.6rem; overflow-wrap: anywhere; } }
 .scroll th, .scroll td { padding: 0.1rem 0.6rem; text-align: left; white-space: nowrap; }
 """
 

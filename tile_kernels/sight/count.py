@@ -167,6 +167,14 @@ def count(subject: Subject, lowered: Lowered, watch: Watch | None = None) -> lis
     return [_Walker(subject, name, func, watch).run() for name, func in lowered.functions.items()]
 
 
+def launch_sizes(subject: Subject, lowered: Lowered) -> list[Counts]:
+    """Grid, threads, cluster and shared memory of every device function; nothing else is counted."""
+    walkers = [_Walker(subject, name, func) for name, func in lowered.functions.items()]
+    for walker in walkers:
+        walker.measure()
+    return [walker.counts for walker in walkers]
+
+
 @dataclass
 class _State:
     """The values of one run: variables, local integers, active threads, and how many executions this one stands for."""
@@ -347,13 +355,17 @@ class _Walker:
 
     # ---- running -----------------------------------------------------------------------------------------------
 
+    def measure(self) -> list[int]:
+        """Find the sizes of grid, block and cluster; returns the threads of a block along x, y and z."""
+        extents = self._extents()
+        block = [extents.get(f'threadIdx.{axis}', 1) for axis in 'xyz']
+        self.counts.grid = tuple(extents.get(f'blockIdx.{axis}', 1) for axis in 'xyz')  # type: ignore[assignment]
+        self.counts.threads, self.counts.cluster = int(np.prod(block)), self._cluster()
+        return block
+
     def run(self) -> Counts:
         """Walk sampled blocks of the grid."""
-        extents = self._extents()
-        grid = tuple(extents.get(f'blockIdx.{axis}', 1) for axis in 'xyz')
-        block = [extents.get(f'threadIdx.{axis}', 1) for axis in 'xyz']
-        self.counts.grid, self.counts.threads = grid, int(np.prod(block))  # type: ignore[assignment]
-        self.counts.cluster = self._cluster()
+        block, grid = self.measure(), self.counts.grid
         padded = -(-self.counts.threads // 32) * 32
         index = np.arange(padded, dtype=np.int64)
         body = self._stmt(self.func.body)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from tile_kernels.core import nvcc
 from tile_kernels.core.gpus import Gpu
-from tile_kernels.sight.count import Counts, count
+from tile_kernels.sight.count import Counts, launch_sizes
 from tile_kernels.sight.lower import lower
 from tile_kernels.sight.subject import resolve
 
@@ -37,7 +37,19 @@ class Occupancy:
         return f'{self.blocks} {noun}, {self.warps} of {self.of_warps} warps per SM, limited by {self.limit}'
 
 
-def occupancy(counts: Counts, gpu: Gpu, registers: int | None = None, static_shared: int = 0) -> Occupancy:
+class Block(Protocol):
+    """The size of a block."""
+
+    @property
+    def threads(self) -> int:
+        """Its threads."""
+
+    @property
+    def shared(self) -> int:
+        """Its bytes of dynamic shared memory."""
+
+
+def occupancy(counts: Block, gpu: Gpu, registers: int | None = None, static_shared: int = 0) -> Occupancy:
     """Resident blocks of an SM; without `registers` (of a thread) these do not limit."""
     warps = -(-counts.threads // 32)
     allowed = {
@@ -65,7 +77,7 @@ def resources(kernel: Any, *args: Any, device: str = 'h200', **named: Any) -> di
 def fits(kernel: Any, *args: Any, device: str = 'h200', **named: Any) -> bool | str:
     """True if the GPU can launch the kernel, else the sentence why it cannot; needs neither a GPU nor nvcc."""
     for subject in resolve(kernel, *args, device=device, **named):
-        for counts in count(subject, lower(subject)):
+        for counts in launch_sizes(subject, lower(subject)):
             reason = reason_against(counts, subject.gpu)
             if reason is not None:
                 return reason

@@ -1,7 +1,7 @@
 """Compare counts with formulas and predictions with recorded times; needs no GPU.
 
     python -m tile_kernels.sight.validate              V0, V1 on a sample of 60 records, V4
-    python -m tile_kernels.sight.validate --all        V1 on all records: half an hour on two cores
+    python -m tile_kernels.sight.validate --all        V1 on all records; those in works.jsonl are not counted again
     python -m tile_kernels.sight.validate --all --fit  and the constants that fit the records best
 
 V0 compares counts with formulas. V1 compares predicted and recorded times, with each term of the model switched off.
@@ -17,19 +17,22 @@ import json
 import random
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 import tile_kernels
+from tile_kernels.core import cache
 from tile_kernels.core.errors import TileKernelsError
 from tile_kernels.core.gpus import GPUS, Gpu
-from tile_kernels.core.launch import on_gpu
+from tile_kernels.core.knobs import cache_dir
+from tile_kernels.core.launch import Launch, on_gpu
 from tile_kernels.core.registry import case_by_id, find_op, find_ops, launches_of, typical_case
-from tile_kernels.sight.count import Counts, count
+from tile_kernels.sight.count import count, launch_sizes
 from tile_kernels.sight.exact import cases
 from tile_kernels.sight.limits import reason_against
 from tile_kernels.sight.lower import Lowered, lower
@@ -37,6 +40,7 @@ from tile_kernels.sight.model import TERMS, Work, demands, floor_us, time_us, wo
 from tile_kernels.sight.subject import Subject, of_launch
 
 RESULTS = Path(tile_kernels.__file__).parents[1] / 'benchmarks' / 'results'
+Record = dict[str, Any]
 #: What `tools/sight_records.py` writes on a machine with a GPU.
 SWEEPS, COUNTERS = RESULTS / 'sight' / 'sweeps.jsonl', RESULTS / 'sight' / 'ncu.jsonl'
 
@@ -80,14 +84,17 @@ def sample(records: Sequence[dict[str, Any]], number: int, seed: int = 0) -> lis
     return random.Random(seed).sample(records, min(number, len(records)))
 
 
-def timed(record: dict[str, Any], gpu: Gpu) -> Timed:
-    """Count the launches of a record."""
+def timed(record: Record, gpu: Gpu, known: Mapping[tuple[str, str], Record] = MappingProxyType({})) -> Timed:
+    """Count the launches of a record, unless they are known and their code has not changed since."""
     about = record['op'], record['case'], record['us'], record.get('graph_us')
     try:
         op = find_op(record['op'])
         case = case_by_id(op, record['case'])
         with on_gpu(gpu):
             launches = launches_of(op, case)
+        line = known.get((record['op'], record['case']), {})
+        if line.get('code') == code_of(launches):
+            return Timed(*about, tuple(Work(**work) for work in line['works']))
         subjects = [of_launch(launch, gpu) for launch in launches]
         counted = [(subject, count(subject, _lowered(subject))) for subject in subjects]
     except TileKernelsError as error:
@@ -95,14 +102,28 @@ def timed(record: dict[str, Any], gpu: Gpu) -> Timed:
     return Timed(*about, tuple(work_of(subject, counts) for subject, counts in counted))
 
 
-def with_works(records: Iterable[dict[str, Any]], path: Path = WORKS) -> list[Timed]:
-    """The records whose work is on file."""
+def code_of(launches: Iterable[Launch]) -> str:
+    """A digest of the code, static arguments and configs of launches: with the same digest, counts are the same."""
+    words = [
+        f'{cache.code_digest(cache_dir(), launch.kernel.builder, launch.static)} {launch.static} {launch.config}'
+        for launch in launches
+    ]
+    return hashlib.sha256('\n'.join(words).encode()).hexdigest()[:16]
+
+
+def known_works(path: Path = WORKS) -> dict[tuple[str, str], Record]:
+    """The work of cases that is on file, by op and case."""
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    known = {(line['op'], line['case']): tuple(Work(**work) for work in line['works']) for line in lines}
+    return {(line['op'], line['case']): line for line in lines}
+
+
+def with_works(records: Iterable[Record]) -> list[Timed]:
+    """The records whose work is on file."""
+    known = known_works()
+    pairs = [(r, known[r['op'], r['case']]) for r in records if (r['op'], r['case']) in known]
     return [
-        Timed(r['op'], r['case'], r['us'], r.get('graph_us'), known[r['op'], r['case']])
-        for r in records
-        if (r['op'], r['case']) in known
+        Timed(r['op'], r['case'], r['us'], r.get('graph_us'), tuple(Work(**work) for work in line['works']))
+        for r, line in pairs
     ]
 
 
@@ -229,8 +250,8 @@ def fitting(names: Iterable[str] | None = None, gpu: Gpu = GPUS['h200']) -> list
             launches = launches_of(op, typical_case(op))
         for launch in launches:
             subject = of_launch(launch, gpu)
-            counted: list[Counts] = count(subject, _lowered(subject))
-            found += [reason for c in counted if (reason := reason_against(c, gpu)) is not None]
+            sizes = launch_sizes(subject, _lowered(subject))
+            found += [reason for c in sizes if (reason := reason_against(c, gpu)) is not None]
     return found
 
 
@@ -251,20 +272,57 @@ def main(argv: Sequence[str] | None = None) -> int:
     for case in wrong:
         say(f'    {case.name}: {case.measured()}, not {case.expected}')
     gpu = GPUS['h200']
-    chosen = latest() if args.all else sample(latest(), args.records, args.seed)
-    found = [timed(record, gpu) for record in chosen]
+    known = known_works() if args.all else {}
+    chosen = [r for r in latest() if (r['op'], r['case']) in known]
+    if args.all:
+        say(f'V1  {len(latest()) - len(chosen)} records are left out; python tools/sight_records.py works counts them')
+    else:
+        chosen = sample(latest(), args.records, args.seed)
+    found = [timed(record, gpu, known) for record in chosen]
     _print_times(found, gpu, say)
     if args.fit:
         say('    fitted on the shapes that are not held out:')
         for name, value in fit(found, gpu).items():
             say(f'    {name:<18}{value:.4g}')
     _print_sweeps(say)
-    say('V3  counters of ncu: ' + ('recorded' if COUNTERS.exists() else _not_recorded(COUNTERS)))
+    _print_counters(say)
     refused = fitting(None if args.all else ['transpose', 'rand'])
     say(f'V4  {len(refused)} kernels of the {"library" if args.all else "sample of ops"} do not fit the {gpu.name}')
     for reason in refused:
         say(f'    {reason}')
     return int(bool(wrong or refused))
+
+
+def counters(path: Path = COUNTERS) -> dict[str, dict[str, float]]:
+    """By kernel, counted over measured values: registers, sectors, wavefronts, bytes of device memory and warps.
+
+    Of sectors, bytes and wavefronts only a million or more are compared. A thread has at least 16 registers, because
+    the hardware gives them in such steps.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        counted, measured = record['counted'], record['measured']
+        counted['registers'] = max(16, counted['registers'])
+        found[record['kernel']] = {
+            name: counted[name] / measured[name]
+            for name in ('registers', 'l2_sectors', 'shared_wavefronts', 'dram_bytes', 'warps')
+            if name in ('registers', 'warps') or counted[name] >= 1e6
+        }
+    return found
+
+
+def _print_counters(say: Any) -> None:
+    if not COUNTERS.exists():
+        say('V3  counters of ncu: ' + _not_recorded(COUNTERS))
+        return
+    found, bars = counters(), dict(registers=0.0, l2_sectors=0.1, shared_wavefronts=0.1, dram_bytes=0.05, warps=0.05)
+    for name, bar in bars.items():
+        ratios = {kernel: of[name] for kernel, of in found.items() if name in of}
+        far = [f'{kernel} {ratio:.2f}' for kernel, ratio in ratios.items() if abs(ratio - 1) > bar]
+        say(f'V3  {name}: {len(ratios) - len(far)} of {len(ratios)} kernels within {bar:.0%} of ncu')
+        if far:
+            say(f'    counted / measured of the others: {", ".join(far)}')
 
 
 def _not_recorded(path: Path) -> str:

@@ -199,12 +199,16 @@ class KernelProblem:
         gpu = self.target.gpu
         return [replace(subject, tensors={}, gpu=gpu, target=f'cuda -arch={gpu.target}') for subject in found]
 
-    def prepare(self, folder: Path, estimate: Estimate) -> None:
-        """Write inputs and expected outputs to a file: the reference may be a lambda, which no worker could get."""
+    def describe(self, folder: Path, estimate: Estimate) -> None:
+        """Find the parameters, and the file in this folder for their values."""
         (subject,) = self.subjects(self.configs[0])
         outputs = getattr(self.builder, 'out_idx', None)
         outputs = [] if outputs is None else [outputs] if isinstance(outputs, int) else outputs
         self.parameters, self.data = parameters_of(subject, estimate, outputs), folder / 'data.pt'
+
+    def prepare(self, folder: Path, estimate: Estimate) -> None:
+        """Write inputs and expected outputs to a file: the reference may be a lambda, which no worker could get."""
+        self.describe(folder, estimate)
         if not any(p.writes for p in self.parameters):
             raise ArgumentError(
                 f'tune: cannot tell which tensors {self.name} writes; name them in tilelang.jit(out_idx=)'
@@ -257,10 +261,15 @@ class KernelProblem:
         compiler = {
             name: getattr(self.builder, name, None) for name in ('target', 'compile_flags', 'execution_backend')
         }
-        compiler |= {'pass_configs': subject.pass_configs}
+        compiler |= {'pass_configs': subject.pass_configs, 'target': compiler['target'] or self._target}
         return KernelRun(
             config, subject.prim_func, self.parameters, self.data, self.match, self.target.device, compiler, returned
         )
+
+    @property
+    def _target(self) -> dict[str, str]:
+        """The GPU's target, which TileLang would otherwise find by asking the driver."""
+        return {'kind': 'cuda', 'arch': self.target.gpu.target}
 
     def entries(self, where: str) -> list[tuned.Entry]:
         """One entry; its code is the TIR of the first config and the list of all."""
@@ -282,7 +291,7 @@ class KernelProblem:
             return self.builder.compile(*self.args, **self.named, **config)
         import tilelang
 
-        return tilelang.compile(self.builder(*self.args, **self.named, **config))
+        return tilelang.compile(self.builder(*self.args, **self.named, **config), target=self._target)
 
 
 #: What can be tuned.

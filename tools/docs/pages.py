@@ -35,6 +35,7 @@ from tile_kernels.testing.records import Record
 from tools.docs.api import (
     GENERATED,
     LAYERS,
+    TOOLS,
     api_index,
     api_page,
     callers,
@@ -69,7 +70,7 @@ def pages(root: Path = ROOT) -> dict[Path, str]:
     records = current(measured(root / 'benchmarks' / 'results'), ops)
     made = {root / 'docs' / 'ops' / f'{op.name}.md': op_page(op, records) for op in ops}
     made[root / 'docs' / 'ops' / 'README.md'] = index_page(ops, records)
-    made |= {root / 'docs' / 'api' / f'{part}.md': api_page(part) for part in (*tile_kernels.FAMILIES, *LAYERS)}
+    made |= {root / 'docs' / 'api' / f'{part}.md': api_page(part) for part in (*tile_kernels.FAMILIES, *LAYERS, *TOOLS)}
     made[root / 'docs' / 'api' / 'README.md'] = api_index()
     return made | committed(root, ops, records)
 
