@@ -37,6 +37,7 @@ from tile_kernels.sight.exact import cases
 from tile_kernels.sight.limits import reason_against
 from tile_kernels.sight.lower import Lowered, lower
 from tile_kernels.sight.model import TERMS, Work, demands, floor_us, time_us, work_of
+from tile_kernels.sight.ranking import EVENT_US, Load, ranking_us
 from tile_kernels.sight.subject import Subject, of_launch
 
 RESULTS = Path(tile_kernels.__file__).parents[1] / 'benchmarks' / 'results'
@@ -223,20 +224,27 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
     return float(np.corrcoef(one, two)[0, 1]) if one.std() and two.std() else 0.0
 
 
-def sweeps(path: Path = SWEEPS) -> list[dict[str, Any]]:
-    """For each recorded sweep its rank correlation, and how far the first and the best of five choices are off."""
+def sweeps(path: Path = SWEEPS, gpu: Gpu = GPUS['h200']) -> list[dict[str, Any]]:
+    """For each recorded sweep its rank correlation, and how far the first and the best of five choices are off.
+
+    The recorded loads are ranked again, so this judges the ranking of today.
+    """
     groups: dict[tuple, list[dict[str, Any]]] = {}
     for line in path.read_text().splitlines():
         record = json.loads(line)
         if record.get('us') and record.get('predicted_us'):
-            groups.setdefault((record['op'], record.get('case', '')), []).append(record)
+            loads = [Load(**load) for load in record.get('loads', ())]
+            again = sum(EVENT_US + ranking_us(load, gpu) for load in loads)
+            groups.setdefault((record['op'], record.get('case', '')), []).append(
+                record | {'predicted_us': again or record['predicted_us']}
+            )
     rows = []
     for (op, case), trials in groups.items():
         times, ordered = [t['us'] for t in trials], sorted(trials, key=lambda t: t['predicted_us'])
         best = min(times)
         first, five = ordered[0]['us'] / best - 1, min(t['us'] for t in ordered[:5]) / best - 1
-        rank = spearman(times, [t['predicted_us'] for t in trials])
-        rows.append({'op': op, 'case': case, 'configs': len(trials), 'rank': rank, 'first': first, 'five': five})
+        agreement = spearman(times, [t['predicted_us'] for t in trials])
+        rows.append({'op': op, 'case': case, 'configs': len(trials), 'rank': agreement, 'first': first, 'five': five})
     return rows
 
 
