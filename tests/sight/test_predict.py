@@ -205,6 +205,13 @@ def test_sweeps_are_judged(tmp_path):
     assert found['configs'] == 3 and found['first'] == pytest.approx(1.0) and found['five'] == 0
 
 
+def test_recorded_sweeps_are_ranked_well():
+    rows = validate.sweeps()
+    assert len(rows) >= 24 and all(row['configs'] >= 14 for row in rows)  # half of those of attention do not fit
+    assert sorted(row['rank'] for row in rows)[len(rows) // 2] >= 0.8
+    assert sorted(row['first'] for row in rows)[len(rows) // 2] <= 0.1
+
+
 def test_counters_are_judged(tmp_path):
     path = tmp_path / 'ncu.jsonl'
     counted = {'registers': 10, 'l2_sectors': 2e6, 'shared_wavefronts': 0, 'dram_bytes': 1e8, 'warps': 8}
