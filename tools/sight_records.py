@@ -182,7 +182,8 @@ def timed_record(job: Job, made: tuple[Run, Estimate] | str, timer: Child, folde
     """The record of a config, or None if the time ended before it."""
     name, place, config = job
     record: Record = {'op': name, 'case': case_of(name, place), 'config': config, 'predicted_us': None}
-    times, problem = Times(*[None] * 4), made if isinstance(made, str) else None
+    blank: list[Any] = [None] * 4
+    times, problem = Times(*blank), made if isinstance(made, str) else None
     if not isinstance(made, str):
         run, guess = made
         loads = [asdict(load) for load in guess.loads]

@@ -208,7 +208,7 @@ def delta_rule_bwd(
     if not channels and delta_gradients_sm90_kernel.claims((*static, grouped), gpu_of(q)):
         writes = half(*v.shape[:3], dim)
         h, dh = (half(chunks, value_heads, value_dim, dim) for _ in range(2))
-        operands: tuple = (q, k, g_sum, inverse, cu_seqlens, scores, writes, number, bits, scale)
+        operands: Any = (q, k, g_sum, inverse, cu_seqlens, scores, writes, number, bits, scale)
         launch(delta_brackets_sm90_kernel, static[:5], *operands, size=v.numel())
         operands = (do, q, k, v, g_sum, beta, inverse, scores, writes, initial_state, dstate, cu_seqlens)
         operands += (h, u, dh, dx, dv, dinitial_or_none, number, scale)
