@@ -33,7 +33,8 @@ def no_group_left():
 
 
 @pytest.mark.parametrize('name', {program: name for name, program in api.examples().items()}.values())
-def test_an_example_prints_what_the_page_says(name, capsys):
+def test_an_example_prints_what_the_page_says(name, capsys, monkeypatch):
+    monkeypatch.setenv('COLUMNS', '120')  # reports fill the terminal
     needed, here = NEEDS.get(name, ('', True))
     if not here:
         pytest.skip(f'needs {needed}')
